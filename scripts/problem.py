@@ -1,0 +1,23 @@
+"""A mistake or a missing thing that the user can mend: one line, no traceback."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+INTERRUPTED = 130
+
+
+class Problem(Exception):
+    """What went wrong and what to do about it, in one line."""
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Exit with what ``main`` returns; show a `Problem` as one line on stderr, exit code 2."""
+    try:
+        sys.exit(main())
+    except Problem as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
