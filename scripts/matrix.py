@@ -427,12 +427,14 @@ def _twice(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
 
 
 def _bad_references(matrix: Matrix) -> Iterator[tuple[str, str]]:
-    sections = {"stack": matrix.stacks, "accelerator": matrix.accelerators, "base": matrix.bases}
+    sections = {
+        "stack": [item.name for item in matrix.stacks],
+        "accelerator": [item.name for item in matrix.accelerators],
+        "base": [item.name for item in matrix.bases],
+    }
     for index, variant in enumerate(matrix.variants):
-        for key, items in sections.items():
-            yield from _dangling(
-                getattr(variant, key), [item.name for item in items], f"variants[{index}].{key}"
-            )
+        for key, names in sections.items():
+            yield from _dangling(getattr(variant, key), names, f"variants[{index}].{key}")
     for index, stack in enumerate(matrix.stacks):
         if "vllm" not in (names := [pin.name for pin in stack.packages]):
             yield (
