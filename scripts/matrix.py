@@ -119,12 +119,32 @@ class Layer(_Struct, frozen=True):
     packages: tuple[Name, ...]
 
 
+class Override(_Struct, frozen=True):
+    """A requirement that holds against what packages declare, as pip writes it."""
+
+    requirement: Text
+    reason: Text
+    source: Text
+
+
 class SourceBuild(_Struct, frozen=True):
-    """A package built from its source distribution without build isolation, after ``needs`` are installed."""
+    """A package built from its source distribution without build isolation, after ``needs`` are installed.
+
+    ``env`` holds for the build alone.
+    """
 
     package: Name
     reason: Text
     needs: tuple[Name, ...] = ()
+    env: tuple[Setting, ...] = ()
+
+
+class Trim(_Struct, frozen=True):
+    """Installed files (a glob below site-packages) that are removed, or stripped of symbols for debuggers."""
+
+    action: Literal["remove", "strip"]
+    path: Text
+    reason: Text
 
 
 class Variant(_Struct, frozen=True):
@@ -137,7 +157,9 @@ class Variant(_Struct, frozen=True):
     layers: tuple[Layer, ...]
     distributions: tuple[Distribution, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
+    overrides: tuple[Override, ...] = ()
     build_from_source: tuple[SourceBuild, ...] = ()
+    trim: tuple[Trim, ...] = ()
 
 
 class Support(_Struct, frozen=True):
@@ -229,8 +251,10 @@ class Cell(_Struct, frozen=True):
     packages: tuple[Package, ...]
     requirements: tuple[Requirement, ...]
     excluded: tuple[Exclusion, ...]
+    overrides: tuple[Override, ...]
     layers: tuple[Layer, ...]
     build_from_source: tuple[SourceBuild, ...]
+    trim: tuple[Trim, ...]
     env: tuple[Setting, ...]
     support: Support
     size_budget_mb: int
@@ -341,8 +365,10 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         packages=packages,
         requirements=stack.requirements,
         excluded=variant.excluded,
+        overrides=variant.overrides,
         layers=variant.layers,
         build_from_source=variant.build_from_source,
+        trim=variant.trim,
         env=_merged(accelerator.env, entry.env),
         support=entry.support,
         size_budget_mb=entry.size_budget_mb,
