@@ -1,0 +1,40 @@
+"""The variables that users may set, each read in one place."""
+
+import os
+
+EVENTS = "RLHF_STACK_EVENTS"
+VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
+SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
+ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
+
+
+def flag(name: str) -> bool:
+    """Whether variable ``name`` is on: unset, empty and 0 are off, 1 is on, anything else is an error."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name}={value!r}: expected 0 or 1")
+    return value == "1"
+
+
+def seconds(name: str, default: float) -> float:
+    """The deadline in variable ``name`` in seconds; ValueError if it is not a positive number."""
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name}={value!r}: expected a number of seconds greater than 0")
+    return number
+
+
+def sync_timeout() -> float:
+    """Seconds that a rendezvous or one transfer of a weight sync may take (300, as vLLM's own store)."""
+    return seconds(SYNC_TIMEOUT, 300.0)
+
+
+def engine_timeout() -> float:
+    """Seconds that an engine may take from its creation until it answers (1800, as vLLM's own wait)."""
+    return seconds(ENGINE_TIMEOUT, 1800.0)
