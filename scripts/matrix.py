@@ -45,7 +45,8 @@ class Base(_Struct, frozen=True):
 
     name: Name
     suite: Name
-    architecture: Name
+    architecture: Literal["amd64", "arm64"]
+    glibc: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
     python: Name
     runtime: tuple[SystemPackage, ...]
     builder: tuple[SystemPackage, ...]
@@ -187,6 +188,13 @@ class CellEntry(_Struct, frozen=True):
     env: tuple[Setting, ...] = ()
 
 
+class Host(_Struct, frozen=True):
+    """The lowest Python of the host's tools, and the day whose packages they are."""
+
+    python: Name
+    exclude_newer: datetime.date
+
+
 class Match(_Struct, frozen=True):
     """Shell patterns on the three parts of a cell id."""
 
@@ -210,6 +218,7 @@ class Matrix(_Struct, frozen=True):
     image: Name
     default: Name
     source_date_epoch: Positive
+    host: Host
     bases: tuple[Base, ...]
     accelerators: tuple[Accelerator, ...]
     stacks: tuple[Stack, ...]
