@@ -1,0 +1,290 @@
+"""Docker: find it, set it up, say in one line what is wrong with it.
+
+``python -m scripts.engine ensure`` installs and starts what is missing, where that is allowed.
+"""
+
+import argparse
+import functools
+import grp
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import docker
+from docker.errors import DockerException
+
+from scripts.problem import Problem, run
+
+SOCKET = Path("/var/run/docker.sock")
+LOG = Path("/var/log/rlhf-stacks-dockerd.log")
+SYSTEMD = Path("/run/systemd/system")
+OS_RELEASE = Path("/etc/os-release")
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+SYSTEM_DOCKER = Path("/usr/bin/docker")
+LAST_WITHOUT_BUILDX = 22
+ANSWER_SECONDS = 60
+START_SECONDS = 60
+INSTALL_SECONDS = 900
+SETUP = "bash scripts/nox.sh -s base"
+
+
+def client() -> docker.DockerClient:
+    """A client of the engine, which has answered; a `Problem` says why there is none and what to do."""
+    try:
+        found = docker.from_env(timeout=ANSWER_SECONDS)
+        found.ping()
+    except (DockerException, OSError, ValueError) as error:
+        raise Problem(explain(error, os.environ, installed())) from None
+    return found
+
+
+def explain(error: BaseException, environment: Mapping[str, str], has_engine: bool) -> str:
+    """Why the engine could not be asked, and what to do about it."""
+    host = environment.get("DOCKER_HOST")
+    causes = list(_causes(error))
+    if any(isinstance(cause, PermissionError) for cause in causes):
+        return (
+            f"no right to use Docker's socket, which belongs to the group {_group(SOCKET)!r}: "
+            f"run `sudo usermod -aG {_group(SOCKET)} $USER`, then log in again"
+        )
+    if host:
+        return (
+            f"no Docker Engine answers at DOCKER_HOST={host}: correct it, or unset it to use this machine's"
+        )
+    if not has_engine:
+        return (
+            "Docker Engine is not installed: `sudo apt-get install docker.io` on Debian or Ubuntu, "
+            f"or `{SETUP}` as root"
+        )
+    if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
+        return f"Docker Engine is not running: `sudo systemctl start docker`, or `{SETUP}` as root"
+    return f"Docker Engine does not answer: {' '.join(str(error).split())}"
+
+
+def installed() -> bool:
+    """Whether this machine has an engine of its own."""
+    return shutil.which("dockerd", path=_path()) is not None
+
+
+@functools.cache
+def builder() -> list[str]:
+    """A ``docker`` command that builds with BuildKit: one with buildx, else one that has it built in."""
+    found = choose(candidates(os.get_exec_path()), _prints)
+    if found is None:
+        raise Problem(
+            "no docker command here can build with BuildKit: "
+            "`sudo apt-get install docker.io docker-buildx` (Ubuntu, Debian 13) or `docker.io` (Debian 12)"
+        )
+    return [str(found)]
+
+
+def candidates(folders: Iterable[str]) -> list[Path]:
+    """Every ``docker`` in ``folders`` and Debian's own, each file once."""
+    paths = [*(Path(folder, "docker") for folder in folders), SYSTEM_DOCKER]
+    return list({path.resolve(): path for path in reversed(paths) if os.access(path, os.X_OK)}.values())[::-1]
+
+
+def choose(clients: Sequence[Path], prints: Callable[[Sequence[str]], str]) -> Path | None:
+    """The client to build with; ``prints`` runs a command and gives its output, empty if it failed."""
+    for path in clients:
+        if "buildx" in prints([str(path), "buildx", "version"]):
+            return path
+    for path in clients:
+        version = re.search(r"version (\d+)\.", prints([str(path), "--version"]))
+        if version and int(version[1]) <= LAST_WITHOUT_BUILDX:
+            return path
+    return None
+
+
+def need_space(megabytes: int) -> None:
+    """A `Problem` unless the engine's disk has ``megabytes`` (10^6 bytes) free; another machine's is unknown."""
+    root = Path(client().info()["DockerRootDir"])
+    if os.environ.get("DOCKER_HOST", "unix:").startswith("unix:"):
+        check_space(root, megabytes, shutil.disk_usage(root).free)
+
+
+def check_space(root: Path, megabytes: int, free_bytes: int) -> None:
+    """A `Problem` when ``free_bytes`` are fewer than ``megabytes`` (10^6 bytes)."""
+    free = free_bytes // 10**6
+    if free < megabytes:
+        raise Problem(
+            f"no space left: this needs {megabytes} MB in {root}, which has {free} MB; "
+            "`docker system prune` frees what no container uses"
+        )
+
+
+def missing(has: Callable[[str], bool], answers: bool, can_build: bool) -> list[str]:
+    """The Debian packages to install; ``has`` tells whether a command or a file is there."""
+    packages = []
+    if not answers and not has("dockerd"):
+        packages += ["docker.io", "iptables"]
+    if not can_build and "docker.io" not in packages:
+        packages += ["docker-buildx" if has("docker") else "docker.io"]
+    packages += [name for name in ("mmdebstrap", "git") if not has(name)]
+    if not has(str(KEYRING)):
+        packages.append("debian-archive-keyring")
+    return packages
+
+
+def ensure() -> None:
+    """Make the engine answer and the build tools be there; a `Problem` says what is not allowed."""
+    answers = _answers()
+    if not answers and os.environ.get("DOCKER_HOST"):
+        client()
+    if packages := missing(_has, answers, choose(candidates(os.get_exec_path()), _prints) is not None):
+        install(packages)
+    if not answers and not _answers():
+        start()
+    client()
+    builder()
+
+
+def install(packages: Sequence[str]) -> None:
+    """Install Debian packages, as root or by a sudo that asks for no password."""
+    names = " ".join(packages)
+    wish = f"this needs the packages {names}: run `sudo apt-get install --yes {names}`"
+    if not _is_debian(OS_RELEASE.read_text(encoding="utf-8") if OS_RELEASE.exists() else ""):
+        raise Problem(
+            f"this needs, by the names of Debian's packages, {names}: install them with your system's tools"
+        )
+    prefix = _as_root(wish)
+    print(f"installing from this system's packages, once: {names}", flush=True)
+    apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes"]
+    for arguments in (["update"], ["install", "--no-install-recommends", *packages]):
+        done = subprocess.run(
+            [*apt, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=INSTALL_SECONDS,
+        )
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            raise Problem(f"apt-get {arguments[0]} failed ({last}); {wish}")
+
+
+def start() -> None:
+    """Start this machine's engine and wait until it answers, `START_SECONDS` at most."""
+    if _forbidden(SOCKET):
+        client()
+    prefix = _as_root("Docker Engine is not running: run `sudo systemctl start docker`")
+    if SYSTEMD.is_dir():
+        print("starting Docker Engine with systemctl", flush=True)
+        command, log = ["systemctl", "start", "docker"], "journalctl -u docker"
+    else:
+        print(f"starting Docker Engine (dockerd); its log: {LOG}", flush=True)
+        command, log = ["sh", "-c", f"setsid dockerd >>{LOG} 2>&1 </dev/null &"], str(LOG)
+    subprocess.run(
+        [*prefix, *command],
+        env={**os.environ, "PATH": _path()},
+        stdin=subprocess.DEVNULL,
+        check=False,
+        timeout=START_SECONDS,
+    )
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if _answers() or _forbidden(SOCKET):
+            return
+        time.sleep(0.5)
+    raise Problem(f"Docker Engine did not answer within {START_SECONDS} s of its start; why is in {log}")
+
+
+def _answers() -> bool:
+    try:
+        return bool(docker.from_env(timeout=ANSWER_SECONDS).ping())
+    except (DockerException, OSError, ValueError):
+        return False
+
+
+def _forbidden(socket: Path) -> bool:
+    """Whether an engine is there whose socket this user may not use."""
+    return socket.exists() and not os.access(socket, os.W_OK)
+
+
+def _has(name: str) -> bool:
+    return Path(name).exists() if "/" in name else shutil.which(name, path=_path()) is not None
+
+
+def _path() -> str:
+    """PATH with the folders of root's commands, which a user's own may lack."""
+    return os.pathsep.join([*os.get_exec_path(), "/usr/sbin", "/sbin"])
+
+
+def _as_root(wish: str) -> list[str]:
+    """What to put before a command to run it as root; a `Problem` with the wish where that is not allowed."""
+    if os.geteuid() == 0:
+        return []
+    if shutil.which("sudo") and _succeeds(["sudo", "-n", "true"]):
+        return ["sudo", "-n"]
+    raise Problem(wish)
+
+
+def _is_debian(os_release: str) -> bool:
+    """Whether ``os_release`` (that file's text) is of Debian, Ubuntu or a system made from one."""
+    kinds = re.findall(r'^ID(?:_LIKE)?="?([^"\n]*)', os_release, flags=re.MULTILINE)
+    return bool({"debian", "ubuntu"} & set(" ".join(kinds).split()))
+
+
+def _succeeds(command: Sequence[str]) -> bool:
+    return _result(command).returncode == 0
+
+
+def _prints(command: Sequence[str]) -> str:
+    done = _result(command)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _result(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ANSWER_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def _causes(error: BaseException | None) -> Iterable[BaseException]:
+    """An exception, what it was raised from, and the exceptions in their arguments, each once."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            inner = [item for item in cause.args if isinstance(item, BaseException)]
+            waiting += [cause.__cause__, cause.__context__, getattr(cause, "reason", None), *inner]
+
+
+def _group(socket: Path) -> str:
+    try:
+        return grp.getgrgid(socket.stat().st_gid).gr_name
+    except (OSError, KeyError):
+        return "docker"
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.engine", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("command", choices=["ensure"], help="set Docker up and wait until it answers")
+    parser.parse_args()
+    ensure()
+    version = client().version()["Version"]
+    print(f"Docker Engine {version}; builds with {builder()[0]}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
