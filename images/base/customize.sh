@@ -1,0 +1,16 @@
+#!/bin/sh
+# mmdebstrap customize hook; $1 is the root being made. It removes what differs from machine to machine
+# (so that equal package versions give an equal tar) and what a container never uses.
+set -eu
+root=$1
+
+# mmdebstrap resolves "usrmerge | usr-is-merged" to the first, a one-time converter that needs all of perl.
+# The root is merged already, so the empty package serves.
+chroot "$root" apt-get --yes --quiet install usr-is-merged usrmerge-
+chroot "$root" apt-get --yes --quiet autopurge
+
+: >"$root/etc/machine-id"
+rm -f "$root/etc/resolv.conf" "$root/etc/hostname" \
+    "$root"/var/cache/debconf/*-old "$root"/var/lib/dpkg/*-old
+
+chroot "$root" dpkg-query --show --showformat '${Package}=${Version}\n' >"$root/etc/rlhf-stack-base.txt"

@@ -1,0 +1,235 @@
+"""Build the image of a cell.
+
+``python -m scripts.bake [CELL]``: lays out a build context from the matrix, the lock, the patched wheels and
+``images/``, and gives it to BuildKit. The tag moves only when the whole build succeeded.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+from rich.console import Console
+
+from scripts import base, buildlog, engine, lock, patches, pip_config, wheels
+from scripts.matrix import ROOT, Cell, find, load
+from scripts.pip_config import PipConfig
+from scripts.problem import Problem, run
+
+IMAGES = ROOT / "images"
+CONTEXTS = ROOT / "build" / "context"
+PATCHED = ROOT / "build" / "wheels" / "patched"
+LAYERS = ("torch", "vllm", "ray", "openrlhf")
+NAMESPACE = "io.rlhf-stacks"
+BUILD_MEGABYTES = 9000
+SHOWN_SECONDS = 1.0
+
+
+def dockerfile(cell: Cell) -> str:
+    """The one Dockerfile with the env defaults of the cell."""
+    lines = [f"# {setting.reason} ({setting.source})\nENV {setting.name}={quoted(setting.value)}" for setting in cell.env]
+    return "\n".join([(IMAGES / "Dockerfile").read_text(encoding="utf-8").rstrip(), *lines]) + "\n"
+
+
+def quoted(value: str) -> str:
+    """A value as a Dockerfile's ENV takes it, literally."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$")
+    return f'"{escaped}"'
+
+
+def labels(cell: Cell, revision: str, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
+    """The OCI labels and our own, by name."""
+    versions = {f"{NAMESPACE}.version.{name}": version for name, version in sorted(cell.versions.items())}
+    return {
+        "org.opencontainers.image.title": cell.tag,
+        "org.opencontainers.image.description": "OpenRLHF on Ray, vLLM, DeepSpeed and torch, tested across nodes",
+        "org.opencontainers.image.version": f"{cell.release}-{cell.id}",
+        "org.opencontainers.image.revision": revision,
+        "org.opencontainers.image.licenses": "Apache-2.0",
+        "org.opencontainers.image.base.name": base_tag,
+        f"{NAMESPACE}.cell": cell.id,
+        f"{NAMESPACE}.accelerator": cell.accelerator.kind,
+        f"{NAMESPACE}.support.from": str(cell.support.since),
+        f"{NAMESPACE}.support.until": str(cell.support.until),
+        f"{NAMESPACE}.tested.shown": cell.tested.shown,
+        f"{NAMESPACE}.tested.not-shown": cell.tested.not_shown,
+        f"{NAMESPACE}.patches": " ".join(applied),
+        **versions,
+    }
+
+
+def series_of(cell: Cell) -> list[patches.Series]:
+    """The patch series that apply to the cell's packages."""
+    found = [patches.load(package.distribution, package.version) for package in cell.packages]
+    return [series for series in found if series is not None]
+
+
+def repin(requirements: str, replacements: Mapping[str, str]) -> str:
+    """A layer's requirements with the pins in ``replacements`` (``name==version`` to a new block)."""
+    blocks = []
+    for block in lock.blocks(requirements):
+        pin = block.split()[0]
+        blocks.append(replacements.get(pin, block))
+    return "".join(blocks)
+
+
+def pinned(wheel: Path) -> tuple[str, str]:
+    """The pin that a patched wheel replaces, and the block that asks for exactly this wheel."""
+    name, version = wheel.name.split("-")[:2]
+    name = name.replace("_", "-")
+    digest = base.digest(wheel)
+    return f"{name}=={version.split('+stack')[0]}", f"{name}=={version} \\\n    --hash=sha256:{digest}\n"
+
+
+def local_wheels(requirements: str, folders: Iterable[Path]) -> list[Path]:
+    """The wheels in ``folders`` that ``requirements`` name by hash: the build cannot see this machine's folders."""
+    found = []
+    for block in lock.blocks(requirements):
+        name = block.split("==")[0].replace("-", "_").lower()
+        for wheel in (wheel for folder in folders for wheel in sorted(folder.glob("*.whl"))):
+            if wheel.name.lower().startswith(f"{name}-") and base.digest(wheel) in block:
+                found.append(wheel)
+    return found
+
+
+def place(source: Path, target: Path) -> None:
+    """Put a file into the context: a hard link where that works, because wheels are big."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def write(target: Path, text: str) -> None:
+    """Write a file of the context."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def uv_binary() -> Path:
+    """The uv of this environment, which the build uses too."""
+    files = distribution("uv").files or []
+    return next(Path(str(file.locate())) for file in files if file.name == "uv" and file.parent.name == "bin")
+
+
+def context(cell: Cell, config: PipConfig) -> Path:
+    """Lay out the build context of a cell."""
+    folder = CONTEXTS / cell.id
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(IMAGES / "rootfs", folder / "rootfs")
+    shutil.copytree(IMAGES / "tools", folder / "tools")
+    place(uv_binary(), folder / "tools" / "uv")
+    lock_file = lock.path(cell)
+    patched = wheels.make_wheels([f"{s.package}=={s.version}" for s in series_of(cell)], lock_file, PATCHED)
+    replacements = dict(pinned(wheel) for wheel in patched)
+    layers = lock.layers(lock_file.read_text(encoding="utf-8"), cell)
+    for layer in LAYERS:
+        (folder / "wheels" / layer).mkdir(parents=True)
+        text = repin(layers[layer], replacements)
+        write(folder / "requirements" / f"{layer}.txt", text)
+        for wheel in local_wheels(text, [*config.find_links, PATCHED]):
+            place(wheel, folder / "wheels" / layer / wheel.name)
+    runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
+    place(runtime, folder / "wheels" / "stack" / runtime.name)
+    write(folder / "requirements" / "stack.txt", pinned(runtime)[1])
+    write(folder / "requirements" / "source.txt", layers["source"])
+    source_env = [f"{s.name}='{s.value}'" for build in cell.build_from_source for s in build.env]
+    write(folder / "requirements" / "source.env", "\n".join(source_env) + "\n")
+    write(folder / "requirements" / "trim.txt", "".join(f"{trim.action} {trim.path}\n" for trim in cell.trim))
+    pins = [repin(text, replacements) for text in (*layers.values(), pinned(runtime)[1])]
+    write(folder / "etc" / "constraints.txt", "".join(f"{b.split()[0]}\n" for text in pins for b in lock.blocks(text)))
+    shutil.copy(lock_file, folder / "etc" / "lock.txt")
+    write(folder / "etc" / "cell.json", msgspec.json.format(msgspec.json.encode(cell), indent=2).decode() + "\n")
+    write(folder / "Dockerfile", dockerfile(cell))
+    return folder
+
+
+def revision() -> str:
+    """The commit that is checked out, marked if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=-dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def command(cell: Cell, folder: Path, secrets: Mapping[str, Path], image_id: Path) -> list[str]:
+    """The build command: BuildKit, no tag yet, and what the image is in labels."""
+    runtime, builder = (base.image(root) for root in base.roots(cell))
+    applied = [f"{s.package}/{p.name}" for s in series_of(cell) for p in s.patches]
+    marks = labels(cell, revision(), runtime, applied)
+    return [
+        *engine.builder(),
+        "build",
+        "--progress=plain",
+        f"--iidfile={image_id}",
+        f"--build-arg=RUNTIME_BASE={runtime}",
+        f"--build-arg=BUILDER_BASE={builder}",
+        *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
+        *(f"--label={name}={value}" for name, value in marks.items()),
+        str(folder),
+    ]
+
+
+def build(cell: Cell) -> str:
+    """Build the cell and tag it; returns the image's id. A `Problem` says what failed; no tag moved then."""
+    config = pip_config.load()
+    engine.need_space(BUILD_MEGABYTES)
+    folder = context(cell, config)
+    with tempfile.TemporaryDirectory() as temporary:
+        settings = Path(temporary, "pip.conf")
+        settings.write_text(config.portable(), encoding="utf-8")
+        secrets = {"pip": settings}
+        if config.certificate:
+            secrets["ca"] = config.certificate
+        image_id = Path(temporary, "image")
+        log = CONTEXTS / f"{cell.id}.log"
+        if _follow(command(cell, folder, secrets, image_id), log):
+            cause = buildlog.cause(log.read_text(encoding="utf-8"))
+            raise Problem(f"building {cell.id} failed: {cause} (all of it: {log.relative_to(ROOT)})")
+        built = image_id.read_text().strip()
+    engine.client().images.get(built).tag(cell.tag)
+    return built
+
+
+def _follow(arguments: list[str], log: Path) -> int:
+    """Run a build command; its output goes to ``log``, what it is at is shown."""
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    console = Console()
+    with log.open("w", encoding="utf-8") as file, console.status("preparing") as status:
+        process = subprocess.Popen(
+            arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        for stage in buildlog.stages(_copied(process.stderr or (), file)):
+            status.update(f"building {stage.name}")
+            if stage.seconds is not None and stage.seconds >= SHOWN_SECONDS:
+                console.print(f"  {stage.name}: {stage.seconds:.0f} s")
+        return process.wait()
+
+
+def _copied(lines: Iterable[str], file: TextIO) -> Iterator[str]:
+    for line in lines:
+        file.write(line)
+        yield line
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bake", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
+    matrix = load()
+    cell = find(matrix, parser.parse_args().cell or matrix.default)
+    built = build(cell)
+    image = engine.client().images.get(built)
+    print(f"{cell.tag}  {image.attrs['Size'] / 1e6:.0f} MB  {built}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

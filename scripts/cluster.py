@@ -1,0 +1,298 @@
+"""Containers of one image as the nodes of a Ray cluster, each with its own address, as on several machines.
+
+Whatever happens (an error, Ctrl-C, a terminated process), nothing of it is left behind: `Cluster` removes its
+containers, volumes and network when it ends, and removes first what a killed process could not.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import docker
+import docker.errors
+from docker.models.containers import Container
+from docker.models.networks import Network
+
+from scripts.problem import Problem
+
+LABEL = "rlhf-stacks.owner"
+PORT = 6379
+POLL_SECONDS = 0.5
+MEGABYTE = 1 << 20
+OUT_OF_MEMORY = 137
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine to be: its host name and what Ray is told of it. ``gpus`` are fake: there is no device."""
+
+    name: str
+    gpus: int
+    cpus: int = 8
+    object_store: int = 300 * MEGABYTE
+    shm: int = 1024 * MEGABYTE
+
+
+def ray_start(node: Node, head: str | None) -> list[str]:
+    """The ``ray start`` of a node; ``head`` is the head's host name, or None for the head itself.
+
+    The object store gets a size because Ray would else ask for more than /dev/shm has; the client server is
+    off because nothing uses it and, when it dies on a loaded machine, ``--block`` takes the node with it.
+    """
+    role = (
+        ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1", "--ray-client-server-port=0"]
+        if head is None
+        else [f"--address={head}:{PORT}"]
+    )
+    resources = [f"--num-gpus={node.gpus}", f"--num-cpus={node.cpus}", f"--object-store-memory={node.object_store}"]
+    return ["ray", "start", *role, *resources, "--block", "--disable-usage-stats"]
+
+
+def owner() -> str:
+    """This process in a label: where its id counts, its id, and when it started, as ids are used again."""
+    return ":".join([*_place(), str(os.getpid()), _started(os.getpid())])
+
+
+def is_orphaned(label: str) -> bool:
+    """Whether the process that `owner` named has ended, as far as this one can know: not on another machine."""
+    *place, pid, started = label.split(":")
+    return place == _place() and pid.isdecimal() and _started(int(pid)) != started
+
+
+def _place() -> list[str]:
+    """The boot of this machine, and the namespace of process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [boot, str(Path("/proc/self/ns/pid").stat().st_ino)]
+
+
+def _started(pid: int) -> str:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return fields[19]
+
+
+class Cluster:
+    """A context: on entry every node is up and known to Ray; on exit nothing of it is left.
+
+    The first of ``nodes`` is the head. ``environment`` reaches every process. ``timeout`` in seconds is for
+    the nodes to join.
+    """
+
+    def __init__(
+        self,
+        client: docker.DockerClient,
+        image: str,
+        nodes: Sequence[Node],
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._client = client
+        self._image = image
+        self._nodes = nodes
+        self._environment = dict(environment or {})
+        self._timeout = timeout
+        self._options = dict(options or {})
+        self._network: Network | None = None
+        self._end = contextlib.ExitStack()
+        self.containers: list[Container] = []
+        self.addresses: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "Cluster":
+        sweep(self._client)
+        self._end.enter_context(_interrupted_by_termination())
+        try:
+            self._start()
+            self.addresses = self._wait()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def head(self) -> Container:
+        """The head's container."""
+        return self.containers[0]
+
+    def close(self) -> None:
+        """Remove containers, their volumes and the network; a second Ctrl-C does not cut it short."""
+        with _uninterrupted():
+            for container in self.containers:
+                with contextlib.suppress(docker.errors.NotFound):
+                    container.remove(force=True, v=True)
+            if self._network is not None:
+                with contextlib.suppress(docker.errors.NotFound):
+                    self._network.remove()
+            self.containers, self._network = [], None
+            self._end.close()
+
+    def check(self) -> None:
+        """A `Problem` that names the node, if one of the containers is no longer running."""
+        for node, container in zip(self._nodes, self.containers, strict=False):
+            try:
+                container.reload()
+            except docker.errors.NotFound:
+                raise Problem(f"node {node.name} is gone: somebody removed its container") from None
+            state = container.attrs["State"]
+            if not state["Running"]:
+                raise Problem(f"node {node.name} ended: {_why(state)}; its last words: {_last_words(container)}")
+
+    def logs(self) -> dict[str, str]:
+        """What each node printed so far, by name."""
+        texts = {}
+        for node, container in zip(self._nodes, self.containers, strict=False):
+            with contextlib.suppress(docker.errors.APIError):
+                texts[node.name] = container.logs().decode(errors="replace")
+        return texts
+
+    def output(self, container: Container, command: Sequence[str]) -> str:
+        """What ``command`` prints in ``container``; a `Problem` if it fails."""
+        code, streams = container.exec_run(list(command), demux=True)
+        out, err = ((stream or b"").decode(errors="replace") for stream in streams)
+        if code:
+            self.check()
+            raise Problem(f"{container.name}: {command[0]} failed ({code}): {(err or out).strip().splitlines()[-1:]}")
+        return out
+
+    def follow(
+        self,
+        command: Sequence[str],
+        line: Callable[[str], None],
+        tick: Callable[[], None] = lambda: None,
+        timeout: float = 1800.0,
+    ) -> int:
+        """Run ``command`` on the head: ``line`` gets its output, ``tick`` is called twice a second.
+
+        Returns its exit code. A `Problem` if a node ends meanwhile, or after ``timeout`` seconds.
+        """
+        api = self._client.api
+        execution = api.exec_create(self.head.id, list(command))["Id"]
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_read, args=(api.exec_start(execution, stream=True), lines), daemon=True).start()
+        deadline = time.monotonic() + timeout
+        checked = 0.0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                text = lines.get(timeout=POLL_SECONDS)
+                if text is None:
+                    break
+                line(text)
+            if time.monotonic() - checked >= POLL_SECONDS:
+                self.check()
+                tick()
+                checked = time.monotonic()
+            if time.monotonic() > deadline:
+                raise Problem(f"{' '.join(command[:3])} did not end within {timeout:.0f} s")
+        self.check()
+        return int(api.exec_inspect(execution)["ExitCode"])
+
+    def _start(self) -> None:
+        labels = {LABEL: owner()}
+        run = uuid.uuid4().hex[:8]
+        network = f"rlhf-stacks-{run}"
+        self._network = self._client.networks.create(network, driver="bridge", labels=labels)
+        head = self._nodes[0].name
+        for node in self._nodes:
+            container = self._client.containers.create(
+                self._image,
+                ray_start(node, None if node.name == head else head),
+                name=f"rlhf-stacks-{run}-{node.name}",
+                hostname=node.name,
+                environment=self._environment,
+                labels=labels,
+                shm_size=node.shm,
+                network=network,
+                networking_config={network: self._client.api.create_endpoint_config(aliases=[node.name])},
+                **self._options,
+            )
+            self.containers.append(container)
+            container.start()
+
+    def _wait(self) -> list[dict[str, Any]]:
+        gpus = sum(node.gpus for node in self._nodes)
+        command = ["python", "-m", "rlhf_stack.nodes", f"--nodes={len(self._nodes)}", f"--gpus={gpus}"]
+        output: list[str] = []
+        code = self.follow([*command, f"--timeout={self._timeout}"], output.append, timeout=self._timeout + 60)
+        if code:
+            raise Problem(f"the cluster did not come up: {output[-1] if output else 'no reason was given'}")
+        nodes: list[dict[str, Any]] = json.loads(output[-1])
+        return nodes
+
+
+def sweep(client: docker.DockerClient) -> None:
+    """Remove what processes that no longer live have left of their clusters."""
+    found = [*client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)]
+    for container in found:
+        if is_orphaned(container.labels[LABEL]):
+            with contextlib.suppress(docker.errors.NotFound):
+                container.remove(force=True, v=True)
+    for network in client.networks.list(filters={"label": LABEL}):
+        if is_orphaned(network.attrs["Labels"][LABEL]):
+            with contextlib.suppress(docker.errors.APIError):
+                network.remove()
+
+
+def _read(chunks: Iterator[bytes], lines: "queue.Queue[str | None]") -> None:
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+        for text in whole:
+            lines.put(text.decode(errors="replace"))
+    if rest:
+        lines.put(rest.decode(errors="replace"))
+    lines.put(None)
+
+
+def _why(state: Mapping[str, Any]) -> str:
+    if state["OOMKilled"]:
+        return "it ran out of memory"
+    if state["ExitCode"] == OUT_OF_MEMORY:
+        return "it was killed (exit code 137)"
+    return f"exit code {state['ExitCode']}"
+
+
+def _last_words(container: Container) -> str:
+    lines = container.logs(tail=5).decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "none")
+
+
+@contextlib.contextmanager
+def _interrupted_by_termination() -> Iterator[None]:
+    """A termination or hang-up ends this process as Ctrl-C does: by an exception, so that contexts end."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that would end this process wait until this is over."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

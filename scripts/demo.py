@@ -1,0 +1,202 @@
+"""Train with the real stack on two nodes, without a GPU.
+
+``python -m scripts.demo [CELL]``: builds the cell, starts two containers as two Ray nodes with their own
+addresses, and submits OpenRLHF's own ``train_ppo_ray`` to them. Ends with a report, also in
+``build/demo/report.json``.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from scripts import bake, engine, report
+from scripts.cluster import Cluster, Node
+from scripts.matrix import ROOT, Cell, find, load
+from scripts.problem import Problem, run
+
+OUT = ROOT / "build" / "demo"
+EVENTS = "/tmp/rlhf-stack/events"  # noqa: S108  (inside the containers)
+DATA = "/tmp/rlhf-stack/demo"  # noqa: S108  (inside the containers)
+NODES = (Node("head", gpus=2), Node("worker", gpus=2))
+ENVIRONMENT = {"RLHF_STACK_EVENTS": EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
+LAYOUTS = ("separate", "hybrid")
+KEPT_LINES = 1000
+
+
+class Display:
+    """Progress on a terminal as a bar, elsewhere as a line a phase and step; and the seconds of each phase."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.seconds: dict[str, float] = {}
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+
+    @contextmanager
+    def phase(self, name: str, text: str) -> Iterator[None]:
+        """Time what happens inside as phase ``name``."""
+        self.console.print(f"[bold]{name}[/bold]: {text}")
+        start = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - start
+
+    @contextmanager
+    def bar(self, total: int) -> Iterator["Bar"]:
+        """A bar of ``total`` training steps."""
+        with self._progress:
+            yield Bar(self._progress, total, self.console)
+
+
+class Bar:
+    """How far training is."""
+
+    def __init__(self, progress: Progress, total: int, console: Console) -> None:
+        self._progress = progress
+        self._total = total
+        self._console = console
+        self._task = progress.add_task("starting engines and trainers", total=total)
+        self._done = 0
+
+    def update(self, events: list[dict[str, Any]]) -> None:
+        """Show what ``events`` (all so far) say."""
+        phases = {event["name"] for event in events if event["event"] == "phase"}
+        rewards = [float(event["reward"]) for event in events if event["event"] == "step"]
+        text = "training" if "models up" in phases else "starting engines and trainers"
+        if rewards:
+            text = f"step {len(rewards)}/{self._total}, reward {rewards[-1]:.2f} {report.sparkline(rewards)}"
+        self._progress.update(self._task, description=text, completed=len(rewards))
+        if len(rewards) > self._done and not self._console.is_terminal:
+            self._console.print(f"  step {len(rewards)}/{self._total}: reward {rewards[-1]:.3f}")
+        self._done = len(rewards)
+
+
+class JobLog:
+    """The job's output, kept in a file, its end in memory."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("w", encoding="utf-8")
+        self.lines: list[str] = []
+
+    def write(self, line: str) -> None:
+        """Take one line."""
+        self._file.write(line + "\n")
+        self._file.flush()
+        self.lines = [*self.lines[1 - KEPT_LINES :], line]
+
+    def cause(self) -> str:
+        """The line that most likely says why the job failed: the last exception."""
+        errors = [line.strip() for line in self.lines if "Error:" in line or "Exception:" in line or "Mismatch:" in line]
+        return errors[-1] if errors else (self.lines[-1].strip() if self.lines else "it printed nothing")
+
+
+def events_of(cluster: Cluster) -> list[dict[str, Any]]:
+    """All events of the run so far, oldest first; a line that is still being written is left out."""
+    command = ["sh", "-c", f"cat {EVENTS}/*.jsonl 2>/dev/null || true"]
+    texts = [cluster.output(container, command) for container in cluster.containers]
+    lines = [line for text in texts for line in text.split("\n")[:-1]]
+    return sorted((json.loads(line) for line in lines), key=lambda event: float(event["time"]))
+
+
+def prepare(cluster: Cluster, seed: int) -> None:
+    """Make model, tokenizer, prompts and reward on every node; a `Problem` if nodes made different ones."""
+    command = ["python", "-m", "rlhf_stack.tiny", "--out", DATA, "--seed", str(seed)]
+    digests = {cluster.output(container, command).strip().splitlines()[-1] for container in cluster.containers}
+    if len(digests) != 1:
+        raise Problem(f"the nodes made different models from seed {seed}: {', '.join(sorted(digests))}")
+
+
+def arguments(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
+    """The command line of train_ppo_ray, as the image's own rlhf_stack gives it."""
+    ask = ["python", "-m", "rlhf_stack.tiny", "--print-arguments", "--out", DATA]
+    text = cluster.output(cluster.head, [*ask, "--layout", layout, "--steps", str(steps), "--seed", str(seed)])
+    command: list[str] = json.loads(text)
+    return command
+
+
+def train(cluster: Cluster, command: list[str], steps: int, display: Display, timeout: float) -> list[dict[str, Any]]:
+    """Submit the job, follow it, and return its events; a `Problem` says why it failed."""
+    log = JobLog(OUT / "job.log")
+    submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--", *command]
+    with display.bar(steps) as bar:
+        code = cluster.follow(submit, log.write, lambda: bar.update(events_of(cluster)), timeout)
+    if code:
+        raise Problem(f"training failed: {log.cause()} (all of it: {log.path.relative_to(ROOT)})")
+    return events_of(cluster)
+
+
+def by_phase(events: list[dict[str, Any]], submitted: float) -> dict[str, float]:
+    """Seconds until engines and trainers were up, and of training, from the events."""
+    times = {event["name"]: float(event["time"]) for event in events if event["event"] == "phase"}
+    up, end = times.get("models up", submitted), times.get("trained", submitted)
+    return {"engines": up - submitted, "training": end - up}
+
+
+def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console: Console) -> dict[str, Any]:
+    """The whole chain; returns the report."""
+    start = time.monotonic()
+    display = Display(console)
+    engine.ensure()
+    with display.phase("build", f"{cell.tag}, cached layers are used"):
+        bake.build(cell)
+    with ExitStack() as stack:
+        with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
+            cluster = stack.enter_context(Cluster(engine.client(), cell.tag, NODES, ENVIRONMENT))
+        for node in cluster.addresses:
+            console.print(f"  {node['host']}: {node['address']}, {node['gpus']:g} fake GPUs")
+        with display.phase("data", "a tiny model, its tokenizer, prompts and a rule-based reward"):
+            prepare(cluster, seed)
+            command = arguments(cluster, layout, steps, seed)
+        submitted = time.time()
+        try:
+            with display.phase("job", "ray job submit -- python -m openrlhf.cli.train_ppo_ray"):
+                events = train(cluster, command, steps, display, timeout)
+        finally:
+            save_logs(cluster)
+        nodes = cluster.addresses
+    display.seconds.pop("job")
+    seconds = {**display.seconds, **by_phase(events, submitted), "total": time.monotonic() - start}
+    return report.build(cell.id, cell.versions, nodes, events, seconds)
+
+
+def save_logs(cluster: Cluster) -> None:
+    """Keep what each node printed beside the report."""
+    for name, text in cluster.logs().items():
+        (OUT / f"{name}.log").write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
+    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="trainer and engines apart, or on the same GPUs")
+    parser.add_argument("--steps", type=int, default=24, help="optimiser steps (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the job (%(default)s)")
+    options = parser.parse_args()
+    matrix = load()
+    cell = find(matrix, options.cell or matrix.default)
+    if cell.accelerator.kind != "cpu":
+        raise Problem(f"{cell.id} needs GPUs; the demo runs on the cpu cells")
+    console = Console()
+    result = demo(cell, options.layout, options.steps, options.seed, options.timeout, console)
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = OUT / "report.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    report.show(result, console)
+    console.print(f"report: {path.relative_to(ROOT)}")
+    if not result["weights_equal"]:
+        raise Problem("trainer and engines do not hold the same weights after the last sync")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
