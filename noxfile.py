@@ -1,0 +1,122 @@
+"""The project's tasks; `bash scripts/nox.sh -l` lists them. The logic is in ``scripts/``.
+
+Run it by ``scripts/nox.sh``, which makes the environment that the sessions share. A session that takes a cell
+runs for the default one; another is named as in ``-s "build(cell='CELL')"``.
+"""
+
+import re
+import sys
+
+import nox
+
+try:
+    from scripts.matrix import expand, find, load
+    from scripts.problem import Problem
+except ModuleNotFoundError as missing:
+    arguments = " ".join(sys.argv[1:])
+    sys.exit(
+        f"error: {missing.name} is not in this environment: run `bash scripts/nox.sh {arguments}` instead"
+    )
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "unit"]
+
+NAMED = re.findall(r"\(cell=['\"](.*?)['\"]\)", " ".join(sys.argv[1:]))
+LISTING = {"-l", "--list"} & set(sys.argv[1:])
+try:
+    MATRIX = load()
+    CHOSEN = [find(MATRIX, name).id for name in NAMED]
+except Problem as problem:
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+DEFAULT = MATRIX.default
+CELLS = [cell.id for cell in expand(MATRIX) if LISTING or cell.id in {DEFAULT, *CHOSEN}]
+for_cell = nox.parametrize("cell", CELLS)
+
+
+def _python(session: nox.Session, *arguments: str) -> None:
+    """Run a module of this environment."""
+    session.run(sys.executable, "-m", *arguments)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, types, shell, Dockerfile, and that generated files are what they are made of."""
+    _python(session, "scripts.lint")
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Run the tests that need no Docker."""
+    _python(session, "pytest", "tests/unit", *session.posargs)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write the hashed locks of the cells and of the host's tools (-- --check: tell a stale one)."""
+    _python(session, "scripts.lock", *session.posargs)
+
+
+@nox.session
+def base(session: nox.Session) -> None:
+    """Make the base root filesystems from Debian packages alone."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.base", *session.posargs)
+
+
+@nox.session
+@for_cell
+def build(session: nox.Session, cell: str) -> None:
+    """Build the image of a cell."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.bake", cell)
+
+
+@nox.session
+@for_cell
+def image(session: nox.Session, cell: str) -> None:
+    """Run, inside the image, what is stated about it."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.imagetests", "image", cell)
+
+
+@nox.session
+@for_cell
+def cluster(session: nox.Session, cell: str) -> None:
+    """Run the tests on several Ray nodes inside one container."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.imagetests", "cluster", cell)
+
+
+@nox.session
+@for_cell
+def network(session: nox.Session, cell: str) -> None:
+    """Run the tests on several containers with their own addresses."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "pytest", "tests/network", f"--cell={cell}", *session.posargs)
+
+
+@nox.session
+@for_cell
+def patches(session: nox.Session, cell: str) -> None:
+    """Show that each patch's test fails on the pristine package and passes on the patched one."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.imagetests", "patches", cell)
+
+
+@nox.session
+@for_cell
+def demo(session: nox.Session, cell: str) -> None:
+    """Train with the real stack on two nodes, from nothing; the report is build/demo/report.json."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.demo", cell, *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all tests of the default cell, in the order in which they are cheap."""
+    lint(session)
+    unit(session)
+    for test in (build, image, cluster, network, patches):
+        test(session, cell=DEFAULT)

@@ -1,0 +1,61 @@
+"""All that can be checked without running anything: ``python -m scripts.lint``.
+
+Every check runs, also after one has failed, and the closing line names those that failed.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from scripts.matrix import ROOT
+from scripts.problem import run
+
+SHELLS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
+
+
+def shell_scripts(files: Iterable[Path]) -> list[Path]:
+    """Those of ``files`` whose first line names a shell."""
+    return sorted(file for file in files if file.is_file() and _first_line(file).startswith(SHELLS))
+
+
+def tracked() -> list[Path]:
+    """The files of the repository, those not yet added among them."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in done.stdout.split("\0") if name]
+
+
+def checks() -> dict[str, list[str]]:
+    """The command of each check, by name."""
+    python = [sys.executable, "-m"]
+    return {
+        "ruff check": ["ruff", "check", "--quiet"],
+        "ruff format": ["ruff", "format", "--quiet", "--check"],
+        "mypy": ["mypy", "--no-error-summary"],
+        "shellcheck": ["shellcheck", "--severity=warning", *map(str, shell_scripts(tracked()))],
+        "hadolint": ["hadolint", "--failure-threshold=warning", "images/Dockerfile"],
+        "schema": [*python, "scripts.matrix", "schema", "--check"],
+        "patches": [*python, "scripts.patches"],
+        "locks": [*python, "scripts.lock", "--check", "--offline"],
+    }
+
+
+def _first_line(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.readline()
+
+
+def main() -> int:
+    """Run the checks; 1 if one failed."""
+    failed = []
+    for name, command in checks().items():
+        print(f"{name} ...", flush=True)
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Runs nox in the project's own environment, which it makes first: bash scripts/nox.sh -s demo
+#
+# The environment is .nox/host, made of scripts/requirements.txt, hashes required, by the pip that the user
+# configured. It is made anew when that lock or the Python changed, or when a former attempt was cut short:
+# the stamp is written last.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+environment=$root/.nox/host
+lock=$root/scripts/requirements.txt
+
+fail() {
+    printf 'error: %s\n' "$1" >&2
+    exit 2
+}
+
+# A Python that is new enough and can make an environment with pip in it; empty if there is none.
+find_python() {
+    local candidate
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+}
+
+install_python() {
+    local wish='Python 3.11 or newer with venv is missing: run sudo apt-get install --yes python3 python3-venv'
+    local as_root=()
+    command -v apt-get >/dev/null || fail "Python 3.11 or newer with venv is missing: install it"
+    if [ "$(id -u)" -ne 0 ]; then
+        sudo -n true 2>/dev/null || fail "$wish"
+        as_root=(sudo -n)
+    fi
+    echo "installing from this system's packages, once: python3 python3-venv" >&2
+    "${as_root[@]}" apt-get --quiet --quiet update >&2 || fail "apt-get update failed; $wish"
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get --quiet --quiet --yes install --no-install-recommends python3 python3-venv >&2 || fail "$wish"
+}
+
+python=$(find_python)
+if [ -z "$python" ]; then
+    install_python
+    python=$(find_python)
+    [ -n "$python" ] || fail "this system's Python is older than 3.11: install Python 3.11 or newer with venv"
+fi
+
+mkdir -p "$root/.nox" || fail "cannot write into $root"
+exec 9>"$root/.nox/host.lock"
+if command -v flock >/dev/null; then
+    flock 9
+fi
+stamp="$("$python" --version) $(sha256sum <"$lock")"
+if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] || ! "$environment/bin/python" -c '' 2>/dev/null; then
+    echo "making the host's environment, once (.nox/host)" >&2
+    rm -rf "$environment"
+    "$python" -m venv "$environment" || fail "python3 -m venv failed: see above"
+    "$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-deps \
+        --require-hashes --only-binary :all: --requirement "$lock" ||
+        fail "the host's tools could not be installed: check the network and \`pip config list\`; then run this again"
+    printf '%s' "$stamp" >"$environment/stamp"
+fi
+exec 9>&-
+
+cd "$root"
+PATH=$environment/bin:$PATH exec "$environment/bin/python" -m nox "$@"
