@@ -22,6 +22,7 @@ nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "unit"]
 
+END_SECONDS = 60
 NAMED = re.findall(r"\(cell=['\"](.*?)['\"]\)", " ".join(sys.argv[1:]))
 LISTING = {"-l", "--list"} & set(sys.argv[1:])
 try:
@@ -36,8 +37,10 @@ for_cell = nox.parametrize("cell", CELLS)
 
 
 def _python(session: nox.Session, *arguments: str) -> None:
-    """Run a module of this environment."""
-    session.run(sys.executable, "-m", *arguments)
+    """Run a module of this environment; interrupted, it has time to remove its containers."""
+    session.run(
+        sys.executable, "-m", *arguments, interrupt_timeout=END_SECONDS, terminate_timeout=END_SECONDS
+    )
 
 
 @nox.session

@@ -102,7 +102,7 @@ def choose(clients: Sequence[Path], prints: Callable[[Sequence[str]], str]) -> P
 
 
 def need_space(megabytes: int) -> None:
-    """A `Problem` unless the engine's disk has ``megabytes`` (10^6 bytes) free. Another machine's are not known."""
+    """A `Problem` unless the engine's disk has ``megabytes`` (10^6 bytes) free on this machine."""
     root = Path(client().info()["DockerRootDir"])
     if os.environ.get("DOCKER_HOST", "unix:").startswith("unix:"):
         check_space(root, megabytes, shutil.disk_usage(root).free)
