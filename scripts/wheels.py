@@ -79,7 +79,9 @@ def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path =
         command = [*_pip(), "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
         command += ["--python-version", PYTHON, "--implementation", "cp", "--dest", directory]
         command += [option for platform in PLATFORMS for option in ("--platform", platform)]
-        done = subprocess.run([*command, "-r", str(requirements)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
+        )
         wheels = list(Path(directory).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
@@ -104,7 +106,9 @@ def build_patched_wheel(pristine: Path, sha256: str, series: Series, out: Path) 
         return target
     files = _read(pristine)
     info, data = f"{distribution}-{version}.dist-info", f"{distribution}-{version}.data"
-    prefix = next((f"{data}/{kind}/" for kind in ("purelib", "platlib") if _has(files, f"{data}/{kind}/")), "")
+    prefix = next(
+        (f"{data}/{kind}/" for kind in ("purelib", "platlib") if _has(files, f"{data}/{kind}/")), ""
+    )
     manifest = {
         "package": series.package,
         "version": version,
@@ -114,12 +118,12 @@ def build_patched_wheel(pristine: Path, sha256: str, series: Series, out: Path) 
         "patches": [_apply(files, prefix, patch) for patch in series.patches],
     }
     files = {name.replace(f"{data}/", f"{distribution}-{local}.data/", 1): e for name, e in files.items()}
-    files = {name.replace(f"{info}/", f"{distribution}-{local}.dist-info/", 1): e for name, e in files.items()}
+    files = {
+        name.replace(f"{info}/", f"{distribution}-{local}.dist-info/", 1): e for name, e in files.items()
+    }
     info = f"{distribution}-{local}.dist-info"
     metadata = files[f"{info}/METADATA"]
-    changed, count = re.subn(
-        rb"(?m)^Version: .*$", f"Version: {local}".encode(), metadata.content, count=1
-    )
+    changed, count = re.subn(rb"(?m)^Version: .*$", f"Version: {local}".encode(), metadata.content, count=1)
     if count != 1:
         raise Problem(f"{pristine.name}: its METADATA has no Version")
     files[f"{info}/METADATA"] = Entry(changed, metadata.mode)
@@ -210,7 +214,10 @@ def _apply(files: Files, prefix: str, patch: Patch) -> dict[str, object]:
 def _inputs(sha256: str, series: Series) -> str:
     """What a patched wheel is made from: the pristine wheel, each patch in order, this tool."""
     parts = [sha256, series.label, _sha256(Path(__file__).read_bytes()), str(_epoch())]
-    parts += [_sha256(repr((patch.name, sorted(patch.header.items()), patch.diff)).encode()) for patch in series.patches]
+    parts += [
+        _sha256(repr((patch.name, sorted(patch.header.items()), patch.diff)).encode())
+        for patch in series.patches
+    ]
     return _sha256("\n".join(parts).encode())
 
 

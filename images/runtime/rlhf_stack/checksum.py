@@ -194,7 +194,9 @@ def differences(
                     own[piece.region] = piece_of(tensor, name, piece.region)
                 if piece != own[piece.region]:
                     expected = own[piece.region]
-                    what = f"{piece.dtype} {piece.sha256[:12]}, trainer {expected.dtype} {expected.sha256[:12]}"
+                    what = (
+                        f"{piece.dtype} {piece.sha256[:12]}, trainer {expected.dtype} {expected.sha256[:12]}"
+                    )
                     found.append(Difference(name, engine, rank, what))
     return found
 

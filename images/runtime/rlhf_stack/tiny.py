@@ -14,7 +14,10 @@ from rlhf_stack import digit_reward
 
 LAYOUTS = {
     # actor: one node with two GPUs; one engine, tensor-parallel over the two GPUs of the other node
-    "separate": ["--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "1"],
+    "separate": [
+        *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2"),
+        *("--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"),
+    ],
     # everything on the same four GPUs of two nodes; an engine a node, asleep while the actor trains
     "hybrid": [
         *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"),
@@ -91,13 +94,19 @@ def train_arguments(layout: str, directory: Path, steps: int, seed: int) -> list
         *("--data.input_key", "input", "--data.label_key", "label"),
         *("--data.max_samples", str(steps * PROMPTS_PER_STEP), "--data.max_len", str(LENGTH)),
         *("--reward.remote_url", digit_reward.__file__),
-        *("--rollout.batch_size", str(PROMPTS_PER_STEP), "--rollout.n_samples_per_prompt", str(SAMPLES_PER_PROMPT)),
+        *(
+            "--rollout.batch_size",
+            str(PROMPTS_PER_STEP),
+            "--rollout.n_samples_per_prompt",
+            str(SAMPLES_PER_PROMPT),
+        ),
         *("--rollout.micro_batch_size", "16", "--rollout.max_new_tokens", "16"),
         *("--train.batch_size", str(BATCH), "--train.micro_batch_size", "16", "--train.seed", str(seed)),
         *("--algo.advantage.estimator", "reinforce_baseline", "--algo.kl.init_coef", "0"),
         *("--algo.advantage.is_correction_level", "token"),
-        *("--actor.adam.lr", "5e-3", "--actor.lr_warmup_ratio", "0", "--ds.attn_implementation", "eager"),
-        *("--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo", "--vllm.enforce_eager"),
+        *("--actor.adam.lr", "1e-2", "--actor.lr_scheduler", "constant", "--actor.lr_warmup_ratio", "0"),
+        *("--ds.attn_implementation", "eager"),
+        *("--vllm.tensor_parallel_size", "2", "--vllm.enforce_eager"),
         *("--vllm.gpu_memory_utilization", "0.1"),
         *("--ckpt.output_dir", str(directory / "trained"), "--ckpt.path", str(directory / "checkpoints")),
     ]
@@ -108,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlhf_stack.tiny", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=24, help="training steps that the prompts must last for")
+    parser.add_argument("--steps", type=int, default=28, help="training steps that the prompts must last for")
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

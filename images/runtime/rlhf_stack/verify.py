@@ -95,7 +95,9 @@ def _message(index: int, total: int, names: list[str], found: list[Difference], 
         where = ranks if difference.rank is None else [ranks[difference.rank]]
         addresses = ", ".join(sorted({str(rank["node"]) for rank in where}))
         rank = "all ranks" if difference.rank is None else f"rank {difference.rank}"
-        lines.append(f"{difference.name}: engine {difference.engine}, {rank} on {addresses}: {difference.what}")
+        lines.append(
+            f"{difference.name}: engine {difference.engine}, {rank} on {addresses}: {difference.what}"
+        )
     if len(found) > SHOWN:
         lines.append(f"and {len(found) - SHOWN} more")
     return "\n  ".join(lines)
