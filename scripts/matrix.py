@@ -30,7 +30,20 @@ from scripts.model import (
 )
 from scripts.problem import Problem, run
 
-__all__ = ["MATRIX", "ROOT", "SCHEMA", "Base", "Cell", "Matrix", "expand", "find", "load", "parse", "schema"]
+__all__ = [
+    "MATRIX",
+    "ROOT",
+    "SCHEMA",
+    "Base",
+    "Cell",
+    "Matrix",
+    "Setting",
+    "expand",
+    "find",
+    "load",
+    "parse",
+    "schema",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = ROOT / "matrix.yaml"
