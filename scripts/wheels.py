@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts import patches
 from scripts.patches import ROOT, Patch, Series
@@ -30,7 +31,8 @@ from scripts.problem import Problem, run
 
 PRISTINE = ROOT / "build" / "wheels" / "pristine"
 RUNTIME = ROOT / "images" / "runtime"
-MANIFEST = "rlhf-stack-patches.json"
+MANIFEST = "rlhf-stack-patches.json"  # in the dist-info of a patched wheel
+EXPECTED = "patched.json"  # in the runtime's package: the manifests of all patched wheels
 PYTHON = "3.11"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "linux_x86_64")
 FIRST_ZIP_DATE = 315532800  # 1980-01-01, the oldest that a zip can say
@@ -131,8 +133,11 @@ def build_patched_wheel(pristine: Path, sha256: str, series: Series, out: Path) 
     return _write(files, info, target)
 
 
-def build_runtime_wheel(out: Path, source: Path = RUNTIME) -> Path:
-    """Write the wheel of ``rlhf_stack`` to directory ``out``; pure Python, so no build backend is needed."""
+def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTIME) -> Path:
+    """Write the wheel of ``rlhf_stack`` to directory ``out``; pure Python, so no build backend is needed.
+
+    It carries the manifests of the ``patched`` wheels, so that it notices a package reinstalled over ours.
+    """
     project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name, version = project["name"], project["version"]
     info = f"{name}-{version}.dist-info"
@@ -141,6 +146,8 @@ def build_runtime_wheel(out: Path, source: Path = RUNTIME) -> Path:
         for path in sorted((source / name).rglob("*"))
         if path.suffix == ".py" or path.name == "py.typed"
     }
+    manifests = json.dumps([read_manifest(wheel) for wheel in patched], indent=1) + "\n"
+    files[f"{name}/{EXPECTED}"] = Entry(manifests.encode(), 0o644)
     metadata = [
         "Metadata-Version: 2.1",
         f"Name: {name}",
@@ -153,6 +160,14 @@ def build_runtime_wheel(out: Path, source: Path = RUNTIME) -> Path:
     files[f"{info}/METADATA"] = Entry(("\n".join(metadata) + "\n").encode(), 0o644)
     files[f"{info}/WHEEL"] = Entry(("\n".join(wheel) + "\n").encode(), 0o644)
     return _write(files, info, out / f"{name}-{version}-py3-none-any.whl")
+
+
+def read_manifest(wheel: Path) -> dict[str, Any]:
+    """What `build_patched_wheel` recorded in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(f".dist-info/{MANIFEST}"))
+        manifest: dict[str, Any] = json.loads(archive.read(name))
+    return manifest
 
 
 def make_wheels(packages: Sequence[str], lock: Path, out: Path) -> list[Path]:
@@ -171,7 +186,7 @@ def make_wheels(packages: Sequence[str], lock: Path, out: Path) -> list[Path]:
             raise Problem(f"no patches for {package!r}; there are some for {known}")
         pristine = fetch_pristine(name, version, locked_hashes(name, version, text))
         wheels.append(build_patched_wheel(pristine, _sha256(pristine.read_bytes()), series, out))
-    return [*wheels, build_runtime_wheel(out)]
+    return [*wheels, build_runtime_wheel(out, wheels)]
 
 
 def _apply(files: Files, prefix: str, patch: Patch) -> dict[str, object]:
@@ -222,13 +237,9 @@ def _inputs(sha256: str, series: Series) -> str:
 
 
 def _built_from(wheel: Path) -> str | None:
-    if not wheel.is_file():
-        return None
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            name = next(n for n in archive.namelist() if n.endswith(f".dist-info/{MANIFEST}"))
-            return str(json.loads(archive.read(name))["inputs"])
-    except (zipfile.BadZipFile, StopIteration):
+        return str(read_manifest(wheel)["inputs"])
+    except (FileNotFoundError, zipfile.BadZipFile, StopIteration):
         return None
 
 

@@ -1,0 +1,129 @@
+"""Whether the patches that this distribution was built with are in the packages that are installed.
+
+``patched.json`` beside this file is written when the wheels are made: every patched package, and for every
+patch the files it changes with their checksums before and after. ``python -m rlhf_stack.patches`` compares.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+PRESENT, MISSING, ALTERED = "present", "missing", "altered"
+RESOURCE = "patched.json"
+WORST = (PRESENT, MISSING, ALTERED)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One patch: ``state`` is "present", "missing" or "altered"; ``why`` is empty if it is present."""
+
+    package: str
+    patch: str
+    title: str
+    state: str
+    why: str
+
+
+def examine(manifests: Sequence[dict[str, Any]], checksum: Callable[[str, str], str | None]) -> list[Report]:
+    """The state of each patch in ``manifests``, in order.
+
+    ``checksum`` gives the sha256 of a file of a package as it is now, or None if there is none.
+    """
+    reports = []
+    for manifest in manifests:
+        package, chains = str(manifest["package"]), _chains(manifest)
+        current = {path: checksum(package, path) for path in chains}
+        for number, patch in enumerate(manifest["patches"]):
+            states = [_state(chains[f["path"]], number, current[f["path"]]) for f in patch["files"]]
+            state = max(states, key=WORST.index)
+            why = ", ".join(
+                f["path"] for f, s in zip(patch["files"], states, strict=True) if s == state != PRESENT
+            )
+            reports.append(Report(package, patch["name"], patch["title"], state, why))
+    return reports
+
+
+def expected() -> list[dict[str, Any]]:
+    """The manifests that this build of rlhf_stack came with; none if it was not built with patched wheels."""
+    resource = files("rlhf_stack") / RESOURCE
+    if not resource.is_file():
+        return []
+    found: list[dict[str, Any]] = json.loads(resource.read_text(encoding="utf-8"))
+    return found
+
+
+def installed_checksum(package: str, path: str) -> str | None:
+    """The sha256 of ``path`` (relative to site-packages) as ``package`` has it on disk."""
+    try:
+        found = Path(str(distribution(package).locate_file(path)))
+    except PackageNotFoundError:
+        return None
+    return hashlib.sha256(found.read_bytes()).hexdigest() if found.is_file() else None
+
+
+def installed_version(package: str) -> str:
+    """The version that is installed, for people."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _chains(manifest: dict[str, Any]) -> dict[str, list[tuple[int, str, str]]]:
+    """For each file the patches that change it, in order: number, checksum before, checksum after."""
+    chains: dict[str, list[tuple[int, str, str]]] = {}
+    for number, patch in enumerate(manifest["patches"]):
+        for file in patch["files"]:
+            chains.setdefault(file["path"], []).append((number, file["before"], file["after"]))
+    return chains
+
+
+def _state(chain: list[tuple[int, str, str]], number: int, current: str | None) -> str:
+    """The state of patch ``number`` in one file, whose checksum is ``current``."""
+    if current is None:
+        return MISSING
+    contents = [chain[0][1], *(after for _, _, after in chain)]
+    if current not in contents:
+        return ALTERED
+    applied = contents.index(current)
+    position = [changed for changed, _, _ in chain].index(number)
+    return PRESENT if position < applied else MISSING
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show each patch as present, missing or altered; exit 1 if one is not present."""
+    parser = argparse.ArgumentParser(prog="python -m rlhf_stack.patches", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    options = parser.parse_args(arguments)
+    manifests = expected()
+    reports = examine(manifests, installed_checksum)
+    if options.json:
+        print(json.dumps([asdict(report) for report in reports], indent=1))
+    else:
+        _show(manifests, reports)
+    return 0 if reports and all(report.state == PRESENT for report in reports) else 1
+
+
+def _show(manifests: list[dict[str, Any]], reports: list[Report]) -> None:
+    if not manifests:
+        print("this rlhf_stack was not built with patched wheels: nothing to compare with")
+    for manifest in manifests:
+        package = str(manifest["package"])
+        print(f"{package} {manifest['version']}+{manifest['label']}, installed {installed_version(package)}")
+        for report in reports:
+            if report.package == package:
+                print(f"  {report.state:8} {report.patch}: {report.title}")
+                if report.why:
+                    print(f"           in {report.why}")
+    if any(report.state != PRESENT for report in reports):
+        print("mend it: reinstall the packages of this image, or start from the image again")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

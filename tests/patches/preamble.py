@@ -1,0 +1,54 @@
+# The beginning of every probe.
+import importlib.util
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+
+def load(path, name):
+    """A module of an installed package by its file, without the package around it."""
+    root = Path(importlib.util.find_spec(path.split("/")[0]).submodule_search_locations[0]).parent
+    spec = importlib.util.spec_from_file_location(name, root / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pretend_flash_attn():
+    """Import openrlhf.models as if flash_attn were there, for probes of something else."""
+    if importlib.util.find_spec("flash_attn"):
+        return
+    pretended = {
+        "flash_attn": (),
+        "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
+        "flash_attn.utils": (),
+        "flash_attn.utils.distributed": ("all_gather",),
+    }
+    for name, functions in pretended.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        for function in functions:
+            setattr(module, function, None)
+        sys.modules[name] = module
+    import transformers  # must not see it, so it comes first  # noqa: F401
+    import openrlhf.models  # noqa: F401
+
+    for name in pretended:
+        del sys.modules[name]
+
+
+def alone(port=0):
+    """This process as a process group of one."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def recorded(event):
+    """The events of a kind that this probe wrote."""
+    lines = [line for path in Path(os.environ["RLHF_STACK_EVENTS"]).glob("*.jsonl") for line in path.open()]
+    return [found for found in map(json.loads, lines) if found["event"] == event]

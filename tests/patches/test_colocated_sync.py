@@ -1,0 +1,47 @@
+import pytest
+
+PROBE = """
+import ray
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+sys.modules["openrlhf.trainer.ray"] = types.ModuleType("openrlhf.trainer.ray")
+gpus = load("openrlhf/trainer/ray/utils.py", "openrlhf.trainer.ray.utils")
+wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
+
+
+class Rank:
+    def gpu(self):
+        gpus = load("openrlhf/trainer/ray/utils.py", "openrlhf.trainer.ray.utils")
+        return gpus.get_physical_gpu_id()
+
+    def load(self, handles):
+        sys.modules["openrlhf.trainer.ray"] = types.ModuleType("openrlhf.trainer.ray")
+        load("openrlhf/trainer/ray/utils.py", "openrlhf.trainer.ray.utils")
+        wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
+        alone()
+        loaded = {}
+        worker = wrap.WorkerWrap()
+        worker.device = torch.device("cpu")
+        worker.model_config = types.SimpleNamespace(dtype=torch.bfloat16)
+        model = types.SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
+        worker.model_runner = types.SimpleNamespace(model=model)
+        worker.update_weight_cuda_ipc("w", torch.bfloat16, (2, 3), handles)
+        return float(loaded["w"].sum())
+
+
+ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+shared = [ray.remote(Rank).options(num_gpus=0.5, num_cpus=0).remote() for _ in range(2)]
+ids = ray.get([rank.gpu.remote() for rank in shared])
+other = ray.get(ray.remote(Rank).options(num_gpus=1, num_cpus=0).remote().gpu.remote())
+assert ids[0] == ids[1] != other, (ids, other)
+weight = torch.full((2, 3), 2, dtype=torch.bfloat16)
+assert ray.get(shared[1].load.remote({ids[0]: reduce_tensor(weight), other: None})) == 12
+ray.shutdown()
+print("trainer and engine know the GPU that they share, and the weight came")
+"""
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_a_shared_gpu_has_one_name_and_its_handle_opens(proves):
+    proves(PROBE, "Torch not compiled with CUDA|_cuda_|No CUDA|cuda")

@@ -1,0 +1,53 @@
+import pytest
+
+NO_CUDA = "Torch not compiled with CUDA|has no attribute '_cuda_|cuda"
+
+REPLAY_BUFFER = """
+pretend_flash_attn()
+from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+
+buffer = NaiveReplayBuffer(4)
+assert buffer.target_device.type == "cpu", buffer.target_device
+print("the replay buffer's device is", buffer.target_device)
+"""
+
+RECEIVE_BUFFER = """
+import torch
+
+wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
+alone()
+loaded = {}
+
+
+class Group:
+    def broadcast(self, tensor, src, stream):
+        tensor.fill_(3)
+
+
+worker = wrap.WorkerWrap()
+worker._model_update_with_ray, worker._model_update_group = False, Group()
+worker.model_config = types.SimpleNamespace(dtype=torch.bfloat16)
+model = types.SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
+worker.model_runner = types.SimpleNamespace(model=model)
+worker.update_weight("w", torch.bfloat16, (2, 3))
+assert loaded["w"].shape == (2, 3) and bool((loaded["w"] == 3).all())
+print("the engine loaded what came")
+"""
+
+BARRIER = """
+helpers = load("openrlhf/utils/distributed_util.py", "helpers")
+alone()
+helpers.torch_dist_barrier_and_cuda_sync()
+print("past the barrier")
+"""
+
+
+@pytest.mark.usefixtures("cpu_only")
+@pytest.mark.parametrize("probe", [REPLAY_BUFFER, RECEIVE_BUFFER], ids=["replay buffer", "receive buffer"])
+def test_tensors_go_to_the_accelerator_that_is_there(proves, probe):
+    proves(probe, NO_CUDA)
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_synchronizing_asks_for_no_gpu(proves):
+    proves(BARRIER, NO_CUDA)

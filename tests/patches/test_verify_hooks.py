@@ -1,0 +1,52 @@
+WORKER = """
+import torch
+
+wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lower = torch.nn.Parameter(torch.ones(2, 3))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.lower.data.copy_(tensor[2:])
+
+
+worker = wrap.WorkerWrap()
+worker.model_runner = types.SimpleNamespace(model=Model())
+(piece,) = worker.weight_pieces([("whole", [4, 3])])
+assert piece["name"] == "whole" and piece["slab"] == [[2, 4], [0, 3]], piece
+print("the worker says which half it holds")
+"""
+
+TRAINER = """
+pretend_flash_attn()
+import torch
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+
+alone()
+calls = []
+module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+trainer = types.SimpleNamespace(
+    actor=types.SimpleNamespace(model=types.SimpleNamespace(module=module)),
+    use_cuda_ipc=True,
+    broadcast_to_vllm=lambda: calls.append("sync"),
+)
+actor = types.SimpleNamespace(trainer=trainer)
+PolicyModelActor.__ray_metadata__.modified_class.broadcast_to_vllm(actor)
+assert calls == ["sync"]
+syncs = recorded("sync")
+assert len(syncs) == 1, f"syncs recorded: {syncs}"
+assert syncs[0]["bytes"] == 12 and syncs[0]["parameters"] == 1 and syncs[0]["backend"] == "ipc", syncs
+print("the sync is recorded:", syncs[0]["bytes"], "bytes")
+"""
+
+
+def test_a_worker_says_what_it_holds(proves):
+    proves(WORKER, "has no attribute 'weight_pieces'")
+
+
+def test_a_sync_is_recorded(proves):
+    proves(TRAINER, r"syncs recorded: \[\]")
