@@ -252,9 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if everything or options.host:
         targets.append(host_target(matrix, _read(PYPROJECT)))
     if options.check:
-        findings = list(_findings(targets, options.offline))
-        print(*findings, sep="\n", end="\n" if findings else "", file=sys.stderr)
-        return 1 if findings else 0
+        found = 0
+        for line in _findings(targets, options.offline):  # shown at once: the next may need an index
+            print(line, file=sys.stderr)
+            found = 1
+        return found
     for item in targets:
         _write(item)
     return 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scripts import lock, pip_config, resolve
 from scripts.lock import SOURCE, Entry, blocks, closure, layers, parse
-from scripts.matrix import Cell, find, load
+from scripts.matrix import ROOT, Cell, find, load
 from scripts.model import Layer, Package, SourceBuild
 from scripts.problem import Problem
 
@@ -152,6 +152,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy.with_suffix(".in").write_text(lock.requirements(CELL), encoding="utf-8")
     monkeypatch.setattr(lock, "LOCKS", tmp_path)
     monkeypatch.setattr(lock, "ROOT", tmp_path)
+    monkeypatch.setattr(lock, "HOST", tmp_path / "requirements.txt")
+    (tmp_path / "requirements.txt").write_bytes((ROOT / "scripts" / "requirements.txt").read_bytes())
     return copy
 
 
@@ -196,6 +198,19 @@ def test_a_lock_that_the_index_would_change_is_told(
     monkeypatch.setattr(resolve, "answer", lambda _: newer)
     assert lock.main([CELL.id, "--check"]) == 1
     assert f"{project.name} is stale (ray 2.55.0 -> 2.56.0)" in capsys.readouterr().err
+
+
+def test_what_was_found_is_told_though_no_index_answers(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: resolve.Question) -> str:
+        raise Problem("the package index cannot be reached")
+
+    monkeypatch.setattr(resolve, "answer", fail)
+    project.write_text(TEXT.replace("ray==2.55.0", "ray==2.54.0"), encoding="utf-8")
+    with pytest.raises(Problem):
+        lock.main([CELL.id, "--host", "--check"])
+    assert f"{project.name} was edited by hand" in capsys.readouterr().err
 
 
 def test_a_failed_resolution_leaves_the_files_as_they_were(
