@@ -117,7 +117,8 @@ def parse_series(package: str, version: str, text: str, contents: dict[str, str]
     absent = sorted(set(names) - set(contents))
     if unlisted or absent or len(set(names)) != len(names):
         raise Problem(
-            f"{where}: must list every patch of its directory once; not listed: {unlisted}, not there: {absent}"
+            f"{where}: must list every patch of its directory once; "
+            f"not listed: {unlisted}, not there: {absent}"
         )
     if names != sorted(names):
         raise Problem(f"{where}: the patches must be in the order of their numbers")
@@ -132,8 +133,8 @@ def check(series: Series, today: date, tests: set[str]) -> list[str]:
         where = f"patches/{series.package}/{series.version}/{patch.name}"
         if patch.review_by < today:
             problems.append(
-                f"{where}: Review-By {patch.review_by} has passed: see whether upstream has it by now; drop the "
-                "patch, or set a new date"
+                f"{where}: Review-By {patch.review_by} has passed: see whether upstream has it by now; "
+                "drop the patch, or set a new date"
             )
         expected = f"{series.package}=={series.version}"
         if patch.header["Applies-To"] != expected:
@@ -146,20 +147,19 @@ def check(series: Series, today: date, tests: set[str]) -> list[str]:
 def load(package: str, version: str, root: Path = PATCHES) -> Series | None:
     """The series for a package's version, or None if it is carried as released."""
     directory = root / package / version
-    if not (directory / "series").is_file():
-        return None
-    contents = {path.name: path.read_text(encoding="utf-8") for path in sorted(directory.glob("*.patch"))}
-    return parse_series(package, version, (directory / "series").read_text(encoding="utf-8"), contents)
+    return _load(package, directory) if (directory / "series").is_file() else None
 
 
 def load_all(root: Path = PATCHES) -> list[Series]:
     """Every series in the repository."""
-    found = []
-    for path in sorted(root.glob("*/*/series")):
-        series = load(path.parent.parent.name, path.parent.name, root)
-        assert series is not None
-        found.append(series)
-    return found
+    directories = [path.parent for path in sorted(root.glob("*/*/series"))]
+    return [_load(directory.parent.name, directory) for directory in directories]
+
+
+def _load(package: str, directory: Path) -> Series:
+    contents = {path.name: path.read_text(encoding="utf-8") for path in sorted(directory.glob("*.patch"))}
+    listing = (directory / "series").read_text(encoding="utf-8")
+    return parse_series(package, directory.name, listing, contents)
 
 
 def existing_tests() -> set[str]:

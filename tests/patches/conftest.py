@@ -1,7 +1,7 @@
-"""A patch is proved by a probe: a script that fails on the package as released and passes on the patched one.
+"""A patch is proved by a probe: a script that fails on the released package and passes on the patched one.
 
-These tests run inside the image. ``RLHF_STACK_PRISTINE`` names a folder with the packages as upstream released
-them; a probe's pristine side has it first on its path.
+These tests run inside the image. ``RLHF_STACK_PRISTINE`` names a folder with the packages as upstream
+released them; a probe's pristine side has it first on its path.
 """
 
 import os
@@ -76,7 +76,8 @@ def proves(capsys: pytest.CaptureFixture[str]) -> Proof:
         with tempfile.TemporaryDirectory() as workspace:
             before, after = run_both(probe, pristine, Path(workspace))
         with capsys.disabled():
-            print(f"\n  pristine: exit {before.code}: {before.last}\n  patched:  exit {after.code}: {after.last}")
+            print(f"\n  pristine: exit {before.code}: {before.last}")
+            print(f"  patched:  exit {after.code}: {after.last}")
         assert after.code == 0, f"the patched package fails:\n{after.output}"
         assert before.code != 0, f"the pristine package passes, so the patch is not needed:\n{before.output}"
         assert re.search(reason, before.output), f"the pristine package fails otherwise:\n{before.output}"
@@ -87,7 +88,6 @@ def proves(capsys: pytest.CaptureFixture[str]) -> Proof:
 @pytest.fixture
 def cpu_only() -> None:
     """For patches that change nothing where torch has a GPU to ask."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     if torch.version.cuda or torch.version.hip:
         pytest.skip("torch is built for GPUs here, where this patch does exactly what upstream does")

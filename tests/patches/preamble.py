@@ -1,4 +1,5 @@
 # The beginning of every probe.
+import importlib
 import importlib.util
 import json
 import os
@@ -33,17 +34,14 @@ def pretend_flash_attn():
         for function in functions:
             setattr(module, function, None)
         sys.modules[name] = module
-    import transformers  # must not see it, so it comes first  # noqa: F401
-    import openrlhf.models  # noqa: F401
-
+    importlib.import_module("openrlhf.models")
     for name in pretended:
         del sys.modules[name]
 
 
 def alone(port=0):
     """This process as a process group of one."""
-    import torch.distributed as dist
-
+    dist = importlib.import_module("torch.distributed")
     store = dist.TCPStore("127.0.0.1", port, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 

@@ -9,7 +9,7 @@ torch.manual_seed(0)
 layer = torch.nn.Linear(64, ROWS, bias=False, dtype=torch.bfloat16)
 layer.requires_grad_(False)
 dispatch_cpu_unquantized_gemm(layer, remove_weight=REMOVE)
-assert layer.weight.shape == (ROWS, 64), f"nothing left to load into: weight has shape {tuple(layer.weight.shape)}"
+assert layer.weight.shape == (ROWS, 64), f"nothing left to load into: {tuple(layer.weight.shape)}"
 layer.weight.copy_(torch.randn(ROWS, 64))
 inputs = torch.randn(5, 64, dtype=torch.bfloat16)
 got = layer.cpu_linear(inputs, layer.weight, None).float()

@@ -31,8 +31,8 @@ Shape = tuple[int, ...]
 class Region:
     """Elements of one parameter, in ascending order of their flat index.
 
-    ``slab`` is (start, stop) for each dimension, if they fill a rectangle; otherwise None, and ``runs`` is the
-    list of (start, stop) of flat indices.
+    ``slab`` is (start, stop) for each dimension, if they fill a rectangle; otherwise None, and ``runs`` are
+    (start, stop) of flat indices.
     """
 
     shape: Shape
@@ -110,23 +110,21 @@ class Piece:
 class Place:
     """Where an engine tensor keeps a region of parameter ``name``.
 
-    ``view`` is (offset, sizes, strides) into the flat engine tensor if the elements lie regularly, otherwise
-    ``indices`` holds the flat position of each element, in the region's order.
+    ``where`` is (offset, sizes, strides) into the flat engine tensor if the elements lie regularly, otherwise
+    the flat position of each element, in the region's order.
     """
 
     name: str
     region: Region
     tensor: str
-    view: tuple[int, Shape, Shape] | None
-    indices: "torch.Tensor | None"
+    where: "tuple[int, Shape, Shape] | torch.Tensor"
 
     def read(self, flat: "torch.Tensor") -> "torch.Tensor":
         """The elements, flat and in the region's order, from the flat engine tensor."""
-        if self.view is not None:
-            offset, sizes, strides = self.view
+        if isinstance(self.where, tuple):
+            offset, sizes, strides = self.where
             return flat.as_strided(sizes, strides, flat.storage_offset() + offset).reshape(-1)
-        assert self.indices is not None
-        return flat[self.indices.to(flat.device)]
+        return flat[self.where.to(flat.device)]
 
 
 Layout = tuple[Place, ...]
@@ -204,9 +202,9 @@ def differences(
 def find_layout(model: Any, parameters: Sequence[tuple[str, Shape]]) -> Layout:
     """Where the engine ``model`` keeps each element of ``parameters`` (name, shape).
 
-    ``model.load_weights`` must take (name, tensor) pairs, as every vLLM model does. What the loader fills with
-    zeros (vocabulary padding), leaves alone or computes is no element of a parameter. The live weights are the
-    same afterwards, bit for bit and at the same address, also if the loader raises.
+    ``model.load_weights`` must take (name, tensor) pairs, as every vLLM model does. What the loader fills
+    with zeros (vocabulary padding), leaves alone or computes is no element of a parameter. The live weights
+    are the same afterwards, bit for bit and at the same address, also if the loader raises.
     """
     import torch
 
@@ -305,5 +303,5 @@ def _place(name: str, region: Region, tensor: str, positions: "Indices") -> Plac
             line = np.arange(size, dtype=np.int64) * stride
             expected += line.reshape([-1 if other == axis else 1 for other in range(len(sizes))])
         if all(stride >= 0 for stride in strides) and np.array_equal(expected, grid):
-            return Place(name, region, tensor, (origin, sizes, strides), None)
-    return Place(name, region, tensor, None, torch.from_numpy(positions.copy()))
+            return Place(name, region, tensor, (origin, sizes, strides))
+    return Place(name, region, tensor, torch.from_numpy(positions.copy()))

@@ -33,7 +33,7 @@ class WorkerHooks:
     _weight_layout: checksum.Layout
 
     def where(self) -> dict[str, Any]:
-        """Where this worker runs: rank in the engine, GPU, host name, process; node address and id if known."""
+        """Where this worker runs: rank in the engine, GPU, host name, process, and its node if known."""
         import ray
         import torch
 

@@ -48,7 +48,7 @@ def phase(name: str) -> None:
 
 
 def step(number: int, logs: Mapping[str, Any]) -> None:
-    """Training step ``number`` (from 1) with every number that upstream logs; ``reward`` is the rollout's mean."""
+    """Training step ``number`` (from 1) with all numbers that upstream logs; ``reward`` is the rollout's mean."""
     values = {
         name: float(value)
         for name, value in logs.items()
@@ -59,7 +59,7 @@ def step(number: int, logs: Mapping[str, Any]) -> None:
 
 
 def models_are_up(engines: Sequence[Any] | None) -> None:
-    """Engines and trainers have loaded their models: where each engine's workers run, read from themselves."""
+    """All models are loaded: where the workers of each engine run, asked from themselves."""
     phase("models up")
     if not os.environ.get(settings.EVENTS) or not engines:
         return

@@ -114,7 +114,7 @@ class NcclGroup:
 
 
 class GlooGroup:
-    """A gloo group over a store of its own. It sends bytes, so every dtype is exact; GPU tensors go by host."""
+    """A gloo group over a store of its own. It sends bytes, so every dtype is exact; GPUs' go by the host."""
 
     name = "gloo"
 
@@ -172,8 +172,8 @@ class GlooGroup:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise SyncError(
                 f"weight sync, rank {self._rank} on {address}: ranks {missing} of {self._world} did not join "
-                f"within {self._seconds:g} s ({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others are "
-                "engine workers: look for their errors in the log"
+                f"within {self._seconds:g} s ({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others "
+                "are engine workers: look for their errors in the log"
             ) from error
         return [self._store.get(key).decode() for key in keys]
 
@@ -182,8 +182,8 @@ class GlooGroup:
             return action()
         except RuntimeError as error:
             raise SyncError(
-                f"weight sync, rank {self._rank} on {self._addresses[self._rank]}: {what} failed or took more "
-                f"than {self._seconds:g} s ({settings.SYNC_TIMEOUT}): {error}"
+                f"weight sync, rank {self._rank} on {self._addresses[self._rank]}: {what} failed or took "
+                f"more than {self._seconds:g} s ({settings.SYNC_TIMEOUT}): {error}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Around each weight sync: how long it took and, on request, whether trainer and engines are equal after it."""
+"""Around each weight sync: its size and time and, on request, whether trainer and engines are equal then."""
 
 import itertools
 import time
