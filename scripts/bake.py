@@ -33,7 +33,10 @@ SHOWN_SECONDS = 1.0
 
 def dockerfile(cell: Cell) -> str:
     """The one Dockerfile with the env defaults of the cell."""
-    lines = [f"# {setting.reason} ({setting.source})\nENV {setting.name}={quoted(setting.value)}" for setting in cell.env]
+    lines = [
+        f"# {setting.reason} ({setting.source})\nENV {setting.name}={quoted(setting.value)}"
+        for setting in cell.env
+    ]
     return "\n".join([(IMAGES / "Dockerfile").read_text(encoding="utf-8").rstrip(), *lines]) + "\n"
 
 
@@ -48,7 +51,7 @@ def labels(cell: Cell, revision: str, base_tag: str, applied: Iterable[str]) -> 
     versions = {f"{NAMESPACE}.version.{name}": version for name, version in sorted(cell.versions.items())}
     return {
         "org.opencontainers.image.title": cell.tag,
-        "org.opencontainers.image.description": "OpenRLHF on Ray, vLLM, DeepSpeed and torch, tested across nodes",
+        "org.opencontainers.image.description": "OpenRLHF on Ray, vLLM and DeepSpeed, tested on several nodes",
         "org.opencontainers.image.version": f"{cell.release}-{cell.id}",
         "org.opencontainers.image.revision": revision,
         "org.opencontainers.image.licenses": "Apache-2.0",
@@ -88,7 +91,7 @@ def pinned(wheel: Path) -> tuple[str, str]:
 
 
 def local_wheels(requirements: str, folders: Iterable[Path]) -> list[Path]:
-    """The wheels in ``folders`` that ``requirements`` name by hash: the build cannot see this machine's folders."""
+    """The wheels in ``folders``, which the build cannot see, that ``requirements`` name by hash."""
     found = []
     for block in lock.blocks(requirements):
         name = block.split("==")[0].replace("-", "_").lower()
@@ -145,9 +148,14 @@ def context(cell: Cell, config: PipConfig) -> Path:
     write(folder / "requirements" / "source.env", "\n".join(source_env) + "\n")
     write(folder / "requirements" / "trim.txt", "".join(f"{trim.action} {trim.path}\n" for trim in cell.trim))
     pins = [repin(text, replacements) for text in (*layers.values(), pinned(runtime)[1])]
-    write(folder / "etc" / "constraints.txt", "".join(f"{b.split()[0]}\n" for text in pins for b in lock.blocks(text)))
+    write(
+        folder / "etc" / "constraints.txt",
+        "".join(f"{b.split()[0]}\n" for text in pins for b in lock.blocks(text)),
+    )
     shutil.copy(lock_file, folder / "etc" / "lock.txt")
-    write(folder / "etc" / "cell.json", msgspec.json.format(msgspec.json.encode(cell), indent=2).decode() + "\n")
+    write(
+        folder / "etc" / "cell.json", msgspec.json.format(msgspec.json.encode(cell), indent=2).decode() + "\n"
+    )
     write(folder / "Dockerfile", dockerfile(cell))
     return folder
 
@@ -204,7 +212,12 @@ def _follow(arguments: list[str], log: Path) -> int:
     console = Console()
     with log.open("w", encoding="utf-8") as file, console.status("preparing") as status:
         process = subprocess.Popen(
-            arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+            arguments,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         for stage in buildlog.stages(_copied(process.stderr or (), file)):
             status.update(f"building {stage.name}")
@@ -221,7 +234,9 @@ def _copied(lines: Iterable[str], file: TextIO) -> Iterator[str]:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bake", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bake", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
     matrix = load()
     cell = find(matrix, parser.parse_args().cell or matrix.default)

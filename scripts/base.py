@@ -11,13 +11,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import engine
-from scripts.matrix import ROOT, Base, Cell, expand, find, load
+from scripts.matrix import ROOT, Base, Cell, find, load
 from scripts.problem import Problem, run
 
 CUSTOMIZE = ROOT / "images" / "base" / "customize.sh"
@@ -88,7 +87,12 @@ def make(root: Root, tar: Path) -> None:
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
         unfinished = Path(folder, tar.name)
         done = subprocess.run(
-            command(root, unfinished), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+            command(root, unfinished),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise Problem(f"mmdebstrap failed for {root.name}: {reason(done.stderr)}")
@@ -113,24 +117,29 @@ def digest(tar: Path) -> str:
 
 
 def image(root: Root) -> str:
-    """The local tag of the root's image, by content: the tar is made and imported where it is not there yet."""
+    """The local tag of the root's image, by content; made and imported where it is not there yet."""
     if not root.tar.exists():
         print(f"making {root.name} from Debian packages (about half a minute)", flush=True)
         make(root, root.tar)
     tag = f"{REPOSITORY}:{root.name}-{digest(root.tar)[:12]}"
-    client = engine.client()
-    if not client.images.list(name=tag):
-        name, version = tag.split(":")
-        with root.tar.open("rb") as file:
-            client.api.import_image_from_stream(file, repository=name, tag=version)
+    if not engine.client().images.list(name=tag):
+        done = subprocess.run(
+            [*engine.builder(), "import", str(root.tar), tag], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise Problem(f"docker cannot import {root.tar.relative_to(ROOT)}: {done.stderr.strip()}")
     return tag
 
 
 def main() -> int:
     """Make and import the roots of the cells named, or of the default cell."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.base", description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.base", description=__doc__.split("\n")[0] if __doc__ else ""
+    )
     parser.add_argument("cell", nargs="*", help="cell ids; the default cell if none is given")
-    parser.add_argument("--refresh", action="store_true", help="make them again with the packages Debian has today")
+    parser.add_argument(
+        "--refresh", action="store_true", help="make them again with the packages Debian has today"
+    )
     arguments = parser.parse_args()
     matrix = load()
     names = arguments.cell or [matrix.default]

@@ -1,4 +1,4 @@
-"""BuildKit's plain progress, read while it is written: which stage runs, which are done, and why it failed."""
+"""BuildKit's plain progress, read while it is written: which stage runs, which ended, why it failed."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,8 +6,17 @@ from dataclasses import dataclass
 
 STEP = re.compile(r"^#(?P<number>\d+) \[(?P<stage>[a-z]\w*) +\d+/\d+\]")
 END = re.compile(r"^#(?P<number>\d+) (?P<how>DONE (?P<seconds>[\d.]+)s|CACHED)")
-OUTPUT = re.compile(r"^#\d+ (sha256:\S+|[\d.]+ )?")
-TELLING = ("no space left", "do not match", "mismatch", "could not resolve", "connection", "error:", "failed")
+FAILED = re.compile(r"^#(?P<number>\d+) ERROR: ", re.MULTILINE)
+NUMBERING = re.compile(r"^#\d+ (sha256:\S+|[\d.]+ )?")
+TELLING = (
+    "no space left",
+    "do not match",
+    "mismatch",
+    "could not resolve",
+    "error:",
+    "error sending",
+    "failed",
+)
 
 
 @dataclass(frozen=True)
@@ -30,10 +39,15 @@ def stages(lines: Iterable[str]) -> Iterator[Stage]:
 
 
 def cause(log: str) -> str:
-    """The line that says why a build failed, without BuildKit's numbering."""
-    lines = [OUTPUT.sub("", line).strip() for line in log.splitlines()]
-    lines = [line for line in lines if line]
+    """The line that says why a build failed: of what the failed step printed, without numbering."""
+    lines = log.splitlines()
+    if failed := FAILED.search(log):
+        own = f"#{failed['number']} "
+        lines = [
+            line for line in lines if line.startswith(own) and not FAILED.match(line) and not STEP.match(line)
+        ]
+    texts = [text for line in lines if (text := NUMBERING.sub("", line).strip())]
     for words in TELLING:
-        if found := [line for line in lines if words in line.lower()]:
+        if found := [text for text in texts if words in text.lower()]:
             return found[0]
-    return lines[-1] if lines else "the builder printed nothing"
+    return texts[-1] if texts else "the builder printed nothing"

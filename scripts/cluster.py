@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import docker
 import docker.errors
+import requests.exceptions
 from docker.models.containers import Container
 from docker.models.networks import Network
 
@@ -29,7 +30,8 @@ LABEL = "rlhf-stacks.owner"
 PORT = 6379
 POLL_SECONDS = 0.5
 MEGABYTE = 1 << 20
-OUT_OF_MEMORY = 137
+KILLED = 137
+END_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,18 @@ class Node:
 def ray_start(node: Node, head: str | None) -> list[str]:
     """The ``ray start`` of a node; ``head`` is the head's host name, or None for the head itself.
 
-    The object store gets a size because Ray would else ask for more than /dev/shm has; the client server is
-    off because nothing uses it and, when it dies on a loaded machine, ``--block`` takes the node with it.
+    The object store gets a size because Ray would else ask for more than /dev/shm has.
     """
     role = (
-        ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1", "--ray-client-server-port=0"]
+        ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1"]
         if head is None
         else [f"--address={head}:{PORT}"]
     )
-    resources = [f"--num-gpus={node.gpus}", f"--num-cpus={node.cpus}", f"--object-store-memory={node.object_store}"]
+    resources = [
+        f"--num-gpus={node.gpus}",
+        f"--num-cpus={node.cpus}",
+        f"--object-store-memory={node.object_store}",
+    ]
     return ["ray", "start", *role, *resources, "--block", "--disable-usage-stats"]
 
 
@@ -64,7 +69,7 @@ def owner() -> str:
 
 
 def is_orphaned(label: str) -> bool:
-    """Whether the process that `owner` named has ended, as far as this one can know: not on another machine."""
+    """Whether the process that `owner` named has ended; no, if this one cannot know."""
     *place, pid, started = label.split(":")
     return place == _place() and pid.isdecimal() and _started(int(pid)) != started
 
@@ -105,41 +110,31 @@ class Cluster:
         self._environment = dict(environment or {})
         self._timeout = timeout
         self._options = dict(options or {})
-        self._network: Network | None = None
+        self._networks: list[Network] = []
         self._end = contextlib.ExitStack()
         self.containers: list[Container] = []
         self.addresses: list[dict[str, Any]] = []
 
     def __enter__(self) -> "Cluster":
         sweep(self._client)
-        self._end.enter_context(_interrupted_by_termination())
+        self._end.enter_context(removed_at_the_end(self.containers, self._networks))
         try:
             self._start()
             self.addresses = self._wait()
         except BaseException:
-            self.close()
+            self._end.close()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.close()
 
     @property
     def head(self) -> Container:
         """The head's container."""
         return self.containers[0]
-
-    def close(self) -> None:
-        """Remove containers, their volumes and the network; a second Ctrl-C does not cut it short."""
-        with _uninterrupted():
-            for container in self.containers:
-                with contextlib.suppress(docker.errors.NotFound):
-                    container.remove(force=True, v=True)
-            if self._network is not None:
-                with contextlib.suppress(docker.errors.NotFound):
-                    self._network.remove()
-            self.containers, self._network = [], None
-            self._end.close()
 
     def check(self) -> None:
         """A `Problem` that names the node, if one of the containers is no longer running."""
@@ -150,7 +145,9 @@ class Cluster:
                 raise Problem(f"node {node.name} is gone: somebody removed its container") from None
             state = container.attrs["State"]
             if not state["Running"]:
-                raise Problem(f"node {node.name} ended: {_why(state)}; its last words: {_last_words(container)}")
+                raise Problem(
+                    f"node {node.name} ended: {_why(state)}; its last words: {_last_words(container)}"
+                )
 
     def logs(self) -> dict[str, str]:
         """What each node printed so far, by name."""
@@ -163,10 +160,12 @@ class Cluster:
     def output(self, container: Container, command: Sequence[str]) -> str:
         """What ``command`` prints in ``container``; a `Problem` if it fails."""
         code, streams = container.exec_run(list(command), demux=True)
-        out, err = ((stream or b"").decode(errors="replace") for stream in streams)
+        pair = cast(tuple[bytes | None, bytes | None], streams)
+        out, err = ((stream or b"").decode(errors="replace") for stream in pair)
         if code:
             self.check()
-            raise Problem(f"{container.name}: {command[0]} failed ({code}): {(err or out).strip().splitlines()[-1:]}")
+            last = ((err or out).strip() or "it printed nothing").splitlines()[-1]
+            raise Problem(f"{container.name}: {' '.join(command)[:60]} failed ({code}): {last}")
         return out
 
     def follow(
@@ -183,7 +182,9 @@ class Cluster:
         api = self._client.api
         execution = api.exec_create(self.head.id, list(command))["Id"]
         lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_read, args=(api.exec_start(execution, stream=True), lines), daemon=True).start()
+        threading.Thread(
+            target=_read, args=(api.exec_start(execution, stream=True), lines), daemon=True
+        ).start()
         deadline = time.monotonic() + timeout
         checked = 0.0
         while True:
@@ -198,14 +199,22 @@ class Cluster:
                 checked = time.monotonic()
             if time.monotonic() > deadline:
                 raise Problem(f"{' '.join(command[:3])} did not end within {timeout:.0f} s")
+        code = int(api.exec_inspect(execution)["ExitCode"])
+        if code == KILLED:
+            self._await_end()
         self.check()
-        return int(api.exec_inspect(execution)["ExitCode"])
+        return code
+
+    def _await_end(self) -> None:
+        """A killed command is most often the sign of an ending container, which takes its time."""
+        with contextlib.suppress(requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
+            self.head.wait(timeout=END_SECONDS)
 
     def _start(self) -> None:
         labels = {LABEL: owner()}
         run = uuid.uuid4().hex[:8]
         network = f"rlhf-stacks-{run}"
-        self._network = self._client.networks.create(network, driver="bridge", labels=labels)
+        self._networks.append(self._client.networks.create(network, driver="bridge", labels=labels))
         head = self._nodes[0].name
         for node in self._nodes:
             container = self._client.containers.create(
@@ -227,7 +236,9 @@ class Cluster:
         gpus = sum(node.gpus for node in self._nodes)
         command = ["python", "-m", "rlhf_stack.nodes", f"--nodes={len(self._nodes)}", f"--gpus={gpus}"]
         output: list[str] = []
-        code = self.follow([*command, f"--timeout={self._timeout}"], output.append, timeout=self._timeout + 60)
+        code = self.follow(
+            [*command, f"--timeout={self._timeout}"], output.append, timeout=self._timeout + 60
+        )
         if code:
             raise Problem(f"the cluster did not come up: {output[-1] if output else 'no reason was given'}")
         nodes: list[dict[str, Any]] = json.loads(output[-1])
@@ -261,7 +272,7 @@ def _read(chunks: Iterator[bytes], lines: "queue.Queue[str | None]") -> None:
 def _why(state: Mapping[str, Any]) -> str:
     if state["OOMKilled"]:
         return "it ran out of memory"
-    if state["ExitCode"] == OUT_OF_MEMORY:
+    if state["ExitCode"] == KILLED:
         return "it was killed (exit code 137)"
     return f"exit code {state['ExitCode']}"
 
@@ -272,27 +283,28 @@ def _last_words(container: Container) -> str:
 
 
 @contextlib.contextmanager
-def _interrupted_by_termination() -> Iterator[None]:
-    """A termination or hang-up ends this process as Ctrl-C does: by an exception, so that contexts end."""
+def removed_at_the_end(containers: Sequence[Container], networks: Sequence[Network] = ()) -> Iterator[None]:
+    """Remove all that is in the lists when this ends, however it ends.
+
+    A termination or hang-up counts as Ctrl-C, an exception, so that contexts end; while things are being
+    removed none of these cuts it short.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Signals that would end this process wait until this is over."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        for container in containers:
+            with contextlib.suppress(docker.errors.NotFound):
+                container.remove(force=True, v=True)
+        for network in networks:
+            with contextlib.suppress(docker.errors.NotFound):
+                network.remove()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,17 @@ OUT = ROOT / "build" / "demo"
 EVENTS = "/tmp/rlhf-stack/events"  # noqa: S108  (inside the containers)
 DATA = "/tmp/rlhf-stack/demo"  # noqa: S108  (inside the containers)
 NODES = (Node("head", gpus=2), Node("worker", gpus=2))
-ENVIRONMENT = {"RLHF_STACK_EVENTS": EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
+ENVIRONMENT = {
+    "RLHF_STACK_EVENTS": EVENTS,
+    "RLHF_STACK_VERIFY_SYNC": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 LAYOUTS = ("separate", "hybrid")
 KEPT_LINES = 1000
 
 
 class Display:
-    """Progress on a terminal as a bar, elsewhere as a line a phase and step; and the seconds of each phase."""
+    """Progress as a bar on a terminal, elsewhere as lines; and the seconds of each phase."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -94,7 +99,11 @@ class JobLog:
 
     def cause(self) -> str:
         """The line that most likely says why the job failed: the last exception."""
-        errors = [line.strip() for line in self.lines if "Error:" in line or "Exception:" in line or "Mismatch:" in line]
+        errors = [
+            line.strip()
+            for line in self.lines
+            if "Error:" in line or "Exception:" in line or "Mismatch:" in line
+        ]
         return errors[-1] if errors else (self.lines[-1].strip() if self.lines else "it printed nothing")
 
 
@@ -106,26 +115,36 @@ def events_of(cluster: Cluster) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda event: float(event["time"]))
 
 
-def prepare(cluster: Cluster, seed: int) -> None:
-    """Make model, tokenizer, prompts and reward on every node; a `Problem` if nodes made different ones."""
-    command = ["python", "-m", "rlhf_stack.tiny", "--out", DATA, "--seed", str(seed)]
-    digests = {cluster.output(container, command).strip().splitlines()[-1] for container in cluster.containers}
-    if len(digests) != 1:
-        raise Problem(f"the nodes made different models from seed {seed}: {', '.join(sorted(digests))}")
+def prepare(cluster: Cluster, steps: int, seed: int) -> None:
+    """Make model, tokenizer and prompts on every node; a `Problem` if nodes made different ones."""
+    make = f"python -m rlhf_stack.tiny --out {DATA} --seed {seed} --steps {steps}"
+    digest = f"find {DATA} -type f | sort | xargs sha256sum"
+    with ThreadPoolExecutor() as pool:
+        made = set(
+            pool.map(
+                lambda node: cluster.output(node, ["sh", "-c", f"{make} >&2 && {digest}"]), cluster.containers
+            )
+        )
+    if len(made) != 1:
+        raise Problem(f"the nodes made different models from seed {seed}")
 
 
-def arguments(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
-    """The command line of train_ppo_ray, as the image's own rlhf_stack gives it."""
-    ask = ["python", "-m", "rlhf_stack.tiny", "--print-arguments", "--out", DATA]
-    text = cluster.output(cluster.head, [*ask, "--layout", layout, "--steps", str(steps), "--seed", str(seed)])
-    command: list[str] = json.loads(text)
-    return command
+def command(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
+    """The command that trains, as the image's own rlhf_stack gives it."""
+    code = (
+        "import json, pathlib, rlhf_stack.tiny as tiny; "
+        f"print(json.dumps(tiny.train_arguments({layout!r}, pathlib.Path({DATA!r}), {steps}, {seed})))"
+    )
+    arguments: list[str] = json.loads(cluster.output(cluster.head, ["python", "-c", code]))
+    return ["python", "-m", "openrlhf.cli.train_ppo_ray", *arguments]
 
 
-def train(cluster: Cluster, command: list[str], steps: int, display: Display, timeout: float) -> list[dict[str, Any]]:
+def train(
+    cluster: Cluster, job: list[str], steps: int, display: Display, timeout: float
+) -> list[dict[str, Any]]:
     """Submit the job, follow it, and return its events; a `Problem` says why it failed."""
     log = JobLog(OUT / "job.log")
-    submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--", *command]
+    submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--", *job]
     with display.bar(steps) as bar:
         code = cluster.follow(submit, log.write, lambda: bar.update(events_of(cluster)), timeout)
     if code:
@@ -153,12 +172,12 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
         for node in cluster.addresses:
             console.print(f"  {node['host']}: {node['address']}, {node['gpus']:g} fake GPUs")
         with display.phase("data", "a tiny model, its tokenizer, prompts and a rule-based reward"):
-            prepare(cluster, seed)
-            command = arguments(cluster, layout, steps, seed)
+            prepare(cluster, steps, seed)
+            job = command(cluster, layout, steps, seed)
         submitted = time.time()
         try:
             with display.phase("job", "ray job submit -- python -m openrlhf.cli.train_ppo_ray"):
-                events = train(cluster, command, steps, display, timeout)
+                events = train(cluster, job, steps, display, timeout)
         finally:
             save_logs(cluster)
         nodes = cluster.addresses
@@ -175,12 +194,18 @@ def save_logs(cluster: Cluster) -> None:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.demo", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
-    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="trainer and engines apart, or on the same GPUs")
-    parser.add_argument("--steps", type=int, default=24, help="optimiser steps (%(default)s)")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default=LAYOUTS[0], help="trainer and engines apart, or on the same GPUs"
+    )
+    parser.add_argument("--steps", type=int, default=28, help="optimiser steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the job (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the job (%(default)s)"
+    )
     options = parser.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)

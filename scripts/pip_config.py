@@ -39,10 +39,16 @@ def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
         if section in ("global", ":env:", "install") and (section == ":env:" or name not in values):
             values[name] = value.strip("'\"")
     links = [Path(word.removeprefix("file://")) for word in _words(values.get("find-links", ""))]
-    certificates = [values.get("cert", ""), *(environment.get(name, "") for name in CERTIFICATES), str(SYSTEM_BUNDLE)]
+    certificates = [
+        values.get("cert", ""),
+        *(environment.get(name, "") for name in CERTIFICATES),
+        str(SYSTEM_BUNDLE),
+    ]
     return PipConfig(
         index=values.get("index-url") or None,
-        extra=tuple(word for word in _words(values.get("extra-index-url", "")) if not word.startswith("file:")),
+        extra=tuple(
+            word for word in _words(values.get("extra-index-url", "")) if not word.startswith("file:")
+        ),
         find_links=tuple(path for path in links if path.is_dir()),
         certificate=next((Path(path) for path in certificates if path and Path(path).is_file()), None),
     )

@@ -45,7 +45,8 @@ def build(
         "rewards": rewards,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "syncs": [
-            {"bytes": event["bytes"], "seconds": event["seconds"], "backend": event["backend"]} for event in syncs
+            {"bytes": event["bytes"], "seconds": event["seconds"], "backend": event["backend"]}
+            for event in syncs
         ],
         "weights_equal": bool(verified)
         and verified[-1]["index"] == syncs[-1]["index"]
@@ -62,7 +63,11 @@ def mean(values: Sequence[float]) -> float:
 def _engine(event: Event) -> dict[str, Any]:
     ranks = event["ranks"]
     addresses = sorted({rank["node"] for rank in ranks})
-    return {"node": ", ".join(addresses), "gpus": [rank["gpu"] for rank in ranks], "straddles": event["straddles"]}
+    return {
+        "node": ", ".join(addresses),
+        "gpus": [rank["gpu"] for rank in ranks],
+        "straddles": event["straddles"],
+    }
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -77,16 +82,18 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _tables(report: Mapping[str, Any]) -> RenderableType:
-    places = Table("node", "address", "GPUs (fake)", "engines", title=report["cell"], title_justify="left")
+    places = Table("node", "address", "fake GPUs", "engines", title=report["cell"], title_justify="left")
     for node in report["nodes"]:
         here = [
-            f"{index} on {', '.join(engine['gpus'])}{' STRADDLES' if engine['straddles'] else ''}"
+            f"engine {index} on GPUs {', '.join(engine['gpus'])}{' STRADDLES' if engine['straddles'] else ''}"
             for index, engine in enumerate(report["engines"])
             if node["address"] in engine["node"].split(", ")
         ]
         places.add_row(node["host"], node["address"], f"{node['gpus']:g}", "\n".join(here) or "none")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    equal = Text("equal", style="green") if report["weights_equal"] else Text("NOT SHOWN EQUAL", style="bold red")
+    equal = (
+        Text("equal", style="green") if report["weights_equal"] else Text("NOT SHOWN EQUAL", style="bold red")
+    )
     syncs = report["syncs"]
     size, spent = sum(sync["bytes"] for sync in syncs), sum(sync["seconds"] for sync in syncs)
     facts = Table.grid(padding=(0, 2))
@@ -100,6 +107,8 @@ def _tables(report: Mapping[str, Any]) -> RenderableType:
         "weight syncs",
         f"{len(syncs)} over {syncs[-1]['backend']}, {size / 1e6:.1f} MB, {spent / len(syncs):.2f} s each",
     )
-    facts.add_row("trainer and engines", Text.assemble(equal, f" ({report['parameters_compared']} parameters)"))
+    facts.add_row(
+        "trainer and engines", Text.assemble(equal, f" ({report['parameters_compared']} parameters)")
+    )
     facts.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items()))
     return Group(places, facts)

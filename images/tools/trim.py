@@ -46,7 +46,9 @@ def has_symbols(path: Path) -> bool:
 def builder(tool: str, *arguments: str) -> bytes:
     """What a tool of the builder's root, mounted at /builder, prints."""
     command = [f"/builder/usr/bin/{tool}", *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, env={"LD_LIBRARY_PATH": LIBRARIES}).stdout
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, env={"LD_LIBRARY_PATH": LIBRARIES}
+    ).stdout
 
 
 def strip(path: Path) -> None:

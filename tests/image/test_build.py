@@ -23,14 +23,14 @@ def test_env_defaults_are_in_force(cell: dict[str, Any]) -> None:
     }
 
 
-def test_cpu_image_has_no_compiler_and_no_cuda(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
+def test_cpu_image_has_no_compiler_and_no_cuda(
+    cell: dict[str, Any], installed: dict[str, Distribution]
+) -> None:
     """Nothing that a CPU run does not use."""
     if cell["accelerator"]["kind"] != "cpu":
         pytest.skip("this image is for GPUs")
     assert [name for name in COMPILERS if shutil.which(name)] == []
-    assert [name for name in installed if name.startswith(("nvidia-", "triton"))] == ["nvidia-ml-py"] or not [
-        name for name in installed if name.startswith(("nvidia-c", "nvidia-n", "triton"))
-    ]
+    assert [name for name in installed if name.startswith(("nvidia-c", "nvidia-n", "triton"))] == []
 
 
 def test_excluded_packages_are_absent(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
@@ -44,7 +44,7 @@ def test_deepspeed_ops_are_compiled_already(cell: dict[str, Any], tmp_path: Path
         pytest.skip("the ops of a GPU need its driver")
     script = (
         "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder\n"
-        "for builder in (CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder): builder().load(verbose=False)\n"
+        "for op in (CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder): op().load(verbose=False)\n"
     )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)

@@ -4,7 +4,7 @@ import re
 from importlib.metadata import Distribution
 from pathlib import Path
 
-PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^ \\;]+)", re.MULTILINE)
+PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 OWN = "rlhf-stack"
 
 

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -24,7 +25,5 @@ def test_home_can_be_written() -> None:
 
 def test_login_shell_finds_the_stack() -> None:
     """KubeRay starts `bash -lc`, and Debian's profile sets PATH anew."""
-    import subprocess
-
     done = subprocess.run(["bash", "-lc", "command -v ray"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "/opt/venv/bin/ray"

