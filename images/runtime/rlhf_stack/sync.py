@@ -169,13 +169,20 @@ class GlooGroup:
         try:
             self._store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise SyncError(
-                f"weight sync, rank {self._rank} on {address}: ranks {missing} of {self._world} did not join "
-                f"within {self._seconds:g} s ({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others "
-                "are engine workers: look for their errors in the log"
+                f"weight sync, rank {self._rank} on {address}: {self._absent(keys)} within {self._seconds:g} s "
+                f"({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others are engine workers: look for "
+                "their errors in the log"
             ) from error
         return [self._store.get(key).decode() for key in keys]
+
+    def _absent(self, keys: list[str]) -> str:
+        """Who has not joined, as a sentence; the store is rank 0's and ends with it."""
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:
+            return "not every rank joined, and rank 0 has given up"
+        return f"ranks {missing} of {self._world} did not join"
 
     def _guard(self, what: str, action: Callable[[], Any]) -> Any:
         try:

@@ -1,0 +1,257 @@
+"""Checksums of a model that is sharded, fused, padded and replicated as vLLM does it, rank by rank."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from rlhf_stack import checksum
+from rlhf_stack.checksum import Piece, Region
+from torch import nn
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+VOCABULARY, PADDED = 50, 64
+
+
+class Rank(nn.Module):
+    """One tensor-parallel rank of an engine; its own names and layouts, as vLLM's."""
+
+    def __init__(self, rank, world, shapes, dtype, tied=False, ignore=(), spoil=()):
+        super().__init__()
+        self.rank, self.world, self.ignore, self.spoil = rank, world, ignore, spoil
+        heads, kv_heads, size, hidden, inner = shapes
+        self.heads, self.kv_heads, self.size = heads // world, max(1, kv_heads // world), size
+        self.kv_rank = rank * kv_heads // world  # several ranks share a head if there are too few
+        rows = (self.heads + 2 * self.kv_heads) * size
+
+        def parameter(*shape):
+            return nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
+
+        self.qkv = parameter(rows, hidden)
+        self.qkv_bias = parameter(rows)
+        self.out = parameter(hidden, self.heads * size)
+        self.gate_up = parameter(2 * inner // world, hidden)
+        self.down = parameter(hidden, inner // world)
+        self.norm = parameter(hidden)
+        self.embed = parameter(PADDED // world, hidden)
+        self.head = self.embed if tied else parameter(PADDED // world, hidden)
+        self.scale = parameter()
+
+    def load_weights(self, weights):
+        for name, value in weights:
+            if name not in self.ignore:
+                self.load(name, -value.exp() if name in self.spoil else value)
+
+    def part(self, value, dimension):
+        return value.chunk(self.world, dimension)[self.rank]
+
+    def load(self, name, value):
+        q, kv = self.heads * self.size, self.kv_heads * self.size
+        if name[0] in "qkv" and name[1:] in ("", ".bias"):
+            start, length = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv)}[name[0]]
+            index = self.rank if name[0] == "q" else self.kv_rank // self.kv_heads
+            target = self.qkv if name[1:] == "" else self.qkv_bias
+            target.data[start : start + length].copy_(value[index * length : (index + 1) * length])
+        elif name in ("gate", "up"):
+            half = len(self.gate_up) // 2
+            self.gate_up.data[half * (name == "up") :][:half].copy_(self.part(value, 0))
+        elif name in ("out", "down"):
+            getattr(self, name).data.copy_(self.part(value, 1))
+        elif name in ("embed", "head"):
+            padded = torch.zeros(PADDED, value.shape[1], dtype=value.dtype)
+            padded[:VOCABULARY] = value
+            getattr(self, name).data.copy_(self.part(padded, 0))
+        else:
+            getattr(self, name).data.copy_(value)
+
+
+def trainer(shapes, dtype, tied=False):
+    heads, kv_heads, size, hidden, inner = shapes
+    sizes = {
+        "q": (heads * size, hidden),
+        "k": (kv_heads * size, hidden),
+        "v": (kv_heads * size, hidden),
+        "q.bias": (heads * size,),
+        "k.bias": (kv_heads * size,),
+        "v.bias": (kv_heads * size,),
+        "out": (hidden, heads * size),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+        "norm": (hidden,),
+        "embed": (VOCABULARY, hidden),
+        "head": (VOCABULARY, hidden),
+        "scale": (),
+    }
+    if tied:
+        del sizes["head"]
+    return {name: torch.randn(shape).to(dtype) for name, shape in sizes.items()}
+
+
+def compare(weights, ranks, layouts=None):
+    named = [(name, tuple(value.shape)) for name, value in weights.items()]
+    layouts = layouts or [checksum.find_layout(rank, named) for rank in ranks]
+    held = [list(checksum.held_pieces(rank, layout)) for rank, layout in zip(ranks, layouts, strict=True)]
+    found = []
+    for name, value in weights.items():
+        engine = [[piece for piece in pieces if piece.name == name] for pieces in held]
+        found += checksum.differences(name, value, [engine])
+    return found
+
+
+def build(seed, world=None, **options):
+    """The trainer's weights and an engine that holds them."""
+    torch.manual_seed(seed)
+    choose = random.Random(seed)  # noqa: S311
+    world = world or choose.choice([1, 2, 4])
+    dtype = choose.choice(DTYPES)
+    shapes = (4, choose.choice([1, 2, 4]), choose.choice([2, 6]), choose.choice([5, 16]), 8)
+    tied = options.pop("tied", choose.random() < 0.5)
+    weights = trainer(shapes, dtype, tied)
+    ranks = [Rank(rank, world, shapes, dtype, tied, **options) for rank in range(world)]
+    for rank in ranks:
+        rank.load_weights(weights.items())
+    return weights, ranks
+
+
+def bits(tensor):
+    return tensor.detach().reshape(-1).view(torch.uint8).clone()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_engine_that_loaded_the_weights_is_equal(seed):
+    assert compare(*build(seed)) == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_one_flipped_bit_is_found_with_its_parameter_and_rank(seed):
+    weights, ranks = build(seed)
+    choose = random.Random(seed)  # noqa: S311
+    name = choose.choice(list(weights))
+    named = [(n, tuple(value.shape)) for n, value in weights.items()]
+    layouts = [checksum.find_layout(rank, named) for rank in ranks]
+    rank, place = choose.choice(
+        [(r, place) for r, layout in enumerate(layouts) for place in layout if place.name == name]
+    )
+    tensor = dict(ranks[rank].named_parameters())[place.tensor].detach().reshape(-1)
+    positions = place.read(torch.arange(tensor.numel()))
+    position = int(positions[choose.randrange(len(positions))])
+    tensor[position : position + 1].view(torch.uint8)[0] ^= 1 << choose.randrange(8)
+    found = compare(weights, ranks, layouts)
+    assert {(difference.name, difference.rank) for difference in found} == {(name, rank)}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_flipped_bit_in_padding_is_nobodys(seed):
+    weights, ranks = build(seed)
+    padding = ranks[-1].embed.data[-1]  # PADDED > VOCABULARY: the last row of the last rank
+    padding.view(torch.uint8)[0] ^= 1
+    assert compare(weights, ranks) == []
+
+
+@pytest.mark.parametrize("option", ["ignore", "spoil"])
+@pytest.mark.parametrize("name", ["norm", "k", "up", "embed", "q.bias"])
+def test_a_parameter_that_was_not_loaded_or_was_computed_is_missing(option, name):
+    weights, ranks = build(3, **{option: (name,)})
+    found = [difference for difference in compare(weights, ranks) if difference.name == name]
+    assert [difference.rank for difference in found] == [None]
+    assert f"{weights[name].numel()} of {weights[name].numel()} elements" in found[0].what
+
+
+def test_a_rank_that_holds_nothing_leaves_its_share_missing():
+    weights, ranks = build(1, world=2, tied=False)
+    named = [(name, tuple(value.shape)) for name, value in weights.items()]
+    layouts = [checksum.find_layout(rank, named) for rank in ranks]
+    found = {
+        difference.name for difference in compare(weights, ranks, [layouts[0], *[()] * (len(ranks) - 1)])
+    }
+    assert {"q", "gate", "down", "out", "embed"} <= found
+    assert "norm" not in found, "replicated: one rank is enough"
+
+
+def test_another_dtype_is_not_equal():
+    torch.manual_seed(0)
+    value = torch.randn(4).to(torch.bfloat16)
+    region = Region((4,), ((0, 4),))
+    piece = checksum.piece_of(value.float(), "w", region)
+    (difference,) = checksum.differences("w", value, [[[piece]]])
+    assert "torch.float32" in difference.what
+    assert "trainer torch.bfloat16" in difference.what
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_live_weights_are_the_same_afterwards_bit_for_bit(fails):
+    weights, ranks = build(5)
+    rank = ranks[0]
+    rank.norm.data.view(torch.uint8)[:2] = torch.tensor([0x81, 0x7F], dtype=torch.uint8)  # a signalling NaN
+    before = {name: (bits(tensor), tensor.data_ptr()) for name, tensor in rank.named_parameters()}
+    if fails:
+        rank.load = {}.__getitem__  # raises for two arguments
+    named = [(name, tuple(value.shape)) for name, value in weights.items()]
+    try:
+        checksum.find_layout(rank, named)
+    except TypeError:
+        assert fails
+    for name, tensor in rank.named_parameters():
+        assert torch.equal(bits(tensor), before[name][0])
+        assert tensor.data_ptr() == before[name][1]
+
+
+class Odd(nn.Module):
+    """Keeps a matrix transposed, its rows reversed, every second element, and everything twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.zeros(4, 3))
+        self.reversed = nn.Parameter(torch.zeros(3, 4))
+        self.checked = nn.Parameter(torch.zeros(6))
+        self.twice = nn.Parameter(torch.zeros(2, 3, 4))
+        self.counts = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+
+    def load_weights(self, weights):
+        for _, value in weights:
+            self.turned.data.copy_(value.t())
+            self.reversed.data.copy_(value.flip(0))
+            self.checked.data.copy_(value.reshape(-1)[::2])
+            self.twice.data.copy_(value.expand(2, 3, 4))
+
+
+@pytest.mark.parametrize("tensor", ["turned", "reversed", "checked", "twice"])
+def test_odd_layouts_are_followed_and_checked(tensor):
+    model, value = Odd(), torch.randn(3, 4)
+    model.load_weights([("w", value)])
+    layout = checksum.find_layout(model, [("w", (3, 4))])
+    assert len(layout) == 5
+    assert checksum.differences("w", value, [[list(checksum.held_pieces(model, layout))]]) == []
+    dict(model.named_parameters())[tensor].data.reshape(-1)[-1] += 1
+    found = checksum.differences("w", value, [[list(checksum.held_pieces(model, layout))]])
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_region_selects_marks_and_counts_the_same_elements(seed):
+    choose = random.Random(seed)  # noqa: S311
+    shape = tuple(choose.randrange(1, 6) for _ in range(choose.randrange(1, 4)))
+    total = int(np.prod(shape))
+    if seed % 2:
+        sides = [sorted(choose.sample(range(size + 1), 2)) for size in shape]
+        grid = np.arange(total).reshape(shape)[tuple(slice(a, b) for a, b in sides)]
+        flat = np.sort(grid.reshape(-1))
+    else:
+        flat = np.array(sorted(choose.sample(range(total), choose.randrange(1, total + 1))))
+    region = Region.of(shape, flat)
+    assert region.slab is not None or seed % 2 == 0, "a rectangle is kept as one"
+    selected = region.select(torch.arange(total).reshape(shape))
+    assert selected.tolist() == flat.tolist()
+    assert checksum.uncovered(shape, [region]) == total - len(flat)
+    piece = Piece("w", region, "torch.int64", checksum.digest(selected))
+    assert Piece.from_dict(piece.as_dict()) == piece
+
+
+def test_more_elements_than_two_digits_count():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(300, 300, dtype=torch.bfloat16))
+    model.load_weights = lambda weights: [model.w.data.copy_(value) for _, value in weights]
+    (place,) = checksum.find_layout(model, [("w", (300, 300))])
+    assert place.region.slab == ((0, 300), (0, 300))
+    assert place.where == (0, (300, 300), (300, 1))

@@ -1,0 +1,166 @@
+"""The gloo group between real processes: what arrives, and what happens when somebody does not."""
+
+import multiprocessing
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rlhf_stack import settings, sync
+
+WORLD = 3
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
+FORK = multiprocessing.get_context("fork")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def together(target, ranks=range(WORLD), seconds=60):
+    """What ``target(rank, port)`` returns in a process for each rank, or the error that it raised."""
+    results, port = FORK.Queue(), free_port()
+
+    def run(rank):
+        try:
+            results.put((rank, target(rank, port)))
+        except BaseException as error:
+            results.put((rank, error))
+
+    processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for process in processes:
+        process.start()
+    try:
+        return dict(results.get(timeout=seconds) for _ in ranks)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def content(dtype):
+    return (torch.arange(24) % 7).reshape(2, 3, 4).to(dtype)
+
+
+def join(rank, port):
+    return sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "gloo")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("source", [0, 2])
+def test_every_dtype_and_shape_arrives_bit_for_bit(source):
+    def exchange(rank, port):
+        group, equal = join(rank, port), []
+        for dtype in DTYPES:
+            for whole in (
+                content(dtype),
+                content(dtype)[0, 0, 0],
+                content(dtype)[:0],
+                content(dtype)[:, ::2],
+            ):
+                tensor = whole.clone() if rank == source else torch.zeros_like(whole)
+                group.broadcast(tensor, src=source, stream=None)
+                equal.append(torch.equal(tensor, whole))
+        return all(equal)
+
+    assert together(exchange) == dict.fromkeys(range(WORLD), True)
+
+
+@pytest.mark.timeout(90)
+def test_nan_and_negative_zero_arrive_as_they_are():
+    bits = torch.tensor([0x7FC1, 0x7F81, 0x8000, 0x0001], dtype=torch.int32).to(torch.int16)
+
+    def exchange(rank, port):
+        tensor = (bits if rank == 0 else torch.zeros_like(bits)).view(torch.bfloat16)
+        join(rank, port).broadcast(tensor, src=0, stream=None)
+        return torch.equal(tensor.view(torch.int16), bits)
+
+    assert together(exchange) == dict.fromkeys(range(WORLD), True)
+
+
+@pytest.mark.timeout(90)
+def test_the_default_group_is_neither_made_nor_touched():
+    def exchange(rank, port):
+        join(rank, port)
+        return dist.is_initialized()
+
+    assert together(exchange) == dict.fromkeys(range(WORLD), False)
+
+
+@pytest.mark.timeout(90)
+def test_a_cpu_takes_gloo_for_nccl_and_says_so(caplog):
+    def exchange(rank, port):
+        group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "nccl")
+        return group.name, caplog.text
+
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("torch is built for GPUs here, where nccl is nccl")
+    found = together(exchange)
+    assert [found[rank][0] for rank in range(WORLD)] == ["gloo"] * WORLD
+    assert "needs GPUs" in found[0][1]
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_join_is_named_within_the_deadline(monkeypatch):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "2")
+    start = time.monotonic()
+    found = together(join, ranks=[0, 2])
+    assert time.monotonic() - start < 20
+    assert isinstance(found[0], sync.SyncError)
+    assert "ranks [1] of 3 did not join within 2 s (RLHF_STACK_SYNC_TIMEOUT)" in str(found[0])
+    assert isinstance(found[2], sync.SyncError), "also if rank 0, whose store it is, ended first"
+    assert "join" in str(found[2])
+    assert "within 2 s" in str(found[2])
+
+
+@pytest.mark.timeout(60)
+def test_a_trainer_that_does_not_listen_is_named_within_the_deadline(monkeypatch):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "2")
+    port = free_port()
+    with pytest.raises(sync.SyncError, match=rf"rank 0 \(the trainer\) is not reachable at 127.0.0.1:{port}"):
+        sync.create_group("127.0.0.1", port, 1, WORLD, torch.device("cpu"), "gloo")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_every_other_rank_raises_when_one_dies_or_stalls(monkeypatch, how):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "3")
+
+    def exchange(rank, port):
+        group = join(rank, port)
+        group.broadcast(torch.ones(4), src=0, stream=None)
+        if rank == 1:
+            if how == "dies":
+                os._exit(1)
+            time.sleep(60)
+        for _ in range(100):
+            group.broadcast(torch.ones(1 << 20), src=1, stream=None)
+
+    results, port = FORK.Queue(), free_port()
+
+    def run(rank):
+        try:
+            exchange(rank, port)
+        except BaseException as error:
+            results.put((rank, type(error).__name__, str(error)))
+
+    processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in range(WORLD)]
+    start = time.monotonic()
+    for process in processes:
+        process.start()
+    try:
+        found = {rank: (name, text) for rank, name, text in (results.get(timeout=30) for _ in range(2))}
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert time.monotonic() - start < 25
+    assert set(found) == {0, 2}
+    for name, text in found.values():
+        assert name == "SyncError"
+        assert "from rank 1 (127.0.0.1)" in text
+        assert settings.SYNC_TIMEOUT in text

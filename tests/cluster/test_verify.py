@@ -1,0 +1,109 @@
+"""A sync that went wrong ends the run, and says where."""
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rlhf_stack import checksum, events, settings, sync, verify
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """This process as a trainer of one rank, with the verification on."""
+    deepspeed = ModuleType("deepspeed")
+    deepspeed.zero = SimpleNamespace(GatheredParameters=lambda *_, **__: nullcontext())
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    monkeypatch.setattr(sync, "wait", lambda references, _: list(references))
+    monkeypatch.setenv(settings.EVENTS, str(tmp_path))
+    monkeypatch.setenv(settings.VERIFY_SYNC, "1")
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield tmp_path
+    dist.destroy_process_group()
+
+
+class Half(torch.nn.Module):
+    """One of two ranks, that shard the rows."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.rows = torch.nn.Parameter(torch.zeros(2, 3))
+
+    def load_weights(self, weights):
+        for _, value in weights:
+            self.rows.data.copy_(value.chunk(2)[self.rank])
+
+
+def engine(models):
+    def pieces(method, wanted):
+        assert method == "weight_pieces"
+        named = [(name, tuple(shape)) for name, shape in wanted]
+        return [
+            [piece.as_dict() for piece in checksum.held_pieces(model, checksum.find_layout(model, named))]
+            for model in models
+        ]
+
+    where = [{"rank": rank, "node": f"10.0.0.{rank + 1}"} for rank in range(len(models))]
+    return SimpleNamespace(
+        call_workers=SimpleNamespace(remote=pieces), where=SimpleNamespace(remote=lambda: where)
+    )
+
+
+def trainer(engines, tensor_parallel=1):
+    module = torch.nn.Linear(3, 4, bias=False)
+    arguments = SimpleNamespace(
+        ds=SimpleNamespace(zero_stage=2, tensor_parallel_size=tensor_parallel),
+        vllm=SimpleNamespace(sync_backend="gloo"),
+    )
+    return SimpleNamespace(
+        actor=SimpleNamespace(model=SimpleNamespace(module=module)),
+        strategy=SimpleNamespace(args=arguments),
+        use_cuda_ipc=False,
+        _model_update_group=SimpleNamespace(name="gloo"),
+        vllm_engines=engines,
+    )
+
+
+def send(one, models):
+    for ranks in models:
+        for rank in ranks:
+            rank.load_weights([("weight", one.actor.model.module.weight.data)])
+
+
+def test_equal_weights_are_recorded_as_equal(alone):
+    models = [[Half(0), Half(1)], [Half(0), Half(1)]]
+    one = trainer([engine(ranks) for ranks in models])
+    with verify.recorded_sync(one):
+        send(one, models)
+    (recorded,) = [event for event in events.read(alone) if event["event"] == "verify"]
+    assert recorded["equal"] is True
+    assert recorded["mismatched"] == []
+    (synced,) = [event for event in events.read(alone) if event["event"] == "sync"]
+    assert (synced["bytes"], synced["backend"]) == (48, "gloo")
+
+
+def test_a_difference_names_parameter_engine_rank_and_node(alone):
+    models = [[Half(0), Half(1)], [Half(0), Half(1)]]
+    one = trainer([engine(ranks) for ranks in models])
+    send(one, models)
+    models[1][1].rows.data[0, 0] += 1
+    with pytest.raises(verify.SyncMismatch) as raised, verify.recorded_sync(one):
+        pass
+    assert "1 of 1 parameters differ" in str(raised.value)
+    assert "weight: engine 1, rank 1 on 10.0.0.2" in str(raised.value)
+    (recorded,) = [event for event in events.read(alone) if event["event"] == "verify"]
+    assert recorded["equal"] is False
+    assert recorded["mismatched"] == ["weight"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_verified_is_refused():
+    with (
+        pytest.raises(NotImplementedError, match=r"--ds\.tensor_parallel_size > 1"),
+        verify.recorded_sync(trainer([], tensor_parallel=2)),
+    ):
+        pass
