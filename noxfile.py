@@ -79,9 +79,10 @@ def build(session: nox.Session, cell: str) -> None:
 @nox.session
 @for_cell
 def image(session: nox.Session, cell: str) -> None:
-    """Run, inside the image, what is stated about it."""
+    """Check, inside the image and from outside, what is stated about it."""
     _python(session, "scripts.engine", "ensure")
     _python(session, "scripts.imagetests", "image", cell)
+    _python(session, "pytest", "tests/layers", f"--cell={cell}")
 
 
 @nox.session

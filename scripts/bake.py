@@ -27,6 +27,7 @@ CONTEXTS = ROOT / "build" / "context"
 PATCHED = ROOT / "build" / "wheels" / "patched"
 LAYERS = ("torch", "vllm", "ray", "openrlhf")
 NAMESPACE = "io.rlhf-stacks"
+MARK = "# rlhf-stacks: given to a build as a secret, in no layer of an image"
 BUILD_MEGABYTES = 9000
 SHOWN_SECONDS = 1.0
 
@@ -51,7 +52,7 @@ def labels(cell: Cell, revision: str, base_tag: str, applied: Iterable[str]) -> 
     versions = {f"{NAMESPACE}.version.{name}": version for name, version in sorted(cell.versions.items())}
     return {
         "org.opencontainers.image.title": cell.tag,
-        "org.opencontainers.image.description": "OpenRLHF on Ray, vLLM and DeepSpeed, tested on several nodes",
+        "org.opencontainers.image.description": "OpenRLHF on Ray and vLLM, tested on several nodes",
         "org.opencontainers.image.version": f"{cell.release}-{cell.id}",
         "org.opencontainers.image.revision": revision,
         "org.opencontainers.image.licenses": "Apache-2.0",
@@ -160,6 +161,17 @@ def context(cell: Cell, config: PipConfig) -> Path:
     return folder
 
 
+def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
+    """The secrets of a build by id, each with a mark by which a test looks for it in every layer."""
+    texts = {"pip": config.portable()}
+    if config.certificate:
+        texts["ca"] = config.certificate.read_text(encoding="utf-8")
+    secrets = {name: folder / name for name in texts}
+    for name, path in secrets.items():
+        path.write_text(f"{MARK}\n{texts[name]}", encoding="utf-8")
+    return secrets
+
+
 def revision() -> str:
     """The commit that is checked out, marked if files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=-dirty", "--exclude=*"]
@@ -191,11 +203,7 @@ def build(cell: Cell) -> str:
     engine.need_space(BUILD_MEGABYTES)
     folder = context(cell, config)
     with tempfile.TemporaryDirectory() as temporary:
-        settings = Path(temporary, "pip.conf")
-        settings.write_text(config.portable(), encoding="utf-8")
-        secrets = {"pip": settings}
-        if config.certificate:
-            secrets["ca"] = config.certificate
+        secrets = write_secrets(config, Path(temporary))
         image_id = Path(temporary, "image")
         log = CONTEXTS / f"{cell.id}.log"
         if _follow(command(cell, folder, secrets, image_id), log):

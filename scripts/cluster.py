@@ -159,11 +159,15 @@ class Cluster:
 
     def output(self, container: Container, command: Sequence[str]) -> str:
         """What ``command`` prints in ``container``; a `Problem` if it fails."""
-        code, streams = container.exec_run(list(command), demux=True)
+        try:
+            code, streams = container.exec_run(list(command), demux=True)
+        except docker.errors.APIError as error:
+            self.check()
+            raise Problem(f"{container.name}: {error.explanation}") from None
         pair = cast(tuple[bytes | None, bytes | None], streams)
         out, err = ((stream or b"").decode(errors="replace") for stream in pair)
         if code:
-            self.check()
+            self._check_after(container, code)
             last = ((err or out).strip() or "it printed nothing").splitlines()[-1]
             raise Problem(f"{container.name}: {' '.join(command)[:60]} failed ({code}): {last}")
         return out
@@ -200,15 +204,15 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise Problem(f"{' '.join(command[:3])} did not end within {timeout:.0f} s")
         code = int(api.exec_inspect(execution)["ExitCode"])
-        if code == KILLED:
-            self._await_end()
-        self.check()
+        self._check_after(self.head, code)
         return code
 
-    def _await_end(self) -> None:
-        """A killed command is most often the sign of an ending container, which takes its time."""
-        with contextlib.suppress(requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
-            self.head.wait(timeout=END_SECONDS)
+    def _check_after(self, container: Container, code: int) -> None:
+        """`check`; a killed command is most often the sign of an ending container, which takes its time."""
+        if code == KILLED:
+            with contextlib.suppress(requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
+                container.wait(timeout=END_SECONDS)
+        self.check()
 
     def _start(self) -> None:
         labels = {LABEL: owner()}

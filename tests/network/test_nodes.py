@@ -1,0 +1,144 @@
+"""Two containers of the image are two nodes: their own addresses and filesystems, one cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import docker
+import pytest
+from docker.models.containers import Container
+from rich.console import Console
+
+from scripts import demo
+from scripts.cluster import LABEL, Cluster, sweep
+from scripts.matrix import ROOT, Cell
+from scripts.problem import Problem
+
+ON_EVERY_NODE = """
+import json, os, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+ray.init(address="auto", log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+def look(name):
+    return [ray.util.get_node_ip_address(), os.uname().nodename, os.environ.get(name)]
+
+nodes = [node["NodeID"] for node in ray.nodes()]
+answers = [look.options(scheduling_strategy=On(node, soft=False)).remote("OMP_NUM_THREADS") for node in nodes]
+print(json.dumps(ray.get(answers, timeout=60)))
+"""
+WAIT_SECONDS = 120
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS} s for {what}"
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+def test_nodes_have_their_own_addresses_and_the_defaults_of_the_cell(
+    start: Callable[..., Cluster], cell: Cell
+) -> None:
+    """A Ray worker on the second machine sees the env that the matrix gives, without a shell of ours."""
+    cluster = start()
+    answers = json.loads(cluster.output(cluster.head, ["python", "-c", ON_EVERY_NODE]).splitlines()[-1])
+    assert {answer[1] for answer in answers} == {"head", "worker"}
+    assert {answer[0] for answer in answers} == {node["address"] for node in cluster.addresses}
+    expected = next(item.value for item in cell.env if item.name == "OMP_NUM_THREADS")
+    assert [answer[2] for answer in answers] == [expected] * 2
+
+
+@pytest.mark.timeout(300)
+def test_a_variable_of_the_user_wins_over_a_default(start: Callable[..., Cluster]) -> None:
+    """`docker run -e`, as anywhere."""
+    cluster = start(OMP_NUM_THREADS="3")
+    answers = json.loads(cluster.output(cluster.head, ["python", "-c", ON_EVERY_NODE]).splitlines()[-1])
+    assert [answer[2] for answer in answers] == ["3", "3"]
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
+    """While a command runs on the head, which would otherwise wait for the node that is gone."""
+    cluster = start()
+    worker = cluster.containers[1]
+    with pytest.raises(Problem, match=r"node worker ended: it was killed"):
+        cluster.follow(["sh", "-c", "echo begun; sleep 100"], line=lambda _: worker.kill())
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_fails_is_explained(start: Callable[..., Cluster]) -> None:
+    """By the exception that ended it, not by the last line of Ray's log."""
+    cluster = start()
+    job = ["python", "-c", "raise ValueError('said so')"]
+    with pytest.raises(Problem, match=r"training failed: ValueError: said so"):
+        demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), timeout=120)
+
+
+@pytest.mark.timeout(300)
+def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cell) -> None:
+    """After the deadline, here too short for any, with what is missing; and nothing is left."""
+    with pytest.raises(Problem, match=r"the cluster did not come up: error: .* after \d+ s"):
+        Cluster(client, cell.tag, demo.NODES, timeout=1).__enter__()
+
+
+def start_demo(*arguments: str) -> "subprocess.Popen[str]":
+    """The demo as a process of its own."""
+    command = [sys.executable, "-m", "scripts.demo", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def containers_of(client: docker.DockerClient, process: "subprocess.Popen[str]") -> list[Container]:
+    """What a process of this machine has running."""
+    found = client.containers.list(filters={"label": LABEL}, ignore_removed=True)
+    return [container for container in found if f":{process.pid}:" in container.labels[LABEL]]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(
+    client: docker.DockerClient, cell: Cell, number: signal.Signals
+) -> None:
+    """Ctrl-C and a termination, while the nodes are starting."""
+    process = start_demo(cell.id)
+    until(lambda: len(containers_of(client, process)) == 2, "two nodes")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 130
+    assert errors.strip().endswith("interrupted")
+    assert containers_of(client, process) == []
+
+
+@pytest.mark.timeout(400)
+def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Cell) -> None:
+    """While it trains or gets ready to: one line, exit code 2, nothing left."""
+    process = start_demo(cell.id)
+    until(lambda: len(containers_of(client, process)) == 2, "two nodes")
+    worker = next(item for item in containers_of(client, process) if str(item.name).endswith("-worker"))
+    until(lambda: b"Ray runtime started" in worker.logs(), "the worker to join")
+    worker.kill()
+    _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 2
+    assert "error: node worker ended: it was killed" in errors
+    assert "Traceback" not in errors
+    assert containers_of(client, process) == []
+
+
+@pytest.mark.timeout(400)
+def test_what_a_killed_process_left_is_removed_by_the_next(client: docker.DockerClient, cell: Cell) -> None:
+    """SIGKILL leaves no time to clean up."""
+    process = start_demo(cell.id)
+    until(lambda: len(containers_of(client, process)) == 2, "two nodes")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=WAIT_SECONDS)
+    assert len(containers_of(client, process)) == 2
+    sweep(client)
+    assert containers_of(client, process) == []
