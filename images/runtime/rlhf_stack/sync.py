@@ -170,9 +170,9 @@ class GlooGroup:
             self._store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))
         except RuntimeError as error:
             raise SyncError(
-                f"weight sync, rank {self._rank} on {address}: {self._absent(keys)} within {self._seconds:g} s "
-                f"({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others are engine workers: look for "
-                "their errors in the log"
+                f"weight sync, rank {self._rank} on {address}: {self._absent(keys)} within "
+                f"{self._seconds:g} s ({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others are engine "
+                "workers: look for their errors in the log"
             ) from error
         return [self._store.get(key).decode() for key in keys]
 
