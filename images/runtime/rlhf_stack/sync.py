@@ -171,8 +171,8 @@ class GlooGroup:
         except RuntimeError as error:
             raise SyncError(
                 f"weight sync, rank {self._rank} on {address}: {self._absent(keys)} within "
-                f"{self._seconds:g} s ({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others are engine "
-                "workers: look for their errors in the log"
+                f"{self._seconds:g} s ({settings.SYNC_TIMEOUT}); rank 0 is the trainer, the others are "
+                "engine workers: look for their errors in the log"
             ) from error
         return [self._store.get(key).decode() for key in keys]
 
