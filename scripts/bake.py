@@ -28,7 +28,9 @@ PATCHED = ROOT / "build" / "wheels" / "patched"
 LAYERS = ("torch", "vllm", "ray", "openrlhf")
 NAMESPACE = "io.rlhf-stacks"
 MARK = "# rlhf-stacks: given to a build as a secret, in no layer of an image"
-BUILD_MEGABYTES = 9000
+# Measured, in 10^6 bytes: all layers, the builder's root and the caches; again when the image is there already.
+BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
+CONTEXT_MEGABYTES = 3000
 SHOWN_SECONDS = 1.0
 
 
@@ -200,7 +202,9 @@ def command(cell: Cell, folder: Path, secrets: Mapping[str, Path], image_id: Pat
 def build(cell: Cell) -> str:
     """Build the cell and tag it; returns the image's id. A `Problem` says what failed; no tag moved then."""
     config = pip_config.load()
-    engine.need_space(BUILD_MEGABYTES)
+    is_built = bool(engine.client().images.list(name=cell.tag))
+    engine.need_space(REBUILD_MEGABYTES if is_built else BUILD_MEGABYTES)
+    engine.check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
     folder = context(cell, config)
     with tempfile.TemporaryDirectory() as temporary:
         secrets = write_secrets(config, Path(temporary))
@@ -227,11 +231,17 @@ def _follow(arguments: list[str], log: Path) -> int:
             text=True,
             errors="replace",
         )
-        for stage in buildlog.stages(_copied(process.stderr or (), file)):
-            status.update(f"building {stage.name}")
-            if stage.seconds is not None and stage.seconds >= SHOWN_SECONDS:
-                console.print(f"  {stage.name}: {stage.seconds:.0f} s")
-        return process.wait()
+        try:
+            for stage in buildlog.stages(_copied(process.stderr or (), file)):
+                status.update(f"building {stage.name}")
+                if stage.seconds is not None and stage.seconds >= SHOWN_SECONDS:
+                    console.print(f"  {stage.name}: {stage.seconds:.0f} s")
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            code = process.wait()
+        return code
 
 
 def _copied(lines: Iterable[str], file: TextIO) -> Iterator[str]:
@@ -255,4 +265,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(engine.asked(main))

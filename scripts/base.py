@@ -24,7 +24,9 @@ DOWNLOADS = ROOT / "build" / "base"
 REPOSITORY = "rlhf-stacks-base"
 MERGED_USR = Path("/usr/share/mmdebstrap/hooks/merged-usr")
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/man/*")
-HASH_BYTES = 1 << 20
+# A caller's other variables would get into the result: PYTHONDONTWRITEBYTECODE, for one, is obeyed by the
+# scripts that Debian's packages run.
+PASSED_ON = {"path", "home", "tmpdir", "apt_config", "http_proxy", "https_proxy", "no_proxy"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def make(root: Root, tar: Path) -> None:
     if shutil.which("mmdebstrap") is None:
         raise Problem("mmdebstrap is missing: apt-get install mmdebstrap debian-archive-keyring")
     tar.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(root.epoch)}
+    environment = {name: value for name, value in os.environ.items() if name.lower() in PASSED_ON}
+    environment |= {"SOURCE_DATE_EPOCH": str(root.epoch), "LC_ALL": "C.UTF-8"}
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
         unfinished = Path(folder, tar.name)
         done = subprocess.run(
@@ -153,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(engine.asked(main))

@@ -224,4 +224,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(engine.asked(main))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import docker
+import requests.exceptions
 from docker.errors import DockerException
 
 from scripts.problem import Problem, run
@@ -64,6 +65,19 @@ def explain(error: BaseException, environment: Mapping[str, str], has_engine: bo
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
         return f"Docker Engine is not running: `sudo systemctl start docker`, or `{SETUP}` as root"
     return f"Docker Engine does not answer: {' '.join(str(error).split())}"
+
+
+def asked(main: Callable[[], int]) -> Callable[[], int]:
+    """``main``, with what the engine answers to a request that it cannot meet made a `Problem`."""
+
+    def guarded() -> int:
+        try:
+            return main()
+        except (DockerException, requests.exceptions.RequestException) as error:
+            told = getattr(error, "explanation", None) or str(error)
+            raise Problem(f"Docker Engine: {' '.join(str(told).split())}") from error
+
+    return guarded
 
 
 def installed() -> bool:

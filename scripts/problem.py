@@ -1,5 +1,6 @@
 """A mistake or a missing thing that the user can mend: one line, no traceback."""
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -17,6 +18,11 @@ def run(main: Callable[[], int]) -> NoReturn:
         sys.exit(main())
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"error: no space left on the disk of {error.filename or 'this machine'}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

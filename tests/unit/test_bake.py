@@ -89,7 +89,9 @@ def test_roots_differ_where_their_recipe_does() -> None:
 
 def test_mmdebstrap_without_a_mirror_says_so() -> None:
     """The message that a user can act on, out of mmdebstrap's many lines."""
-    output = "I: running apt-get update...\nE: Failed to fetch http://x  Could not resolve\nW: hook\nE: second\n"
+    output = (
+        "I: running apt-get update...\nE: Failed to fetch http://x  Could not resolve\nW: hook\nE: second\n"
+    )
     assert base.reason(output).startswith("E: Failed to fetch")
     assert "check the network" in base.reason(output)
 
