@@ -28,7 +28,7 @@ PATCHED = ROOT / "build" / "wheels" / "patched"
 LAYERS = ("torch", "vllm", "ray", "openrlhf")
 NAMESPACE = "io.rlhf-stacks"
 MARK = "# rlhf-stacks: given to a build as a secret, in no layer of an image"
-# Measured, in 10^6 bytes: all layers, the builder's root and the caches; again when the image is there already.
+# In 10^6 bytes: all layers, the builder root and its caches; a part of it when the image is there already.
 BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
 CONTEXT_MEGABYTES = 3000
 SHOWN_SECONDS = 1.0
