@@ -5,6 +5,7 @@
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import TextIO
 
+import docker.errors
 import msgspec
 from rich.console import Console
 
@@ -202,8 +204,9 @@ def command(cell: Cell, folder: Path, secrets: Mapping[str, Path], image_id: Pat
 def build(cell: Cell) -> str:
     """Build the cell and tag it; returns the image's id. A `Problem` says what failed; no tag moved then."""
     config = pip_config.load()
-    is_built = bool(engine.client().images.list(name=cell.tag))
-    engine.need_space(REBUILD_MEGABYTES if is_built else BUILD_MEGABYTES)
+    client = engine.client()
+    before = client.images.list(name=cell.tag)
+    engine.need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
     engine.check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
     folder = context(cell, config)
     with tempfile.TemporaryDirectory() as temporary:
@@ -214,7 +217,11 @@ def build(cell: Cell) -> str:
             cause = buildlog.cause(log.read_text(encoding="utf-8"))
             raise Problem(f"building {cell.id} failed: {cause} (all of it: {log.relative_to(ROOT)})")
         built = image_id.read_text().strip()
-    engine.client().images.get(built).tag(cell.tag)
+    client.images.get(built).tag(cell.tag)
+    for image in before:
+        if image.id != built:
+            with contextlib.suppress(docker.errors.APIError):  # a container or another tag still uses it
+                client.images.remove(str(image.id))
     return built
 
 
