@@ -31,6 +31,8 @@ LAST_WITHOUT_BUILDX = 22
 ANSWER_SECONDS = 60
 START_SECONDS = 60
 INSTALL_SECONDS = 900
+# Packages of releases that have Docker's client and its builder apart; older ones have both in docker.io.
+APART = ("docker-cli", "docker-buildx")
 SETUP = "bash scripts/nox.sh -s base"
 
 
@@ -63,7 +65,7 @@ def explain(error: BaseException, environment: Mapping[str, str], has_engine: bo
             f"or `{SETUP}` as root"
         )
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
-        return f"Docker Engine is not running: `sudo systemctl start docker`, or `{SETUP}` as root"
+        return f"Docker Engine is not running: `{_start_command()}`, or `{SETUP}` as root"
     return f"Docker Engine does not answer: {' '.join(str(error).split())}"
 
 
@@ -132,14 +134,21 @@ def check_space(root: Path, megabytes: int, free_bytes: int) -> None:
         )
 
 
-def missing(has: Callable[[str], bool], answers: bool, can_build: bool) -> list[str]:
-    """The Debian packages to install; ``has`` tells whether a command or a file is there."""
+def missing(has: Callable[[str], bool], answers: bool, can_build: bool, is_root: bool) -> list[str]:
+    """The Debian packages to install; ``has`` tells whether a command or a file is there.
+
+    Those `APART` are among them on every release; `install` leaves out what a release does not have.
+    """
     packages = []
     if not answers and not has("dockerd"):
         packages += ["docker.io", "iptables"]
-    if not can_build and "docker.io" not in packages:
-        packages += ["docker-buildx" if has("docker") else "docker.io"]
+    if not can_build and not has("docker"):
+        packages += [*([] if "docker.io" in packages else ["docker.io"]), "docker-cli"]
+    if not can_build:
+        packages.append("docker-buildx")
     packages += [name for name in ("mmdebstrap", "git") if not has(name)]
+    if not is_root and not has("newuidmap"):
+        packages.append("uidmap")
     if not has(str(KEYRING)):
         packages.append("debian-archive-keyring")
     return packages
@@ -150,7 +159,8 @@ def ensure() -> None:
     answers = _answers()
     if not answers and os.environ.get("DOCKER_HOST"):
         client()
-    if packages := missing(_has, answers, choose(candidates(os.get_exec_path()), _prints) is not None):
+    can_build = choose(candidates(os.get_exec_path()), _prints) is not None
+    if packages := missing(_has, answers, can_build, os.geteuid() == 0):
         install(packages)
     if not answers and not _answers():
         start()
@@ -160,34 +170,51 @@ def ensure() -> None:
 
 def install(packages: Sequence[str]) -> None:
     """Install Debian packages, as root or by a sudo that asks for no password."""
-    names = " ".join(packages)
-    wish = f"this needs the packages {names}: run `sudo apt-get install --yes {names}`"
     if not _is_debian(OS_RELEASE.read_text(encoding="utf-8") if OS_RELEASE.exists() else ""):
         raise Problem(
-            f"this needs, by the names of Debian's packages, {names}: install them with your system's tools"
+            f"this needs, by the names of Debian's packages, {' '.join(packages)}: "
+            "install them with your system's tools"
         )
-    prefix = _as_root(wish)
-    print(f"installing from this system's packages, once: {names}", flush=True)
-    apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes"]
-    for arguments in (["update"], ["install", "--no-install-recommends", *packages]):
-        done = subprocess.run(
-            [*apt, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=INSTALL_SECONDS,
-        )
-        if done.returncode:
-            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-            raise Problem(f"apt-get {arguments[0]} failed ({last}); {wish}")
+    prefix = _as_root(_wish(packages))
+    _apt_get(prefix, ["update"], packages)
+    if names := offered(packages, _prints):
+        print(f"installing from this system's packages, once: {' '.join(names)}", flush=True)
+        _apt_get(prefix, ["install", "--no-install-recommends", *names], packages)
+
+
+def offered(packages: Sequence[str], prints: Callable[[Sequence[str]], str]) -> list[str]:
+    """``packages`` without those `APART` that this release does not have."""
+    return [name for name in packages if name not in APART or prints(["apt-cache", "show", name])]
+
+
+def _wish(packages: Sequence[str]) -> str:
+    """What a user without rights is told: all of it at once."""
+    names = " ".join(offered(packages, _prints))
+    joins = "docker.io" in packages and os.geteuid() != 0
+    group = " && sudo usermod -aG docker $USER`, then log in again" if joins else "`"
+    return f"this needs the packages {names}: run `sudo apt-get install --yes {names}{group}"
+
+
+def _apt_get(prefix: Sequence[str], arguments: Sequence[str], packages: Sequence[str]) -> None:
+    """Run apt-get; a `Problem` has the line that tells why it failed."""
+    done = subprocess.run(
+        [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=INSTALL_SECONDS,
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise Problem(f"apt-get {arguments[0]} failed ({last}); {_wish(packages)}")
 
 
 def start() -> None:
     """Start this machine's engine and wait until it answers, `START_SECONDS` at most."""
     if _forbidden(SOCKET):
         client()
-    prefix = _as_root("Docker Engine is not running: run `sudo systemctl start docker`")
+    prefix = _as_root(f"Docker Engine is not running: run `{_start_command()}`")
     if SYSTEMD.is_dir():
         print("starting Docker Engine with systemctl", flush=True)
         command, log = ["systemctl", "start", "docker"], "journalctl -u docker"
@@ -207,6 +234,10 @@ def start() -> None:
             return
         time.sleep(0.5)
     raise Problem(f"Docker Engine did not answer within {START_SECONDS} s of its start; why is in {log}")
+
+
+def _start_command() -> str:
+    return f"sudo {'systemctl start docker' if SYSTEMD.is_dir() else 'service docker start'}"
 
 
 def _answers() -> bool:

@@ -35,9 +35,18 @@ install_python() {
         as_root=(sudo -n)
     fi
     echo "installing from this system's packages, once: python3 python3-venv" >&2
-    "${as_root[@]}" apt-get --quiet --quiet update >&2 || fail "apt-get update failed; $wish"
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-        apt-get --quiet --quiet --yes install --no-install-recommends python3 python3-venv >&2 || fail "$wish"
+    quietly apt-get --yes update || fail "apt-get update failed; $wish"
+    quietly env DEBIAN_FRONTEND=noninteractive apt-get --yes install --no-install-recommends python3 python3-venv ||
+        fail "$wish"
+}
+
+# Runs a command as root, by the as_root of its caller; its output is shown only if it fails.
+quietly() {
+    local output
+    if ! output=$("${as_root[@]}" "$@" 2>&1 </dev/null); then
+        printf '%s\n' "$output" | tail -n 5 >&2
+        return 1
+    fi
 }
 
 python=$(find_python)

@@ -84,7 +84,7 @@ def failure(cause: BaseException) -> DockerException:
     ("cause", "environment", "has_engine", "told"),
     [
         (FileNotFoundError(2, "no"), {}, False, "Docker Engine is not installed: `sudo apt-get install"),
-        (FileNotFoundError(2, "no"), {}, True, "Docker Engine is not running: `sudo systemctl start docker`"),
+        (FileNotFoundError(2, "no"), {}, True, "Docker Engine is not running: `sudo "),
         (ConnectionRefusedError(111, "no"), {}, True, "Docker Engine is not running"),
         (PermissionError(13, "no"), {}, True, "no right to use Docker's socket, which belongs to the group"),
         (TimeoutError("slow"), {}, True, "Docker Engine does not answer: "),
@@ -118,22 +118,43 @@ def test_too_little_space_is_told_before_a_build() -> None:
 ALL = {"dockerd", "docker", "mmdebstrap", "git", str(engine.KEYRING)}
 
 
+ENGINE = ["docker.io", "iptables"]
+REST = ["mmdebstrap", "git", "debian-archive-keyring"]
+
+
 @pytest.mark.parametrize(
     ("there", "answers", "can_build", "wanted"),
     [
         (ALL, True, True, []),
         (ALL, False, True, []),
         (ALL, True, False, ["docker-buildx"]),
-        (ALL - {"docker"}, True, False, ["docker.io"]),
+        (ALL - {"docker"}, True, False, ["docker.io", "docker-cli", "docker-buildx"]),
         (ALL - {"mmdebstrap"}, True, True, ["mmdebstrap"]),
-        (set(), False, False, ["docker.io", "iptables", "mmdebstrap", "git", "debian-archive-keyring"]),
-        ({"docker", "git"}, False, False, ["docker.io", "iptables", "mmdebstrap", "debian-archive-keyring"]),
+        (ALL - {"dockerd"}, False, False, [*ENGINE, "docker-buildx"]),
+        (set(), False, False, [*ENGINE, "docker-cli", "docker-buildx", *REST]),
+        ({"docker", "git"}, False, True, [*ENGINE, "mmdebstrap", "debian-archive-keyring"]),
     ],
 )
 def test_only_what_is_missing_is_installed(
     there: set[str], answers: bool, can_build: bool, wanted: list[str]
 ) -> None:
-    assert engine.missing(there.__contains__, answers, can_build) == wanted
+    assert engine.missing(there.__contains__, answers, can_build, is_root=True) == wanted
+
+
+def test_a_user_needs_ids_of_its_own_to_make_a_root_filesystem() -> None:
+    assert engine.missing(ALL.__contains__, True, True, is_root=False) == ["uidmap"]
+    assert engine.missing({*ALL, "newuidmap"}.__contains__, True, True, is_root=False) == []
+
+
+def test_what_a_release_does_not_have_is_not_asked_of_it() -> None:
+    wanted = ["docker.io", "docker-cli", "docker-buildx", "git"]
+    ubuntu = {"docker-buildx": "Package: docker-buildx"}
+    assert engine.offered(wanted, lambda _: "") == ["docker.io", "git"], "Debian 12"
+    assert engine.offered(wanted, lambda command: ubuntu.get(command[-1], "")) == [
+        "docker.io",
+        "docker-buildx",
+        "git",
+    ]
 
 
 @pytest.fixture
@@ -183,6 +204,9 @@ def test_without_rights_the_packages_are_told(bare: Path, monkeypatch: pytest.Mo
         Problem, match="needs the packages mmdebstrap git: run `sudo apt-get install --yes mmdebstrap git`"
     ):
         engine.install(["mmdebstrap", "git"])
+    told = r"`sudo apt-get install --yes docker\.io && sudo usermod -aG docker \$USER`, then log in again"
+    with pytest.raises(Problem, match=told):
+        engine.install(["docker.io", "docker-buildx"])
     assert not bare.exists()
 
 
@@ -232,6 +256,17 @@ def test_an_engine_that_does_not_come_up_is_told_with_its_log(
     with pytest.raises(Problem, match=rf"did not answer within 0\.1 s of its start; why is in {engine.LOG}"):
         engine.start()
     assert "setsid dockerd" in quick()[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("systemd", "told"), [(True, "systemctl start docker"), (False, "service docker start")]
+)
+def test_how_to_start_the_engine_is_told_by_what_rules_the_machine(
+    systemd: bool, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine, "SYSTEMD", tmp_path if systemd else tmp_path / "absent")
+    line = engine.explain(failure(FileNotFoundError(2, "no")), {}, has_engine=True)
+    assert line.startswith(f"Docker Engine is not running: `sudo {told}`")
 
 
 def test_where_systemd_rules_it_starts_the_engine(
