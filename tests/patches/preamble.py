@@ -1,5 +1,6 @@
 # The beginning of every probe.
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
