@@ -29,6 +29,7 @@ NODES = (Node("head", gpus=2), Node("worker", gpus=2))
 ENVIRONMENT = {
     "RLHF_STACK_EVENTS": EVENTS,
     "RLHF_STACK_VERIFY_SYNC": "1",
+    "RLHF_STACK_REPEATABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
 LAYOUTS = ("separate", "hybrid")

@@ -5,13 +5,24 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_stack import checksum, devices
+from rlhf_stack import checksum, devices, settings
+from rlhf_stack.repeatable import RequestSeeds
 
 
 class EngineHooks:
     """A base of ``RolloutRayActor``, which drives one vLLM engine in ``self.llm``."""
 
     llm: Any
+    kwargs: dict[str, Any]
+    _request_seeds: RequestSeeds
+
+    def request_parameters(self, tokens: Sequence[int], parameters: Any) -> Any:
+        """vLLM's ``SamplingParams`` for one request, with a seed of its own if runs have to be repeatable."""
+        if settings.flag(settings.REPEATABLE) and parameters.seed is None:
+            if not hasattr(self, "_request_seeds"):
+                self._request_seeds = RequestSeeds(self.kwargs["seed"])
+            parameters.seed = self._request_seeds.next(tokens)
+        return parameters
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""

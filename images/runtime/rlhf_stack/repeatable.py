@@ -1,0 +1,46 @@
+"""Rollouts that a seed repeats, on request (RLHF_STACK_REPEATABLE=1).
+
+Upstream's engines draw every token of every request from one generator, so that what is sampled depends on
+when each request arrives, and the trainer takes the answers in the order in which they come. Here each
+request has a generator of its own, and answers are taken in the order of their prompts. It costs throughput:
+vLLM samples requests with a generator of their own one by one.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_stack import settings
+
+WAIT_SECONDS = 10.0
+SEED_BYTES = 4
+
+
+class RequestSeeds:
+    """A seed for each request to one engine, from the engine's own and what was asked before.
+
+    The samples of one prompt are equal but for their order, in which they get their seeds.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._asked: Counter[bytes] = Counter()
+
+    def next(self, tokens: Sequence[int]) -> int:
+        """The seed (32 bits) for the next request with the prompt ``tokens``."""
+        prompt = repr(list(tokens)).encode()
+        self._asked[prompt] += 1
+        text = b"%d %d %s" % (self._seed, self._asked[prompt], prompt)
+        return int.from_bytes(hashlib.sha256(text).digest()[:SEED_BYTES], "big")
+
+
+def wait(pending: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Answers that are ready, and the rest, as ``ray.wait`` for one; repeatable: the first or none."""
+    import ray
+
+    if not settings.flag(settings.REPEATABLE):
+        ready, rest = ray.wait(pending, num_returns=1, timeout=WAIT_SECONDS)
+        return list(ready), list(rest)
+    ready, _ = ray.wait(pending[:1], timeout=WAIT_SECONDS)
+    return list(ready), pending[len(ready) :]
