@@ -42,3 +42,16 @@ def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     gpus = {rank["gpu"] for engine in run.of("engine") for rank in engine["ranks"]}
     nodes = {rank["node_id"] for engine in run.of("engine") for rank in engine["ranks"]}
     assert len(gpus) == len(nodes) == 2, "each engine has the GPU of its own node"
+
+
+@pytest.mark.timeout(SECONDS + 40)
+def test_an_engine_that_cannot_start_ends_the_run_at_once_with_its_error(train):
+    """Upstream's trainer learns of it when its rendezvous times out, 300 s later."""
+    one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
+    run = train("separate", 1, 2, SECONDS, *one_gpu_each, VLLM_CPU_KVCACHE_SPACE="100000")
+    assert run.code != 0
+    assert run.seconds < 250
+    assert "waiting for clients" not in run.log, "nobody waited in the rendezvous"
+    assert "Engine core initialization failed" in run.log
+    assert run.of("step") == []
+    assert run.left_over == []
