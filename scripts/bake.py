@@ -128,9 +128,9 @@ def uv_binary() -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == "uv" and file.parent.name == "bin")
 
 
-def context(cell: Cell, config: PipConfig) -> Path:
-    """Lay out the build context of a cell."""
-    folder = CONTEXTS / cell.id
+def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
+    """Lay out the build context of a cell, in a folder of ``contexts``."""
+    folder = contexts / cell.id
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(IMAGES / "rootfs", folder / "rootfs")
     shutil.copytree(IMAGES / "tools", folder / "tools")

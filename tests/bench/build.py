@@ -1,0 +1,181 @@
+"""Build time and size of a cell against the same requirement list in a plain `pip install` Dockerfile.
+
+``python -m tests.bench.build [--cell CELL] [--json]``; about 20 minutes, network needed.
+
+The peer is what a user would write: the builder root, because DeepSpeed compiles its ops at first use; the
+headline pins of the cell and the requirements of OpenRLHF that install without CUDA, by `pip install`; then
+the packages removed again that keep the stack from starting. Its image stays tagged as ``PEER`` for
+``tests.bench.ready``. Ours is built as ``scripts.bake`` builds it, in a context of its own; the tag of the
+cell does not move.
+
+- *cold*: no layer and no downloaded package is reused, by either. The machine's network takes part in it.
+- *unchanged*: built again at once.
+- *OpenRLHF's pin changed*: ours makes the layers from OpenRLHF's up. The peer has one layer for all
+  packages, so this is its cold time, not measured again.
+- *size*: as `docker image ls` counts it, with the root filesystem.
+
+Compare the ratio, which is of one run; seconds depend on the machine, its load and its network.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from email.parser import HeaderParser
+from pathlib import Path
+
+from scripts import bake, base, buildlog, engine, lock, pip_config, wheels
+from scripts.matrix import ROOT, Cell, find, load
+from scripts.problem import Problem, run
+from tests.bench.results import Row, parser, show
+
+PEER = "rlhf-stacks-bench:plain-pip"
+OURS = "rlhf-stacks-bench:ours"
+FREE_MEGABYTES = 20_000
+# Their wheels on the index link CUDA's torch, and transformers or vLLM fail when they find them.
+UNLOADABLE = ("torchaudio", "torchcodec", "torchvision")
+# No wheel, and its source distribution asks for CUDA's compiler.
+UNBUILDABLE = ("flash-attn",)
+NOTES = [
+    "cold: no layer and no downloaded package is reused, by either",
+    "OpenRLHF's pin changed: plain pip has one layer for all, so this is its cold time",
+    "plain pip does not work as it comes out of `pip install`: without removing "
+    f"{', '.join(UNLOADABLE)} nothing imports a model; it starts from the root with compilers, because "
+    "DeepSpeed compiles at first use",
+]
+
+
+def without_downloads(dockerfile: str) -> str:
+    """Our Dockerfile without its cache of downloaded packages."""
+    kept = [line for line in dockerfile.splitlines() if "type=cache,id=rlhf-stacks-uv" not in line]
+    return re.sub(
+        r"(?m)^( +(?:UV_OFFLINE=1 )?)(/opt/tools/install-layer)$", r"\1UV_NO_CACHE=1 \2", "\n".join(kept)
+    )
+
+
+def requirements(cell: Cell) -> tuple[list[str], str]:
+    """What the peer asks pip for, and the pin of OpenRLHF, which is installed without what it requires."""
+    pins = {package.name: package.requirement for package in cell.packages}
+    openrlhf, version = pins.pop("openrlhf"), cell.versions["openrlhf"]
+    hashes = wheels.locked_hashes("openrlhf", version, lock.path(cell).read_text(encoding="utf-8"))
+    with zipfile.ZipFile(wheels.fetch_pristine("openrlhf", version, hashes)) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        declared = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
+    others = [line for line in declared if ";" not in line]
+    rest = [line for line in others if re.split(r"[^\w-]", line)[0] not in {*pins, *UNBUILDABLE}]
+    return [*pins.values(), *rest, "rich"], openrlhf
+
+
+def peer_dockerfile(asked: Sequence[str], openrlhf: str) -> str:
+    """The plain Dockerfile; certificate and pip configuration reach it as secrets too."""
+    mounts = (
+        "--mount=type=secret,id=ca --mount=type=secret,id=pip --mount=type=bind,source=wheels,target=/wheels"
+    )
+    pip = "/opt/venv/bin/pip install --no-cache-dir --prefer-binary --find-links /wheels"
+    quoted = " ".join(f"'{line}'" for line in asked)
+    return f"""ARG BASE
+FROM ${{BASE}}
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+RUN {mounts} \\
+    python3 -m venv /opt/venv && export PIP_CONFIG_FILE=/run/secrets/pip PIP_CERT=/run/secrets/ca && \\
+    {pip} {quoted} && {pip} --no-deps {openrlhf}
+RUN /opt/venv/bin/pip uninstall --yes {" ".join(UNLOADABLE)}
+"""
+
+
+def timed(what: str, command: Sequence[str], log: Path) -> float:
+    """Seconds of a build; a `Problem` with what it printed last if it fails."""
+    print(what, "...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "DOCKER_BUILDKIT": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            check=False,
+        )
+    if done.returncode:
+        raise Problem(f"{what} failed: {buildlog.cause(log.read_text(encoding='utf-8'))}")
+    return time.monotonic() - start
+
+
+def cold(command: Sequence[str]) -> list[str]:
+    """A build command that reuses no layer."""
+    return [*command[:-1], "--no-cache", command[-1]]
+
+
+def size(tag: str) -> float:
+    """The size of an image in 10^6 bytes."""
+    return float(engine.client().images.get(tag).attrs["Size"]) / 1e6
+
+
+def measure_ours(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Path) -> list[float]:
+    """Seconds: cold, unchanged, with a change to what OpenRLHF's layer is made of."""
+    (folder / "Dockerfile").write_text(
+        without_downloads((folder / "Dockerfile").read_text(encoding="utf-8")), encoding="utf-8"
+    )
+    build = bake.command(cell, folder, secrets, log.with_suffix(".id"))
+    build = [*build[:-1], f"--tag={OURS}", build[-1]]
+    seconds = [timed("ours, cold", cold(build), log), timed("ours, unchanged", build, log)]
+    with (folder / "requirements" / "openrlhf.txt").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    return [*seconds, timed("ours, OpenRLHF's pin changed", build, log)]
+
+
+def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Path) -> list[float]:
+    """Seconds: cold, unchanged."""
+    folder.mkdir()
+    (folder / "wheels").mkdir()
+    asked, openrlhf = requirements(cell)
+    for wheel in bake.local_wheels(lock.path(cell).read_text(encoding="utf-8"), pip_config.load().find_links):
+        bake.place(wheel, folder / "wheels" / wheel.name)
+    (folder / "Dockerfile").write_text(peer_dockerfile(asked, openrlhf), encoding="utf-8")
+    build = [
+        *engine.builder(),
+        "build",
+        "--progress=plain",
+        f"--tag={PEER}",
+        f"--build-arg=BASE={base.image(base.roots(cell)[1])}",
+        *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
+        str(folder),
+    ]
+    return [timed("plain pip, cold", cold(build), log), timed("plain pip, unchanged", build, log)]
+
+
+def main() -> int:
+    """The command line."""
+    options = parser("build", __doc__).parse_args()
+    matrix = load()
+    cell = find(matrix, options.cell or matrix.default)
+    engine.need_space(FREE_MEGABYTES)
+    config = pip_config.load()
+    with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="bench-") as temporary:
+        folder = Path(temporary)
+        secrets = bake.write_secrets(config, folder)
+        peer = measure_peer(cell, folder / "peer", secrets, folder / "peer.log")
+        ours = measure_ours(cell, bake.context(cell, config, folder), secrets, folder / "ours.log")
+    rows = [
+        Row("cold build", "s", ours[0], peer[0]),
+        Row("build, unchanged", "s", ours[1], peer[1]),
+        Row("build, OpenRLHF's pin changed", "s", ours[2], peer[0]),
+        Row("image size", "MB", size(OURS), size(PEER)),
+        Row("image size without its root filesystem", "MB", *above_roots(cell)),
+    ]
+    engine.client().images.remove(OURS)
+    show(rows, NOTES, options.json)
+    return 0
+
+
+def above_roots(cell: Cell) -> tuple[float, float]:
+    """The sizes of both images without the root filesystems that they start from."""
+    runtime, builder = (size(base.image(root)) for root in base.roots(cell))
+    return size(OURS) - runtime, size(PEER) - builder
+
+
+if __name__ == "__main__":
+    run(main)

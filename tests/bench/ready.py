@@ -1,0 +1,107 @@
+"""Time until a Ray node is ready and until its programs start, against a plain `pip install` image.
+
+``python -m tests.bench.ready [--cell CELL] [--repeat N] [--json]``; about five minutes. The plain image is
+the one that ``tests.bench.build`` leaves; without it, only ours is measured.
+
+- *Ray node ready*: from creating the container to a head node that takes jobs, by the same probe in both
+  (``rlhf_stack.nodes``, mounted into the plain image), started by ``scripts.cluster``.
+- *import vllm*, *ray --version*: `docker run` to its end; *no bytecode* with the compiled files hidden, as
+  they are where a root is read-only and nobody compiled them.
+
+Each figure is the median of ``--repeat`` runs, ours and the peer's in turn, after one that is not counted.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import docker
+
+from scripts import engine
+from scripts.cluster import LABEL, Cluster, Node, owner, removed_at_the_end
+from scripts.matrix import ROOT, find, load
+from scripts.problem import Problem, run
+from tests.bench.build import PEER
+from tests.bench.results import Row, parser, show
+
+RUNTIME = ROOT / "images" / "runtime"
+MOUNTED = {"volumes": {str(RUNTIME): {"bind": "/opt/runtime", "mode": "ro"}}}
+IN_PEER = {"PYTHONPATH": "/opt/runtime", "PYTHONDONTWRITEBYTECODE": "1"}
+HIDDEN = {"PYTHONPYCACHEPREFIX": "/nowhere", "PYTHONDONTWRITEBYTECODE": "1"}
+IMPORT = ("python", "-c", "import vllm")
+VERSION = ("ray", "--version")
+SECONDS = 600.0
+
+
+def ready(
+    client: docker.DockerClient, image: str, environment: Mapping[str, str], options: Mapping[str, Any]
+) -> float:
+    """Seconds until a head node takes jobs."""
+    start = time.monotonic()
+    with Cluster(client, image, [Node("head", gpus=2)], environment, SECONDS, options):
+        return time.monotonic() - start
+
+
+def started(
+    client: docker.DockerClient, image: str, command: tuple[str, ...], environment: Mapping[str, str]
+) -> float:
+    """Seconds of a `docker run` of ``command``."""
+    container = client.containers.create(
+        image, list(command), environment=dict(environment), labels={LABEL: owner()}
+    )
+    with removed_at_the_end([container]):
+        start = time.monotonic()
+        container.start()
+        code = container.wait(timeout=SECONDS)["StatusCode"]
+        seconds = time.monotonic() - start
+        if code:
+            raise Problem(f"{' '.join(command)} failed in {image}: {container.logs(tail=1).decode().strip()}")
+    return seconds
+
+
+def medians(sides: list[Callable[[], float]], repeat: int) -> list[float]:
+    """The median of each side, measured in turn so that the load of the machine falls on all."""
+    rounds = [[side() for side in sides] for _ in range(repeat + 1)]
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def main() -> int:
+    """The command line."""
+    arguments = parser("ready", __doc__)
+    arguments.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (%(default)s)")
+    options = arguments.parse_args()
+    matrix = load()
+    cell = find(matrix, options.cell or matrix.default)
+    client = engine.client()
+    if not client.images.list(name=cell.tag):
+        raise Problem(f"{cell.tag} is not built: bash scripts/nox.sh -s build")
+    images = [cell.tag, *([PEER] if client.images.list(name=PEER) else [])]
+    settings = {setting.name: setting.value for setting in cell.env}
+    extra: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+        cell.tag: ({}, {}),
+        PEER: ({**settings, **IN_PEER}, MOUNTED),
+    }
+    measured: dict[str, list[Callable[[], float]]] = {
+        "Ray node ready": [partial(ready, client, image, *extra[image]) for image in images]
+    }
+    for name, command in {"import vllm": IMPORT, "ray --version": VERSION}.items():
+        for title, hidden in {name: {}, f"{name}, no bytecode": HIDDEN}.items():
+            measured[title] = [
+                partial(started, client, image, command, {**settings, **hidden}) for image in images
+            ]
+    rows = []
+    for name, sides in measured.items():
+        print(name, "...", file=sys.stderr, flush=True)
+        rows.append(Row(name, "s", *medians(sides, options.repeat)))
+    notes = [f"medians of {options.repeat} runs of each, in turn"]
+    if len(images) == 1:
+        notes.append(f"no {PEER} here: python -m tests.bench.build makes it")
+    show(rows, notes, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

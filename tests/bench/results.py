@@ -1,0 +1,49 @@
+"""What benchmarks share: the options, one run's figures side by side, as a table or as JSON."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was measured, ours and the peer's in the same run; None where it was not measured."""
+
+    name: str
+    unit: str
+    ours: float
+    peer: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The peer's figure divided by ours: above 1, ours is the smaller."""
+        return self.peer / self.ours if self.peer is not None and self.ours else None
+
+
+def parser(module: str, text: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    options = argparse.ArgumentParser(
+        prog=f"python -m tests.bench.{module}", description=(text or "").split("\n")[0]
+    )
+    options.add_argument("--cell", help="a cell id; the default cell if none is given")
+    options.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return options
+
+
+def show(rows: list[Row], notes: list[str], as_json: bool) -> None:
+    """Print the figures; a benchmark judges nothing."""
+    if as_json:
+        print(json.dumps({"rows": [{**asdict(row), "ratio": row.ratio} for row in rows], "notes": notes}))
+        return
+    table = Table("measured", "ours", "plain pip", "pip / ours")
+    for row in rows:
+        peer = "" if row.peer is None else f"{row.peer:.4g} {row.unit}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.name, f"{row.ours:.4g} {row.unit}", peer, ratio)
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(f"- {note}")
