@@ -63,11 +63,8 @@ def mean(values: Sequence[float]) -> float:
 def _engine(event: Event) -> dict[str, Any]:
     ranks = event["ranks"]
     addresses = sorted({rank["node"] for rank in ranks})
-    return {
-        "node": ", ".join(addresses),
-        "gpus": [rank["gpu"] for rank in ranks],
-        "straddles": event["straddles"],
-    }
+    gpus = [rank["gpu"].rpartition(":")[2] for rank in ranks]  # of a fake GPU, without the node's id
+    return {"node": ", ".join(addresses), "gpus": gpus, "straddles": event["straddles"]}
 
 
 def sparkline(values: Sequence[float]) -> str:

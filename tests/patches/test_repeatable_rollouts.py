@@ -1,4 +1,41 @@
-PROBE = """
+SHUFFLE = """
+os.environ["RLHF_STACK_REPEATABLE"] = "1"
+pretend_flash_attn()
+import torch
+from openrlhf.trainer import ppo_trainer
+
+
+def namespace(**values):
+    return types.SimpleNamespace(**values)
+
+
+args = namespace(
+    data=namespace(
+        prompt_dataset="", prompt_probs=None, prompt_split="train", max_samples=8, input_template=None,
+        dataloader_num_workers=0,
+    ),
+    train=namespace(seed=1234567, batch_size=8, num_episodes=1, max_epochs=1),
+    rollout=namespace(n_samples_per_prompt=1),
+    eval=namespace(dataset=None),
+)
+
+
+class Prompts(list):
+    collate_fn = None
+
+    def select(self, chosen):
+        return self
+
+
+ppo_trainer.blending_datasets = lambda *_, **__: Prompts(range(8))
+ppo_trainer.PromptDataset = lambda data, *_, **__: data
+strategy = namespace(args=args, setup_dataloader=lambda *_, **__: torch.initial_seed())
+seed = ppo_trainer.prepare_datasets(strategy, None)[0]
+assert seed == args.train.seed, f"prompts are shuffled by the seed {seed}"
+print("prompts are shuffled by --train.seed")
+"""
+
+REQUESTS = """
 import asyncio
 
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
@@ -35,4 +72,8 @@ print("each request has a seed of its own, the same in the next run")
 
 
 def test_each_request_has_a_seed_of_its_own(proves):
-    proves(PROBE, r"requests without a seed of their own")
+    proves(REQUESTS, r"requests without a seed of their own")
+
+
+def test_prompts_are_shuffled_by_the_seed_of_the_run(proves):
+    proves(SHUFFLE, r"prompts are shuffled by the seed \d+")

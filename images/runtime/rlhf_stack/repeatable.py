@@ -1,9 +1,10 @@
 """Rollouts that a seed repeats, on request (RLHF_STACK_REPEATABLE=1).
 
-Upstream's engines draw every token of every request from one generator, so that what is sampled depends on
-when each request arrives, and the trainer takes the answers in the order in which they come. Here each
-request has a generator of its own, and answers are taken in the order of their prompts. It costs throughput:
-vLLM samples requests with a generator of their own one by one.
+Upstream shuffles prompts by a generator that nobody seeded. Its engines draw every token of every request
+from one generator, so that what is sampled depends on when each request arrives, and the trainer takes the
+answers in the order in which they come. Here the shuffle is seeded, each request has a generator of its own,
+and answers are taken in the order of their prompts. It costs throughput: vLLM samples requests with a
+generator of their own one by one.
 """
 
 import hashlib
@@ -33,6 +34,14 @@ class RequestSeeds:
         self._asked[prompt] += 1
         text = b"%d %d %s" % (self._seed, self._asked[prompt], prompt)
         return int.from_bytes(hashlib.sha256(text).digest()[:SEED_BYTES], "big")
+
+
+def seed_prompts(seed: int) -> None:
+    """Seed what shuffles the prompts; upstream's trainer seeds only where models are."""
+    if settings.flag(settings.REPEATABLE):
+        import torch
+
+        torch.manual_seed(seed)
 
 
 def wait(pending: list[Any]) -> tuple[list[Any], list[Any]]:
