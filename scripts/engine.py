@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import docker
 import requests.exceptions
@@ -23,6 +24,7 @@ from scripts.problem import Problem, run
 
 SOCKET = Path("/var/run/docker.sock")
 LOG = Path("/var/log/rlhf-stacks-dockerd.log")
+CONTAINERD = Path("/var/lib/containerd")
 SYSTEMD = Path("/run/systemd/system")
 OS_RELEASE = Path("/etc/os-release")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -119,9 +121,19 @@ def choose(clients: Sequence[Path], prints: Callable[[Sequence[str]], str]) -> P
 
 def need_space(megabytes: int) -> None:
     """A `Problem` unless the engine's disk has ``megabytes`` (10^6 bytes) free on this machine."""
-    root = Path(client().info()["DockerRootDir"])
-    if os.environ.get("DOCKER_HOST", "unix:").startswith("unix:"):
+    root = store(client().info())
+    if os.environ.get("DOCKER_HOST", "unix:").startswith("unix:") and root.exists():
         check_space(root, megabytes, shutil.disk_usage(root).free)
+
+
+def store(info: Mapping[str, Any]) -> Path:
+    """Where an engine keeps images, by its info; new ones leave that to containerd.
+
+    The folder is not on this machine where the engine runs in a virtual one.
+    """
+    if ["driver-type", "io.containerd.snapshotter.v1"] in (info.get("DriverStatus") or []):
+        return CONTAINERD
+    return Path(info["DockerRootDir"])
 
 
 def check_space(root: Path, megabytes: int, free_bytes: int) -> None:

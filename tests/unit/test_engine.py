@@ -115,6 +115,26 @@ def test_too_little_space_is_told_before_a_build() -> None:
         engine.check_space(Path("/d"), 9000, 8_999_999_999)
 
 
+def test_space_is_looked_for_where_the_engine_keeps_images(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info: dict[str, Any] = {"DockerRootDir": str(tmp_path / "in a virtual machine"), "DriverStatus": None}
+    assert engine.store(info) == Path(info["DockerRootDir"])
+    new = {**info, "DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}
+    assert engine.store(new) == engine.CONTAINERD
+
+    class Client:
+        def info(self) -> dict[str, Any]:
+            return info
+
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr(engine, "client", Client)
+    engine.need_space(10**12)
+    info["DockerRootDir"] = str(tmp_path)
+    with pytest.raises(Problem, match="no space left"):
+        engine.need_space(10**12)
+
+
 ALL = {"dockerd", "docker", "mmdebstrap", "git", str(engine.KEYRING)}
 
 
