@@ -136,6 +136,7 @@ def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     shutil.copytree(IMAGES / "tools", folder / "tools")
     place(uv_binary(), folder / "tools" / "uv")
     lock_file = lock.path(cell)
+    lock.require(cell)
     patched = wheels.make_wheels([f"{s.package}=={s.version}" for s in series_of(cell)], lock_file, PATCHED)
     replacements = dict(pinned(wheel) for wheel in patched)
     layers = lock.layers(lock_file.read_text(encoding="utf-8"), cell)

@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
+import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/info/*", "/usr/share/locale/*", 
 # A caller's other variables would get into the result: PYTHONDONTWRITEBYTECODE, for one, is obeyed by the
 # scripts that Debian's packages run.
 PASSED_ON = {"path", "home", "tmpdir", "apt_config", "http_proxy", "https_proxy", "no_proxy"}
+# Raised when the way in which a root is written changes, so that one written before is made again.
+WRITTEN = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Root:
     @property
     def recipe(self) -> str:
         """A digest of all that decides the content, but for the versions that Debian has today."""
-        parts = [self.name, self.base.suite, self.base.architecture, self.packages, self.epoch]
+        parts = [WRITTEN, self.name, self.base.suite, self.base.architecture, self.packages, self.epoch]
         return hashlib.sha256(json.dumps(parts).encode() + CUSTOMIZE.read_bytes()).hexdigest()[:12]
 
     @property
@@ -72,9 +76,12 @@ def command(root: Root, tar: Path) -> list[str]:
         '--aptopt=APT::Install-Recommends "false"',
         *unused,
         "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+        # Else on Ubuntu it depends on gpg, and where that is, the path of the key is written into the root.
+        f"--keyring={engine.KEYRING}",
         f"--hook-dir={MERGED_USR}",
         f"--include={','.join(root.packages)}",
-        f"--customize-hook={CUSTOMIZE}",
+        # Its text, not its path: a user's mmdebstrap runs hooks as an id that may not enter the user's home.
+        f"--customize-hook=# {CUSTOMIZE.relative_to(ROOT)}\n{CUSTOMIZE.read_text(encoding='utf-8')}",
         root.base.suite,
         str(tar),
     ]
@@ -89,17 +96,39 @@ def make(root: Root, tar: Path) -> None:
     environment |= {"SOURCE_DATE_EPOCH": str(root.epoch), "LC_ALL": "C.UTF-8"}
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
         unfinished = Path(folder, tar.name)
-        done = subprocess.run(
-            command(root, unfinished),
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise Problem(f"mmdebstrap failed for {root.name}: {reason(done.stderr)}")
-        unfinished.rename(tar)
+        code, errors = _run_to_its_end(command(root, unfinished), environment)
+        if code:
+            raise Problem(f"mmdebstrap failed for {root.name}: {reason(errors)}")
+        normalised = Path(folder, "normalised.tar")
+        normalise(unfinished, normalised, root.epoch)
+        normalised.rename(tar)
+
+
+def _run_to_its_end(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and errors of a command; interrupted, it has the time to remove what it unpacked."""
+    with subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            _, errors = process.communicate()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    return process.returncode, errors
+
+
+def normalise(source: Path, target: Path, epoch: int) -> None:
+    """Write ``source`` anew without what is of the tools that made it.
+
+    GNU tar's releases differ in how they fill a header, mmdebstrap's in the order in which packages are
+    unpacked, which dates a folder that several packages own.
+    """
+    with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as new:
+        for member in old:
+            if member.isdir():
+                member.mtime = epoch
+            new.addfile(member, old.extractfile(member) if member.isreg() else None)
 
 
 def reason(output: str) -> str:
@@ -108,6 +137,11 @@ def reason(output: str) -> str:
     cause = lines[0] if lines else "no error message"
     if any(text in output for text in ("Could not resolve", "Could not connect", "Failed to fetch")):
         return f"{cause} (the Debian mirror cannot be reached: check the network and apt's proxy)"
+    if "unable to pick chroot mode" in output:
+        return (
+            f"{cause} (a user needs the package uidmap and a line each in /etc/subuid and, for the group at "
+            "login, /etc/subgid: log in again instead of using newgrp or sg, or run it as root)"
+        )
     if "No space left" in output:
         return f"{cause} (free some space under {DOWNLOADS.relative_to(ROOT)} and in the temporary directory)"
     return cause

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scripts import resolve
 from scripts.matrix import ROOT, Cell, Matrix, expand, find, load
-from scripts.problem import run
+from scripts.problem import Problem, run
 
 LOCKS = ROOT / "images" / "locks"
 HOST = ROOT / "scripts" / "requirements.txt"
@@ -162,6 +162,15 @@ def stale(target: Target, text: str) -> str | None:
     if f"Content sha256: {_sha256(content)}." not in header:
         return "was edited by hand"
     return "does not follow from what it is made of"
+
+
+def require(cell: Cell) -> None:
+    """A `Problem` unless the lock of ``cell`` is there, and follows from what the matrix says today."""
+    item = target(cell)
+    text = _read(item.path)
+    if why := stale(item, text):
+        name = item.path.relative_to(ROOT)
+        raise Problem(f"{name} {why if text else 'is missing'}: run {item.command}")
 
 
 def differences(old: str, new: str) -> str:

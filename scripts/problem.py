@@ -1,6 +1,7 @@
 """A mistake or a missing thing that the user can mend: one line, no traceback."""
 
 import errno
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -8,12 +9,20 @@ from typing import NoReturn
 INTERRUPTED = 130
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 class Problem(Exception):
     """What went wrong and what to do about it, in one line."""
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Exit with what ``main`` returns; show a `Problem` as one line on stderr, exit code 2."""
+    """Exit with what ``main`` returns; show a `Problem` as one line on stderr, exit code 2.
+
+    A termination ends it as Ctrl-C does, by an exception, so that contexts end and remove what is theirs.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(main())
     except Problem as problem:

@@ -86,9 +86,21 @@ def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path =
         )
         wheels = list(Path(directory).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
-            reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
-            raise Problem(f"cannot download {name}=={version} with pip: {reason}")
+            raise Problem(f"cannot download {name}=={version} with pip: {_why(done.stderr)}")
         return wheels[0].rename(cache / wheels[0].name)
+
+
+def _why(errors: str) -> str:
+    """What pip's errors come to, and what to do about it."""
+    if "DO NOT MATCH THE HASHES" in errors:
+        return "the index has a file of another content than the lock names: nothing was installed"
+    if any(
+        sign in errors for sign in ("NewConnectionError", "NameResolutionError", "ConnectTimeout", "SSLError")
+    ):
+        return "the package index cannot be reached: check the network, the proxy and `pip config list`"
+    lines = errors.strip().splitlines() or ["pip gave no reason"]
+    telling = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    return telling[0].removeprefix("ERROR: ")
 
 
 def build_patched_wheel(pristine: Path, sha256: str, series: Series, out: Path) -> Path:

@@ -271,3 +271,15 @@ def test_the_command_ends_with_2_and_one_line_on_a_wrong_cell() -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert f"did you mean '{CELL.id}'" in done.stderr
+
+
+def test_a_build_is_refused_a_lock_that_does_not_follow_from_the_matrix() -> None:
+    """Before anything is downloaded or built."""
+    lock.require(CELL)
+    moved = msgspec.structs.replace(CELL, exclude_newer=datetime.date(2020, 1, 1))
+    with pytest.raises(
+        Problem, match=r"does not follow from what it is made of: run python -m scripts\.lock"
+    ):
+        lock.require(moved)
+    with pytest.raises(Problem, match=r"is missing: run python -m scripts\.lock"):
+        lock.require(msgspec.structs.replace(CELL, id="ray9-vllm9-cpu"))

@@ -221,3 +221,23 @@ def test_a_package_without_patches_is_refused_with_those_that_have_some(tmp_path
     lock.write_text("")
     with pytest.raises(Problem, match=r"no patches for 'pkg==1.0'; there are some for openrlhf==0.11.2"):
         wheels.make_wheels(["pkg==1.0"], lock, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        (
+            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.\n  Got x\n",
+            "another content",
+        ),
+        (
+            "WARNING: Retrying after NewConnectionError('x')\nERROR: No matching distribution\n",
+            "cannot be reached",
+        ),
+        ("ERROR: first\nERROR: second\n", "first"),
+        ("", "gave no reason"),
+    ],
+)
+def test_why_a_download_failed_is_told(errors: str, told: str) -> None:
+    """By what it comes to, not by pip's last line."""
+    assert told in wheels._why(errors)
