@@ -17,12 +17,14 @@ from typing import TextIO
 
 import docker.errors
 import msgspec
+from docker.models.images import Image
 from rich.console import Console
 
 from scripts import base, buildlog, engine, lock, patches, pip_config, wheels
 from scripts.matrix import ROOT, Cell, find, load
 from scripts.pip_config import PipConfig
 from scripts.problem import Problem, run
+from scripts.turns import turn
 
 IMAGES = ROOT / "images"
 CONTEXTS = ROOT / "build" / "context"
@@ -204,6 +206,16 @@ def command(cell: Cell, folder: Path, secrets: Mapping[str, Path], image_id: Pat
 
 def build(cell: Cell) -> str:
     """Build the cell and tag it; returns the image's id. A `Problem` says what failed; no tag moved then."""
+    with turn(CONTEXTS / "turns" / cell.id, f"a build of {cell.id}"):
+        return _build(cell)
+
+
+def size(image: Image) -> int:
+    """Bytes of all layers, unpacked: what ``docker image ls`` shows where images are not kept compressed."""
+    return sum(layer["Size"] for layer in image.history())
+
+
+def _build(cell: Cell) -> str:
     config = pip_config.load()
     client = engine.client()
     before = client.images.list(name=cell.tag)
@@ -228,7 +240,7 @@ def build(cell: Cell) -> str:
 
 def _follow(arguments: list[str], log: Path) -> int:
     """Run a build command; its output goes to ``log``, what it is at is shown."""
-    environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     console = Console()
     with log.open("w", encoding="utf-8") as file, console.status("preparing") as status:
         process = subprocess.Popen(
@@ -268,7 +280,7 @@ def main() -> int:
     cell = find(matrix, parser.parse_args().cell or matrix.default)
     built = build(cell)
     image = engine.client().images.get(built)
-    print(f"{cell.tag}  {image.attrs['Size'] / 1e6:.0f} MB  {built}")
+    print(f"{cell.tag}  {size(image) / 1e6:.0f} MB  {built}")
     return 0
 
 

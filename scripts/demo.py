@@ -21,6 +21,7 @@ from scripts import bake, engine, report
 from scripts.cluster import Cluster, Node
 from scripts.matrix import ROOT, Cell, find, load
 from scripts.problem import Problem, run
+from scripts.turns import turn
 
 OUT = ROOT / "build" / "demo"
 EVENTS = "/tmp/rlhf-stack/events"  # noqa: S108  (inside the containers)
@@ -166,10 +167,10 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
     display = Display(console)
     engine.ensure()
     with display.phase("build", f"{cell.tag}, cached layers are used"):
-        bake.build(cell)
+        image = bake.build(cell)
     with ExitStack() as stack:
         with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
-            cluster = stack.enter_context(Cluster(engine.client(), cell.tag, NODES, ENVIRONMENT))
+            cluster = stack.enter_context(Cluster(engine.client(), image, NODES, ENVIRONMENT))
         for node in cluster.addresses:
             console.print(f"  {node['host']}: {node['address']}, {node['gpus']:g} fake GPUs")
         with display.phase("data", "a tiny model, its tokenizer, prompts and a rule-based reward"):
@@ -208,15 +209,17 @@ def main() -> int:
         "--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the job (%(default)s)"
     )
     options = parser.parse_args()
+    if options.steps < 1:
+        raise Problem(f"--steps {options.steps}: expected at least 1")
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
     if cell.accelerator.kind != "cpu":
         raise Problem(f"{cell.id} needs GPUs; the demo runs on the cpu cells")
     console = Console()
-    result = demo(cell, options.layout, options.steps, options.seed, options.timeout, console)
-    OUT.mkdir(parents=True, exist_ok=True)
-    path = OUT / "report.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    with turn(OUT, "a demo"):
+        result = demo(cell, options.layout, options.steps, options.seed, options.timeout, console)
+        path = OUT / "report.json"
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     report.show(result, console)
     console.print(f"report: {path.relative_to(ROOT)}")
     if not result["weights_equal"]:

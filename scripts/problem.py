@@ -20,9 +20,10 @@ class Problem(Exception):
 def run(main: Callable[[], int]) -> NoReturn:
     """Exit with what ``main`` returns; show a `Problem` as one line on stderr, exit code 2.
 
-    A termination ends it as Ctrl-C does, by an exception, so that contexts end and remove what is theirs.
+    A termination or hang-up ends it as Ctrl-C does, by an exception, so that contexts end and clean up.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         sys.exit(main())
     except Problem as problem:

@@ -117,7 +117,7 @@ def timed(what: str, command: Sequence[str], log: Path) -> float:
 
 def size(tag: str) -> float:
     """The size of an image in 10^6 bytes."""
-    return float(engine.client().images.get(tag).attrs["Size"]) / 1e6
+    return bake.size(engine.client().images.get(tag)) / 1e6
 
 
 def compiled(log: Path) -> float:
