@@ -79,8 +79,9 @@ class Bar:
         if rewards:
             text = f"step {len(rewards)}/{self._total}, reward {rewards[-1]:.2f} {report.sparkline(rewards)}"
         self._progress.update(self._task, description=text, completed=len(rewards))
-        if len(rewards) > self._done and not self._console.is_terminal:
-            self._console.print(f"  step {len(rewards)}/{self._total}: reward {rewards[-1]:.3f}")
+        if not self._console.is_terminal:
+            for number in range(self._done, len(rewards)):
+                self._console.print(f"  step {number + 1}/{self._total}: reward {rewards[number]:.3f}")
         self._done = len(rewards)
 
 
