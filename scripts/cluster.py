@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import signal
+import subprocess
 import threading
 import time
 import uuid
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import IO, Any
 
 import docker
 import docker.errors
@@ -24,6 +25,7 @@ import requests.exceptions
 from docker.models.containers import Container
 from docker.models.networks import Network
 
+from scripts import engine
 from scripts.problem import Problem
 
 LABEL = "rlhf-stacks.owner"
@@ -159,17 +161,12 @@ class Cluster:
 
     def output(self, container: Container, command: Sequence[str]) -> str:
         """What ``command`` prints in ``container``; a `Problem` if it fails."""
-        try:
-            code, streams = container.exec_run(list(command), demux=True)
-        except docker.errors.APIError as error:
-            self.check()
-            raise Problem(f"{container.name}: {error.explanation}") from None
-        pair = cast(tuple[bytes | None, bytes | None], streams)
-        out, err = ((stream or b"").decode(errors="replace") for stream in pair)
-        if code:
-            self._check_after(container, code)
+        done = subprocess.run(_exec(container, command), capture_output=True, check=False)
+        out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
+        if done.returncode:
+            self._check_after(container, done.returncode)
             last = ((err or out).strip() or "it printed nothing").splitlines()[-1]
-            raise Problem(f"{container.name}: {' '.join(command)[:60]} failed ({code}): {last}")
+            raise Problem(f"{container.name}: {' '.join(command)[:60]} failed ({done.returncode}): {last}")
         return out
 
     def follow(
@@ -183,27 +180,32 @@ class Cluster:
 
         Returns its exit code. A `Problem` if a node ends meanwhile, or after ``timeout`` seconds.
         """
-        api = self._client.api
-        execution = api.exec_create(self.head.id, list(command))["Id"]
         lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(
-            target=_read, args=(api.exec_start(execution, stream=True), lines), daemon=True
-        ).start()
         deadline = time.monotonic() + timeout
         checked = 0.0
-        while True:
-            with contextlib.suppress(queue.Empty):
-                text = lines.get(timeout=POLL_SECONDS)
-                if text is None:
-                    break
-                line(text)
-            if time.monotonic() - checked >= POLL_SECONDS:
-                self.check()
-                tick()
-                checked = time.monotonic()
-            if time.monotonic() > deadline:
-                raise Problem(f"{' '.join(command[:3])} did not end within {timeout:.0f} s")
-        code = int(api.exec_inspect(execution)["ExitCode"])
+        process = subprocess.Popen(
+            _exec(self.head, command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    text = lines.get(timeout=POLL_SECONDS)
+                    if text is None:
+                        break
+                    line(text)
+                if time.monotonic() - checked >= POLL_SECONDS:
+                    self.check()
+                    tick()
+                    checked = time.monotonic()
+                if time.monotonic() > deadline:
+                    raise Problem(f"{' '.join(command[:3])} did not end within {timeout:.0f} s")
+            code = process.wait()
+        finally:
+            process.kill()
         self._check_after(self.head, code)
         return code
 
@@ -262,14 +264,19 @@ def sweep(client: docker.DockerClient) -> None:
                 network.remove()
 
 
-def _read(chunks: Iterator[bytes], lines: "queue.Queue[str | None]") -> None:
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
-        for text in whole:
-            lines.put(text.decode(errors="replace"))
-    if rest:
-        lines.put(rest.decode(errors="replace"))
+def _exec(container: Container, command: Sequence[str]) -> list[str]:
+    """The docker command that runs ``command`` in ``container``.
+
+    Not by the SDK: it loses what comes in one piece with the answer's head, and then fails on the rest.
+    """
+    return [*engine.builder(), "exec", str(container.id), *command]
+
+
+def _read(stream: IO[bytes], lines: "queue.Queue[str | None]") -> None:
+    """Put each line of ``stream`` into ``lines`` (a carriage return ends one too), and None at its end."""
+    for chunk in stream:
+        for text in chunk.decode(errors="replace").rstrip("\r\n").split("\r"):
+            lines.put(text)
     lines.put(None)
 
 
