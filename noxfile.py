@@ -43,6 +43,12 @@ def _python(session: nox.Session, *arguments: str) -> None:
     )
 
 
+def _with_docker(session: nox.Session, *arguments: str) -> None:
+    """The same for a module that needs the engine, which is set up or started if it has to be."""
+    _python(session, "scripts.engine", "ensure")
+    _python(session, *arguments)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, types, shell, Dockerfile, and that generated files are what they are made of."""
@@ -64,24 +70,21 @@ def lock(session: nox.Session) -> None:
 @nox.session
 def base(session: nox.Session) -> None:
     """Make the base root filesystems from Debian packages alone."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "scripts.base", *session.posargs)
+    _with_docker(session, "scripts.base", *session.posargs)
 
 
 @nox.session
 @for_cell
 def build(session: nox.Session, cell: str) -> None:
     """Build the image of a cell."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "scripts.bake", cell)
+    _with_docker(session, "scripts.bake", cell)
 
 
 @nox.session
 @for_cell
 def image(session: nox.Session, cell: str) -> None:
     """Check, inside the image and from outside, what is stated about it."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "scripts.imagetests", "image", cell)
+    _with_docker(session, "scripts.imagetests", "image", cell)
     _python(session, "pytest", "tests/layers", f"--cell={cell}")
 
 
@@ -89,32 +92,28 @@ def image(session: nox.Session, cell: str) -> None:
 @for_cell
 def cluster(session: nox.Session, cell: str) -> None:
     """Run the tests on several Ray nodes inside one container."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "scripts.imagetests", "cluster", cell)
+    _with_docker(session, "scripts.imagetests", "cluster", cell)
 
 
 @nox.session
 @for_cell
 def network(session: nox.Session, cell: str) -> None:
     """Run the tests on several containers with their own addresses."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "pytest", "tests/network", f"--cell={cell}", *session.posargs)
+    _with_docker(session, "pytest", "tests/network", f"--cell={cell}", *session.posargs)
 
 
 @nox.session
 @for_cell
 def patches(session: nox.Session, cell: str) -> None:
     """Show that each patch's test fails on the pristine package and passes on the patched one."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "scripts.imagetests", "patches", cell)
+    _with_docker(session, "scripts.imagetests", "patches", cell)
 
 
 @nox.session
 @for_cell
 def demo(session: nox.Session, cell: str) -> None:
     """Train with the real stack on two nodes, from nothing; the report is build/demo/report.json."""
-    _python(session, "scripts.engine", "ensure")
-    _python(session, "scripts.demo", cell, *session.posargs)
+    _with_docker(session, "scripts.demo", cell, *session.posargs)
 
 
 @nox.session

@@ -142,24 +142,21 @@ def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     patched = wheels.make_wheels([f"{s.package}=={s.version}" for s in series_of(cell)], lock_file, PATCHED)
     replacements = dict(pinned(wheel) for wheel in patched)
     layers = lock.layers(lock_file.read_text(encoding="utf-8"), cell)
+    texts = {name: repin(text, replacements) for name, text in layers.items()}
     for layer in LAYERS:
         (folder / "wheels" / layer).mkdir(parents=True)
-        text = repin(layers[layer], replacements)
-        write(folder / "requirements" / f"{layer}.txt", text)
-        for wheel in local_wheels(text, [*config.find_links, PATCHED]):
+        for wheel in local_wheels(texts[layer], [*config.find_links, PATCHED]):
             place(wheel, folder / "wheels" / layer / wheel.name)
     runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
     place(runtime, folder / "wheels" / "stack" / runtime.name)
-    write(folder / "requirements" / "stack.txt", pinned(runtime)[1])
-    write(folder / "requirements" / "source.txt", layers["source"])
+    texts["stack"] = pinned(runtime)[1]
+    for name, text in texts.items():
+        write(folder / "requirements" / f"{name}.txt", text)
     source_env = [f"{s.name}='{s.value}'" for build in cell.build_from_source for s in build.env]
     write(folder / "requirements" / "source.env", "\n".join(source_env) + "\n")
     write(folder / "requirements" / "trim.txt", "".join(f"{trim.action} {trim.path}\n" for trim in cell.trim))
-    pins = [repin(text, replacements) for text in (*layers.values(), pinned(runtime)[1])]
-    write(
-        folder / "etc" / "constraints.txt",
-        "".join(f"{b.split()[0]}\n" for text in pins for b in lock.blocks(text)),
-    )
+    pins = [block.split()[0] for text in texts.values() for block in lock.blocks(text)]
+    write(folder / "etc" / "constraints.txt", "".join(f"{pin}\n" for pin in pins))
     shutil.copy(lock_file, folder / "etc" / "lock.txt")
     write(
         folder / "etc" / "cell.json", msgspec.json.format(msgspec.json.encode(cell), indent=2).decode() + "\n"

@@ -5,6 +5,7 @@ containers, volumes and network when it ends, and removes first what a killed pr
 """
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -26,7 +27,7 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 
 from scripts import engine
-from scripts.problem import Problem
+from scripts.problem import Problem, interrupt
 
 LABEL = "rlhf-stacks.owner"
 PORT = 6379
@@ -253,15 +254,13 @@ class Cluster:
 
 def sweep(client: docker.DockerClient) -> None:
     """Remove what processes that no longer live have left of their clusters."""
-    found = [*client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)]
-    for container in found:
-        if is_orphaned(container.labels[LABEL]):
-            with contextlib.suppress(docker.errors.NotFound):
-                container.remove(force=True, v=True)
-    for network in client.networks.list(filters={"label": LABEL}):
-        if is_orphaned(network.attrs["Labels"][LABEL]):
-            with contextlib.suppress(docker.errors.APIError):
-                network.remove()
+    containers = client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)
+    networks = client.networks.list(filters={"label": LABEL})
+    with contextlib.suppress(docker.errors.APIError):  # another process of ours sweeps too
+        _remove(
+            [container for container in containers if is_orphaned(container.labels[LABEL])],
+            [network for network in networks if is_orphaned(network.attrs["Labels"][LABEL])],
+        )
 
 
 def _exec(container: Container, command: Sequence[str]) -> list[str]:
@@ -301,9 +300,6 @@ def removed_at_the_end(containers: Sequence[Container], networks: Sequence[Netwo
     removed none of these cuts it short.
     """
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
@@ -311,11 +307,22 @@ def removed_at_the_end(containers: Sequence[Container], networks: Sequence[Netwo
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        for container in containers:
-            with contextlib.suppress(docker.errors.NotFound):
-                container.remove(force=True, v=True)
+        try:
+            _remove(containers, networks)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _remove(containers: Sequence[Container], networks: Sequence[Network]) -> None:
+    """Remove all, first the containers with their volumes; one that cannot be removed holds up no other."""
+    with contextlib.ExitStack() as stack:
         for network in networks:
-            with contextlib.suppress(docker.errors.NotFound):
-                network.remove()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            stack.callback(_unless_gone, network.remove)
+        for container in containers:
+            stack.callback(_unless_gone, functools.partial(container.remove, force=True, v=True))
+
+
+def _unless_gone(remove: Callable[[], object]) -> None:
+    with contextlib.suppress(docker.errors.NotFound):
+        remove()

@@ -8,6 +8,7 @@ addresses, and submits OpenRLHF's own ``train_ppo_ray`` to them. Ends with a rep
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -92,13 +93,13 @@ class JobLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("w", encoding="utf-8")
-        self.lines: list[str] = []
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
 
     def write(self, line: str) -> None:
         """Take one line."""
         self._file.write(line + "\n")
         self._file.flush()
-        self.lines = [*self.lines[1 - KEPT_LINES :], line]
+        self.lines.append(line)
 
     def cause(self) -> str:
         """The line that most likely says why the job failed: the last exception."""
@@ -166,7 +167,6 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
     """The whole chain; returns the report."""
     start = time.monotonic()
     display = Display(console)
-    engine.ensure()
     with display.phase("build", f"{cell.tag}, cached layers are used"):
         image = bake.build(cell)
     with ExitStack() as stack:
@@ -177,14 +177,13 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
         with display.phase("data", "a tiny model, its tokenizer, prompts and a rule-based reward"):
             prepare(cluster, steps, seed)
             job = command(cluster, layout, steps, seed)
+        console.print("[bold]job[/bold]: ray job submit -- python -m openrlhf.cli.train_ppo_ray")
         submitted = time.time()
         try:
-            with display.phase("job", "ray job submit -- python -m openrlhf.cli.train_ppo_ray"):
-                events = train(cluster, job, steps, display, timeout)
+            events = train(cluster, job, steps, display, timeout)
         finally:
             save_logs(cluster)
         nodes = cluster.addresses
-    display.seconds.pop("job")
     seconds = {**display.seconds, **by_phase(events, submitted), "total": time.monotonic() - start}
     return report.build(cell.id, cell.versions, nodes, events, seconds)
 

@@ -9,7 +9,8 @@ from typing import NoReturn
 INTERRUPTED = 130
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> NoReturn:
+    """A signal handler: what Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -23,7 +24,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     A termination or hang-up ends it as Ctrl-C does, by an exception, so that contexts end and clean up.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
     try:
         sys.exit(main())
     except Problem as problem:
