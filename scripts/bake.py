@@ -31,6 +31,7 @@ CONTEXTS = ROOT / "build" / "context"
 PATCHED = ROOT / "build" / "wheels" / "patched"
 LAYERS = ("torch", "vllm", "ray", "openrlhf")
 NAMESPACE = "io.rlhf-stacks"
+ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.settings
 MARK = "# rlhf-stacks: given to a build as a secret, in no layer of an image"
 # In 10^6 bytes: all layers, the builder root and its caches; a part of it when the image is there already.
 BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
@@ -44,7 +45,8 @@ def dockerfile(cell: Cell) -> str:
         f"# {setting.reason} ({setting.source})\nENV {setting.name}={quoted(setting.value)}"
         for setting in cell.env
     ]
-    return "\n".join([(IMAGES / "Dockerfile").read_text(encoding="utf-8").rstrip(), *lines]) + "\n"
+    text = (IMAGES / "Dockerfile").read_text(encoding="utf-8").rstrip()
+    return "\n".join([text, f"ENV {ACCELERATOR}={cell.accelerator.kind}", *lines]) + "\n"
 
 
 def quoted(value: str) -> str:

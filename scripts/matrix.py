@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = ROOT / "matrix.yaml"
+IMAGE = "RLHF_STACKS_IMAGE"  # another image name, so that two checkouts on one engine keep apart
 SCHEMA = ROOT / "matrix.schema.json"
 
 
@@ -87,14 +89,15 @@ def parse(text: str, file: str = MATRIX.name) -> Matrix:
 
 
 def load(path: Path = MATRIX) -> Matrix:
-    """The matrix in the file ``path``."""
+    """The matrix in the file ``path``; its image name is what the variable `IMAGE` says, if it is set."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise Problem(f"{path.name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise Problem(f"{path.name}: not UTF-8 text") from None
-    return parse(text, path.name)
+    matrix = parse(text, path.name)
+    return msgspec.structs.replace(matrix, image=os.environ.get(IMAGE) or matrix.image)
 
 
 def expand(matrix: Matrix) -> tuple[Cell, ...]:

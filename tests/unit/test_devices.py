@@ -6,7 +6,7 @@ import types
 from unittest.mock import MagicMock, call
 
 import pytest
-from rlhf_stack import devices
+from rlhf_stack import devices, settings
 
 
 @pytest.fixture
@@ -50,6 +50,15 @@ def test_on_a_gpu_each_call_is_upstreams_line(gpu: MagicMock) -> None:
 
 def test_rocm_is_a_gpu_too(gpu: MagicMock) -> None:
     gpu.version.cuda, gpu.version.hip = None, "6.1"
+    assert devices.device_type() == "cuda"
+
+
+def test_what_the_image_was_made_for_counts_more_than_how_torch_was_built(
+    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.ACCELERATOR, "cpu")
+    assert devices.device_type() == "cpu"
+    monkeypatch.setenv(settings.ACCELERATOR, "rocm")
     assert devices.device_type() == "cuda"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import matrix as module
-from scripts.matrix import MATRIX, SCHEMA, Cell, Matrix, expand, find, load, main, parse, schema
+from scripts.matrix import IMAGE, MATRIX, SCHEMA, Cell, Matrix, expand, find, load, main, parse, schema
 from scripts.problem import Problem
 
 TEXT = MATRIX.read_text(encoding="utf-8")
@@ -127,3 +127,9 @@ def test_list_prints_an_id_a_line_and_show_prints_json(capsys: pytest.CaptureFix
     for cell_id in ids:
         assert main(["show", cell_id]) == 0
         assert json.loads(capsys.readouterr().out)["id"] == cell_id
+
+
+def test_the_image_can_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IMAGE, "mine/stacks")
+    matrix = load()
+    assert find(matrix, matrix.default).tag == f"mine/stacks:{matrix.default}"

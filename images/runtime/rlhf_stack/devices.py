@@ -1,12 +1,14 @@
 """The accelerator of this process, in place of upstream's hard-wired ``torch.cuda``.
 
-Which one it is follows from how torch was built, not from what is visible: a CUDA or ROCm image without a
-usable GPU fails as upstream does instead of training on the CPU unnoticed.
+Which one it is follows from the image, or from how torch was built, not from what is visible: a CUDA or ROCm
+image without a usable GPU fails as upstream does instead of training on the CPU unnoticed.
 """
 
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from rlhf_stack import settings
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +20,13 @@ Handle = tuple[Callable[..., "torch.Tensor"], tuple[Any, ...]]
 
 
 def is_gpu() -> bool:
-    """Whether torch in this image was built for CUDA or ROCm."""
+    """Whether tensors live on GPUs: as the image says, else as torch was built.
+
+    The image comes first because some torch releases are on the index as a CUDA build only, which a CPU image
+    carries too.
+    """
+    if (accelerator := settings.accelerator()) is not None:
+        return accelerator != "cpu"
     import torch
 
     return torch.version.cuda is not None or torch.version.hip is not None

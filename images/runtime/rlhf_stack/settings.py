@@ -2,6 +2,7 @@
 
 import os
 
+ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # set by the image, not by users
 EVENTS = "RLHF_STACK_EVENTS"
 VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"
@@ -39,3 +40,8 @@ def sync_timeout() -> float:
 def engine_timeout() -> float:
     """Seconds that an engine may take from its creation until it answers (1800, as vLLM's own wait)."""
     return seconds(ENGINE_TIMEOUT, 1800.0)
+
+
+def accelerator() -> str | None:
+    """What the image was made for ("cpu", "cuda", "rocm"), or None outside our images."""
+    return os.environ.get(ACCELERATOR) or None
