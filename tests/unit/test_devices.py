@@ -53,8 +53,9 @@ def test_rocm_is_a_gpu_too(gpu: MagicMock) -> None:
     assert devices.device_type() == "cuda"
 
 
+@pytest.mark.usefixtures("gpu")
 def test_what_the_image_was_made_for_counts_more_than_how_torch_was_built(
-    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(settings.ACCELERATOR, "cpu")
     assert devices.device_type() == "cpu"
