@@ -132,6 +132,29 @@ def uv_binary() -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == "uv" and file.parent.name == "bin")
 
 
+def place_beside(cell: Cell, layer: str, folder: Path) -> None:
+    """Put the wheels of a layer that are unpacked beside the environment into ``folder/<where they go>``."""
+    folder.mkdir(parents=True)
+    for item in cell.beside:
+        if item.layer == layer:
+            wheel = wheels.fetch_pristine(item.package, item.version, [item.sha256])
+            place(wheel, folder / item.folder / wheel.name)
+
+
+def place_sources(cell: Cell, layer: str, lock_text: str, folder: Path) -> None:
+    """Put into ``folder`` what the source builds of a layer need: env, and recipes with their pin."""
+    named = next(item.packages for item in cell.layers if item.name == layer)
+    builds = [build for build in cell.build_from_source if build.package in named]
+    settings = [f"{setting.name}='{setting.value}'" for build in builds for setting in build.env]
+    write(folder / "env", "\n".join(settings) + "\n")
+    for build in builds:
+        if build.recipe:
+            shutil.copytree(IMAGES / "sources" / build.recipe, folder / build.recipe)
+            pin = f"{build.package}=={cell.versions[build.package]}"
+            block = next(block for block in lock.blocks(lock_text) if block.split()[0] == pin)
+            write(folder / build.recipe / "sdist.txt", block)
+
+
 def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     """Lay out the build context of a cell, in a folder of ``contexts``."""
     folder = contexts / cell.id
@@ -143,20 +166,23 @@ def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     lock.require(cell)
     patched = wheels.make_wheels([f"{s.package}=={s.version}" for s in series_of(cell)], lock_file, PATCHED)
     replacements = dict(pinned(wheel) for wheel in patched)
-    layers = lock.layers(lock_file.read_text(encoding="utf-8"), cell)
+    lock_text = lock_file.read_text(encoding="utf-8")
+    layers = lock.layers(lock_text, cell)
     texts = {name: repin(text, replacements) for name, text in layers.items()}
-    for layer in LAYERS:
-        (folder / "wheels" / layer).mkdir(parents=True)
-        for wheel in local_wheels(texts[layer], [*config.find_links, PATCHED]):
-            place(wheel, folder / "wheels" / layer / wheel.name)
+    for layer in cell.layers:
+        (folder / "wheels" / layer.name).mkdir(parents=True)
+        for wheel in local_wheels(texts[layer.name], [*config.find_links, PATCHED]):
+            place(wheel, folder / "wheels" / layer.name / wheel.name)
+        write(folder / "trim" / f"{layer.name}.txt", "".join(f"{t.action} {t.path}\n" for t in layer.trim))
+        place_beside(cell, layer.name, folder / "beside" / layer.name)
+        place_sources(cell, layer.name, lock_text, folder / "sources" / layer.name)
     runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
     place(runtime, folder / "wheels" / "stack" / runtime.name)
     texts["stack"] = pinned(runtime)[1]
+    write(folder / "trim" / "stack.txt", "")
+    (folder / "beside" / "stack").mkdir(parents=True)
     for name, text in texts.items():
         write(folder / "requirements" / f"{name}.txt", text)
-    source_env = [f"{s.name}='{s.value}'" for build in cell.build_from_source for s in build.env]
-    write(folder / "requirements" / "source.env", "\n".join(source_env) + "\n")
-    write(folder / "requirements" / "trim.txt", "".join(f"{trim.action} {trim.path}\n" for trim in cell.trim))
     pins = [block.split()[0] for text in texts.values() for block in lock.blocks(text)]
     write(folder / "etc" / "constraints.txt", "".join(f"{pin}\n" for pin in pins))
     shutil.copy(lock_file, folder / "etc" / "lock.txt")

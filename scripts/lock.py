@@ -23,7 +23,7 @@ LOCKS = ROOT / "images" / "locks"
 HOST = ROOT / "scripts" / "requirements.txt"
 PYPROJECT = ROOT / "pyproject.toml"
 COMMAND = "python -m scripts.lock"
-SOURCE = "source"
+SOURCE = "{}-source"
 HEADER = "# Written by `{command}`. Input sha256: {source}. Content sha256: {content}.\n"
 
 
@@ -68,27 +68,43 @@ def blocks(text: str) -> list[str]:
 
 
 def layers(text: str, cell: Cell) -> dict[str, str]:
-    """The requirements of each layer of ``cell``, bottom first, and of `SOURCE`: what has to be built.
+    """The requirements of each layer of ``cell``, bottom first, and of its `SOURCE`: what is built for it.
 
-    A package is in the lowest layer that needs it; what nothing asked for but the cell itself is in the
+    A package is in the lowest layer that needs it, but one that a layer names is in that layer, with what
+    only it needs: vLLM asks for Ray, and is below it. What nothing asked for but the cell itself is in the
     highest. The layers share no package, and together they are the lock.
     """
     entries = {entry.name: entry for entry in parse(text)}
-    built = {normal(cell.package(build.package).distribution) for build in cell.build_from_source}
+    built = {normal(name) for name in _built(cell)}
     parts: dict[str, list[str]] = {}
     placed: set[str] = set()
+    roots = {
+        layer.name: [normal(_distribution(cell, name)) for name in layer.packages] for layer in cell.layers
+    }
+    waiting = {name for names in roots.values() for name in names}
     for layer in cell.layers:
-        roots = [normal(cell.package(name).distribution) for name in layer.packages]
-        needed = set(entries) if layer is cell.layers[-1] else closure(entries, roots)
+        waiting -= set(roots[layer.name])
+        needed = set(entries) if layer is cell.layers[-1] else closure(entries, roots[layer.name], waiting)
         parts[layer.name] = sorted(needed - placed - built)
+        parts[SOURCE.format(layer.name)] = sorted((needed - placed) & built)
         placed |= needed
-    parts[SOURCE] = sorted(built & set(entries))
     return {name: "".join(entries[package].block for package in packages) for name, packages in parts.items()}
 
 
-def closure(entries: dict[str, Entry], roots: Iterable[str]) -> set[str]:
-    """The packages of ``roots`` and all that they ask for, directly or not."""
+def _built(cell: Cell) -> tuple[str, ...]:
+    """The distributions that are installed from source."""
+    return tuple(_distribution(cell, build.package) for build in cell.build_from_source if not build.recipe)
+
+
+def _distribution(cell: Cell, name: str) -> str:
+    """The distribution of a headline package; any other has the name that the matrix uses."""
+    return next((package.distribution for package in cell.packages if package.name == name), name)
+
+
+def closure(entries: dict[str, Entry], roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
+    """The packages of ``roots`` and all that they ask for, directly or not, ``without`` some and theirs."""
     needed: set[str] = set()
+    entries = {name: entry for name, entry in entries.items() if name not in set(without)}
     waiting = [root for root in roots if root in entries]
     while waiting:
         needed.add(name := waiting.pop())
@@ -104,7 +120,7 @@ def requirements(cell: Cell) -> str:
     asked += [(item.requirement, item.reason) for item in cell.requirements]
     overridden = [(item.requirement, f"{item.reason} ({item.source})") for item in cell.overrides]
     excluded = [(item.name, f"{item.reason} ({item.source})") for item in cell.excluded]
-    built = ", ".join(build.package for build in cell.build_from_source) or "none"
+    built = ", ".join(build.package for build in cell.build_from_source if not build.recipe) or "none"
     return "".join(
         [
             f"# Written from matrix.yaml by `{COMMAND} {cell.id}`; edit the matrix instead.\n",
@@ -126,7 +142,8 @@ def target(cell: Cell) -> Target:
         requirements=requirements(cell),
         overrides=tuple(item.requirement for item in cell.overrides),
         excluded=tuple(item.name for item in cell.excluded),
-        sources=tuple(cell.package(item.package).distribution for item in cell.build_from_source),
+        sources=_built(cell),
+        local=any("+" in package.requirement for package in cell.packages),
         python=cell.python,
         platform=resolve.platform(cell.base),
         exclude_newer=cell.exclude_newer,

@@ -146,12 +146,12 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         accelerator=accelerator,
         packages=packages,
         requirements=stack.requirements,
-        excluded=variant.excluded,
-        overrides=variant.overrides,
+        excluded=(*variant.excluded, *entry.excluded),
+        overrides=(*variant.overrides, *entry.overrides),
         layers=variant.layers,
         build_from_source=variant.build_from_source,
-        trim=variant.trim,
-        env=_merged(accelerator.env, entry.env),
+        beside=variant.beside,
+        env=_merged(accelerator.env, variant.env, entry.env),
         support=entry.support,
         size_budget_mb=entry.size_budget_mb,
         tested=entry.tested,
@@ -171,9 +171,9 @@ def _package(pin: Pin, source: Distribution | None) -> Package:
     )
 
 
-def _merged(lower: tuple[Setting, ...], upper: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Both, sorted by name; where both set a variable, ``upper`` (the cell's own) holds."""
-    settings = {setting.name: setting for setting in (*lower, *upper)}
+def _merged(*parts: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """All of them, sorted by name; where several set a variable, the last one holds."""
+    settings = {setting.name: setting for part in parts for setting in part}
     return tuple(settings[name] for name in sorted(settings))
 
 

@@ -72,6 +72,7 @@ def _dangling(name: str, known: Sequence[str], path: str) -> Iterator[tuple[str,
 def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[str, str]]:
     stack, base = named(matrix.stacks, variant.stack), named(matrix.bases, variant.base)
     packages = [pin.name for pin in stack.packages] + ["ray"]
+    required = [re.split(r"[^A-Za-z0-9._-]", item.requirement, maxsplit=1)[0] for item in stack.requirements]
     if base.python != stack.python:
         yield (
             f"{path}.base",
@@ -83,12 +84,16 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
             yield f"{path}.distributions[{index}]", "expected `name`, `local` or both; got neither"
     for index, build in enumerate(variant.build_from_source):
         for name in (build.package, *build.needs):
-            yield from _dangling(name, packages, f"{path}.build_from_source[{index}]")
+            yield from _dangling(name, [*packages, *required], f"{path}.build_from_source[{index}]")
+    for index, beside in enumerate(variant.beside):
+        known = [layer.name for layer in variant.layers]
+        yield from _dangling(beside.layer, known, f"{path}.beside[{index}].layer")
+    yield from _twice([item.name for item in variant.env], f"{path}.env")
     yield from _twice([item.name for item in variant.excluded], f"{path}.excluded")
     yield from _twice([layer.name for layer in variant.layers], f"{path}.layers")
     layered = [name for layer in variant.layers for name in layer.packages]
     for name in layered:
-        yield from _dangling(name, packages, f"{path}.layers")
+        yield from _dangling(name, [*packages, *required], f"{path}.layers")
     if wrong := [name for name in packages if layered.count(name) != 1]:
         yield (
             f"{path}.layers",

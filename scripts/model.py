@@ -99,11 +99,24 @@ class Exclusion(_Struct, frozen=True):
     source: Text
 
 
+class Trim(_Struct, frozen=True):
+    """Installed files (a glob below site-packages) that are removed, or stripped of symbols for debuggers."""
+
+    action: Literal["remove", "strip"]
+    path: Text
+    reason: Text
+
+
 class Layer(_Struct, frozen=True):
-    """An image layer: the packages named, and what they require that no lower layer has."""
+    """An image layer: the packages named, and what they require that no lower layer has.
+
+    A package is a headline package or one of the stack's ``requirements``. ``trim`` is done in the same step,
+    so that what it removes is in no layer at all.
+    """
 
     name: Name
     packages: tuple[Name, ...]
+    trim: tuple[Trim, ...] = ()
 
 
 class Override(_Struct, frozen=True):
@@ -117,21 +130,27 @@ class Override(_Struct, frozen=True):
 class SourceBuild(_Struct, frozen=True):
     """A package built from its source distribution without build isolation, after ``needs`` are installed.
 
-    ``env`` holds for the build alone.
+    ``env`` holds for the build alone. With a ``recipe`` (a folder of ``images/sources``) the package itself
+    is installed as a wheel, and the recipe makes another one of its source distribution, installed too.
     """
 
     package: Name
     reason: Text
     needs: tuple[Name, ...] = ()
+    recipe: Name | None = None
     env: tuple[Setting, ...] = ()
 
 
-class Trim(_Struct, frozen=True):
-    """Installed files (a glob below site-packages) that are removed, or stripped of symbols for debuggers."""
+class Beside(_Struct, frozen=True):
+    """A wheel unpacked into ``/opt/rlhf-stack/<folder>``: the environment has another version of it."""
 
-    action: Literal["remove", "strip"]
-    path: Text
+    package: Name
+    version: Name
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    layer: Name
+    folder: Name
     reason: Text
+    source: Text
 
 
 class Variant(_Struct, frozen=True):
@@ -146,7 +165,8 @@ class Variant(_Struct, frozen=True):
     excluded: tuple[Exclusion, ...] = ()
     overrides: tuple[Override, ...] = ()
     build_from_source: tuple[SourceBuild, ...] = ()
-    trim: tuple[Trim, ...] = ()
+    beside: tuple[Beside, ...] = ()
+    env: tuple[Setting, ...] = ()
 
 
 class Support(_Struct, frozen=True):
@@ -164,13 +184,15 @@ class Tested(_Struct, frozen=True):
 
 
 class CellEntry(_Struct, frozen=True):
-    """A cell as written: a variant with a Ray version."""
+    """A cell as written: a variant with a Ray version, and what only this Ray version needs."""
 
     variant: Name
     ray: Pin
     support: Support
     size_budget_mb: Positive
     tested: Tested
+    excluded: tuple[Exclusion, ...] = ()
+    overrides: tuple[Override, ...] = ()
     env: tuple[Setting, ...] = ()
 
 
@@ -249,7 +271,7 @@ class Cell(_Struct, frozen=True):
     overrides: tuple[Override, ...]
     layers: tuple[Layer, ...]
     build_from_source: tuple[SourceBuild, ...]
-    trim: tuple[Trim, ...]
+    beside: tuple[Beside, ...]
     env: tuple[Setting, ...]
     support: Support
     size_budget_mb: int

@@ -33,7 +33,8 @@ class Question:
     """Requirements (pip's format) for a Python and a platform, as the index stood at 00:00 UTC of a day.
 
     ``name`` stands for the requirements in the answer. ``sources`` may come as source distributions; without
-    a platform the answer holds for all of them, and anything may.
+    a platform the answer holds for all of them, and anything may. Folders of local wheels are asked only for
+    ``local`` versions: a build without CUDA that lies there would else satisfy a pin of the one with it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Question:
     overrides: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    local: bool = False
 
 
 def platform(base: Base) -> str:
@@ -73,7 +75,7 @@ def command(question: Question, config: pip_config.PipConfig) -> list[str]:
         *target,
         *(f"--no-binary={name}" for name in question.sources),
         *([f"--default-index={config.index}"] if config.index else []),
-        *(f"--find-links={folder}" for folder in config.find_links),
+        *(f"--find-links={folder}" for folder in config.find_links if question.local),
         question.name,
     ]
 

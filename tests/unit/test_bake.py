@@ -75,7 +75,12 @@ def test_layers_are_those_of_the_dockerfile(cell: Cell) -> None:
     """The Dockerfile's stages are fixed; the matrix fills them."""
     assert tuple(layer.name for layer in cell.layers) == bake.LAYERS
     text = (bake.IMAGES / "Dockerfile").read_text()
-    assert all(f" AS {name}\n" in text for name in (*bake.LAYERS, lock.SOURCE))
+    assert all(f" AS {name}\n" in text for name in bake.LAYERS)
+    compiled = [name for name in bake.LAYERS if f" AS {lock.SOURCE.format(name)}\n" in text]
+    homes = {package: layer.name for layer in cell.layers for package in layer.packages}
+    assert {homes[build.package] for build in cell.build_from_source} <= set(compiled)
+    recipes = [build.recipe for build in cell.build_from_source if build.recipe]
+    assert all((bake.IMAGES / "sources" / recipe / "build").exists() for recipe in recipes)
 
 
 def test_roots_differ_where_their_recipe_does() -> None:

@@ -1,8 +1,8 @@
 """Compile vLLM's CPU operators, and nothing else of it, into a wheel that owns ``vllm/_C``.
 
-VLLM_SOURCE names vLLM's unpacked source distribution. Its own build asks CMake for torch, which wants a
-CUDA toolkit where torch is a CUDA build; torch's own extension builder asks for nothing. The Python part
-comes from vLLM's released wheel, so that the cells for CPUs and for GPUs carry the same.
+VLLM_SOURCE names vLLM's unpacked source distribution. Its own build asks CMake for torch, which wants a CUDA
+toolkit where torch is a CUDA build; torch's own extension builder asks for nothing. The Python part comes
+from vLLM's released wheel, so that the cells for CPUs and for GPUs carry the same.
 """
 
 import os
@@ -38,5 +38,6 @@ setup(
             extra_link_args=["-fopenmp"],
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
+    # ``_C.so``: the name of the CUDA operators, which are removed, has the suffix of the interpreter in it.
+    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
 )
