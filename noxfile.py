@@ -85,7 +85,7 @@ def build(session: nox.Session, cell: str) -> None:
 def image(session: nox.Session, cell: str) -> None:
     """Check, inside the image and from outside, what is stated about it."""
     _with_docker(session, "scripts.imagetests", "image", cell)
-    _python(session, "pytest", "tests/layers", f"--cell={cell}")
+    _python(session, "scripts.hosttests", "layers", cell)
 
 
 @nox.session
@@ -99,7 +99,7 @@ def cluster(session: nox.Session, cell: str) -> None:
 @for_cell
 def network(session: nox.Session, cell: str) -> None:
     """Run the tests on several containers with their own addresses."""
-    _with_docker(session, "pytest", "tests/network", f"--cell={cell}", *session.posargs)
+    _with_docker(session, "scripts.hosttests", "network", cell, *session.posargs)
 
 
 @nox.session

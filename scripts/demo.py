@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from scripts import bake, engine, report
+from scripts import bake, engine, records, report
 from scripts.cluster import Cluster, Node
 from scripts.matrix import ROOT, Cell, find, load
 from scripts.problem import Problem, run
@@ -170,6 +170,7 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
     with display.phase("build", f"{cell.tag}, cached layers are used"):
         image = bake.build(cell)
     with ExitStack() as stack:
+        tally = stack.enter_context(records.kept(cell.id, image, "demo"))
         with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
             cluster = stack.enter_context(Cluster(engine.client(), image, NODES, ENVIRONMENT))
         for node in cluster.addresses:
@@ -183,9 +184,10 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
             events = train(cluster, job, steps, display, timeout)
         finally:
             save_logs(cluster)
-        nodes = cluster.addresses
-    seconds = {**display.seconds, **by_phase(events, submitted), "total": time.monotonic() - start}
-    return report.build(cell.id, cell.versions, nodes, events, seconds)
+        seconds = {**display.seconds, **by_phase(events, submitted), "total": time.monotonic() - start}
+        result = report.build(cell.id, cell.versions, cluster.addresses, events, seconds)
+        tally.passed, tally.failed = (1, 0) if result["weights_equal"] else (0, 1)
+    return result
 
 
 def save_logs(cluster: Cluster) -> None:

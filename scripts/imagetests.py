@@ -1,22 +1,25 @@
 """Run plain pytest files inside the image of a cell.
 
-``python -m scripts.imagetests {image,cluster,patches} [CELL]``. The tests know nothing of Docker: this mounts
-them, read-only, beside a pytest of the host's lock. The suite ``image`` runs twice: as the image's own user,
-and as a user that nobody knows, on a read-only root without a network.
+``python -m scripts.imagetests {image,cluster,patches} [CELL] [--tag IMAGE [--derived]]``, then arguments for
+pytest. The tests know nothing of Docker: this mounts them, read-only, beside a pytest of the host's lock. The
+suite ``image`` runs twice: as the image's own user, and as a user that nobody knows, on a read-only root
+without a network. What a whole suite said is kept (`scripts.records`), but not of an image made FROM ours.
 """
 
 import argparse
+import contextlib
 import subprocess
+import tempfile
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import docker
+import docker.errors
 from uv import find_uv_bin
 
-from scripts import engine, lock, wheels
+from scripts import engine, lock, records, wheels
 from scripts.bake import series_of
 from scripts.cluster import LABEL, owner, removed_at_the_end, sweep
 from scripts.matrix import ROOT, Cell, find, load
@@ -25,6 +28,7 @@ from scripts.problem import Problem, run
 TOOLS = ROOT / "build" / "testing"
 PRISTINE = ROOT / "build" / "pristine"
 PYTEST = ("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "pygments")
+DERIVED = "RLHF_STACK_DERIVED"  # read by tests/image/test_lock.py
 MEGABYTE = 1 << 20
 
 
@@ -34,6 +38,20 @@ class Setting:
 
     title: str
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A suite on an image (by its id, so that a build meanwhile changes nothing; ``title`` is for people).
+
+    ``arguments`` are for pytest.
+    """
+
+    suite: str
+    image: str
+    title: str
+    derived: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 OWN = Setting("as the image's own user")
@@ -102,17 +120,40 @@ def pristine(cell: Cell) -> Path:
     return folder
 
 
+def built(client: docker.DockerClient, cell: Cell, tag: str | None = None) -> str:
+    """The id of a cell's image, or of the one called ``tag``; a `Problem` where there is none."""
+    try:
+        return str(client.images.get(tag or cell.tag).id)
+    except docker.errors.ImageNotFound:
+        pass
+    if tag:
+        raise Problem(f"there is no image {tag} here: build or pull it first")
+    raise Problem(f"{cell.tag} is not built: bash scripts/nox.sh -s \"build(cell='{cell.id}')\"")
+
+
 def run_suite(
-    client: docker.DockerClient, cell: Cell, suite: str, setting: Setting, arguments: Sequence[str]
+    client: docker.DockerClient, cell: Cell, run: Run, setting: Setting, tally: records.Tally
+) -> None:
+    """Run a suite in a container, its output to this terminal, and count it in ``tally``."""
+    print(f"{run.suite} tests in {run.title}, {setting.title}", flush=True)
+    with tempfile.TemporaryDirectory(dir=test_tools(cell).parent, prefix="results-") as results:
+        Path(results).chmod(0o1777)  # the user of the container is another
+        code = _run_in_container(client, cell, run, setting, Path(results))
+        tally.add(Path(results, "junit.xml"), code)
+
+
+def _run_in_container(
+    client: docker.DockerClient, cell: Cell, run: Run, setting: Setting, results: Path
 ) -> int:
-    """Run a suite in a container of the cell, its output to this terminal; returns pytest's exit code."""
-    print(f"{suite} tests in {cell.tag}, {setting.title}", flush=True)
     volumes = {
         str(ROOT / "tests"): {"bind": "/opt/tests", "mode": "ro"},
         str(test_tools(cell)): {"bind": "/opt/testing", "mode": "ro"},
+        str(results): {"bind": "/opt/results", "mode": "rw"},
     }
     environment = {"PYTHONPATH": "/opt/testing", "PYTHONDONTWRITEBYTECODE": "1"}
-    if suite == "patches":
+    if run.derived:
+        environment[DERIVED] = "1"
+    if run.suite == "patches":
         volumes[str(pristine(cell))] = {"bind": "/opt/pristine", "mode": "ro"}
         environment["RLHF_STACK_PRISTINE"] = "/opt/pristine"
     command = [
@@ -124,11 +165,13 @@ def run_suite(
         "-c",
         "/dev/null",
         "--rootdir=/opt/tests",
+        "--junitxml=/opt/results/junit.xml",
+        "--override-ini=junit_family=xunit1",  # the newer one has no room for what `proves` notes
         "-ra",
     ]
     container = client.containers.create(
-        cell.tag,
-        [*command, f"/opt/tests/{suite}", *arguments],
+        run.image,
+        [*command, f"/opt/tests/{run.suite}", *run.arguments],
         environment=environment,
         volumes=volumes,
         labels={LABEL: owner()},
@@ -143,6 +186,17 @@ def run_suite(
         return int(container.wait()["StatusCode"])
 
 
+def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
+    """Run a suite in each of its settings and keep what the whole of it said; 1 when a test failed."""
+    tally: contextlib.AbstractContextManager[records.Tally] = records.kept(cell.id, run.image, run.suite)
+    if run.arguments or run.derived:
+        tally = contextlib.nullcontext(records.Tally())
+    with tally as counted:
+        for setting in SUITES[run.suite]:
+            run_suite(client, cell, run, setting, counted)
+    return 1 if counted.code else 0
+
+
 def main() -> int:
     """The command line; exit code 1 when a test failed."""
     parser = argparse.ArgumentParser(
@@ -150,15 +204,18 @@ def main() -> int:
     )
     parser.add_argument("suite", choices=list(SUITES))
     parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
+    parser.add_argument("--tag", metavar="IMAGE", help="another image of the cell: pulled, or made FROM it")
+    parser.add_argument(
+        "--derived", action="store_true", help="it is made FROM ours and may have more packages"
+    )
     options, arguments = parser.parse_known_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
     client = engine.client()
-    if not client.images.list(name=cell.tag):
-        raise Problem(f"{cell.tag} is not built: bash scripts/nox.sh -s \"build(cell='{cell.id}')\"")
+    image = built(client, cell, options.tag)
     sweep(client)
-    codes = [run_suite(client, cell, options.suite, setting, arguments) for setting in SUITES[options.suite]]
-    return 1 if any(codes) else 0
+    run = Run(options.suite, image, options.tag or cell.tag, options.derived, tuple(arguments))
+    return run_all(client, cell, run)
 
 
 if __name__ == "__main__":

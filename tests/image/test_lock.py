@@ -1,11 +1,15 @@
-"""The lock and the image agree, both ways."""
+"""The lock and the image agree, both ways; in an image made FROM ours, what is locked is as we left it."""
 
+import os
 import re
 from importlib.metadata import Distribution
 from pathlib import Path
 
+import pytest
+
 PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 OWN = "rlhf-stack"
+DERIVED = os.environ.get("RLHF_STACK_DERIVED") == "1"  # set by scripts/imagetests.py --derived
 
 
 def locked() -> dict[str, str]:
@@ -24,12 +28,33 @@ def test_everything_locked_is_installed_in_that_version(installed: dict[str, Dis
     assert {name: found.get(name) for name in locked()} == locked()
 
 
+def added(installed: dict[str, Distribution]) -> set[str]:
+    """The packages that are not in the lock, without our own."""
+    return set(installed) - set(locked()) - {OWN}
+
+
+@pytest.mark.skipif(DERIVED, reason="this image is made FROM ours: what it adds is its own")
 def test_everything_installed_is_locked(installed: dict[str, Distribution]) -> None:
     """Nothing came in beside the lock, but our own package."""
-    assert set(installed) - set(locked()) == {OWN}
+    assert added(installed) == set()
+
+
+@pytest.mark.skipif(not DERIVED, reason="this image is ours: nothing is added to it")
+def test_what_is_added_replaces_no_file_of_the_stack(installed: dict[str, Distribution]) -> None:
+    """Two packages may bring the same file, and pip lets the later one win without a word."""
+    owners = {str(file.locate()): name for name in {*locked(), OWN} for file in installed[name].files or []}
+    replaced = [
+        f"{name} has {file}, which is of {owners[str(file.locate())]}"
+        for name in sorted(added(installed))
+        for file in installed[name].files or []
+        if str(file.locate()) in owners
+    ]
+    assert added(installed)
+    assert replaced == []
 
 
 def test_constraints_name_what_is_installed(installed: dict[str, Distribution]) -> None:
     """A pip of a derived image is held to exactly what is here, patched versions included."""
     constraints = dict(PIN.findall(Path("/etc/rlhf-stack/constraints.txt").read_text()))
-    assert constraints == {name: distribution.version for name, distribution in installed.items()}
+    stack = {name: found.version for name, found in installed.items() if name not in added(installed)}
+    assert constraints == stack

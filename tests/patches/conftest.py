@@ -66,8 +66,11 @@ def run_both(probe: str, pristine: str, workspace: Path) -> tuple[Outcome, Outco
 
 
 @pytest.fixture
-def proves(capsys: pytest.CaptureFixture[str]) -> Proof:
-    """Call it with a probe and a pattern of why the pristine package must fail; both results are printed."""
+def proves(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]) -> Proof:
+    """Call it with a probe and a pattern of why the pristine package must fail; both results are printed.
+
+    They are noted in the JUnit file too, from which the catalogue has them.
+    """
     pristine = os.environ.get("RLHF_STACK_PRISTINE")
     if not pristine:
         pytest.skip("RLHF_STACK_PRISTINE names no folder with the pristine packages")
@@ -75,6 +78,8 @@ def proves(capsys: pytest.CaptureFixture[str]) -> Proof:
     def prove(probe: str, reason: str) -> None:
         with tempfile.TemporaryDirectory() as workspace:
             before, after = run_both(probe, pristine, Path(workspace))
+        record_property("pristine", f"exit {before.code}: {before.last}")
+        record_property("patched", f"exit {after.code}: {after.last}")
         with capsys.disabled():
             print(f"\n  pristine: exit {before.code}: {before.last}")
             print(f"  patched:  exit {after.code}: {after.last}")
