@@ -8,6 +8,8 @@ VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"
 SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
+PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
+ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines for which no node has room take GPUs of several
 
 
 def flag(name: str) -> bool:
@@ -40,6 +42,11 @@ def sync_timeout() -> float:
 def engine_timeout() -> float:
     """Seconds that an engine may take from its creation until it answers (1800, as vLLM's own wait)."""
     return seconds(ENGINE_TIMEOUT, 1800.0)
+
+
+def placement_timeout() -> float:
+    """Seconds that Ray may take to reserve what was planned on free GPUs (120; nothing is started then)."""
+    return seconds(PLACEMENT_TIMEOUT, 120.0)
 
 
 def accelerator() -> str | None:

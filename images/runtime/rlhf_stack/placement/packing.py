@@ -1,0 +1,142 @@
+"""How bundles go on nodes, once it is known how many engines fit.
+
+Where of the sizes of an engine and of a block one divides the other, it does not matter which node takes
+what, as long as the larger goes first. Else the best split is searched, node by node.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+from rlhf_stack.placement.model import ENGINES, Engines, Plan, Request, chunks, fitting
+
+
+class Packing:
+    """What is still free while things are placed; ``free`` is bundles by node."""
+
+    def __init__(self, free: Sequence[int], request: Request) -> None:
+        self._free = list(free)
+        self._request = request
+        self._engines = Engines(0, 1)
+        self._engine_nodes: list[int] = []
+        self._straddling: list[int] = []
+        self._blocks: dict[str, dict[int, int]] = {group.name: {} for group in request.groups}
+        self._waiting = {group.name: group.size for group in request.groups}
+
+    def place(self, engines: Engines, unit: int, units: int, local: int) -> None:
+        """All engines, in ``units`` of which ``local`` fit on a node each; larger blocks go first."""
+        self._begin(engines)
+        block = self._request.block
+        if block > unit and block % unit == 0:
+            self._place_blocks((fitting(self._free, unit) - local) * unit // block)
+        exchangeable = block % unit == 0 or unit % block == 0
+        counts = self._by_fit(unit, local) if exchangeable else self._by_search(unit, local)
+        for node, count in sorted(counts.items()):
+            self._free[node] -= count * unit
+            self._engine_nodes += [node] * (count * unit)
+        for index in range(local, units):
+            self._engine_nodes += self._take(unit)
+            self._straddling.append(index)
+
+    def place_wide(self, engines: Engines) -> None:
+        """Engines that are larger than every node: the emptiest nodes whole, the rest where it fits best."""
+        self._begin(engines)
+        order = self._order()
+        for _ in range(engines.count):
+            self._engine_nodes += self._take_from(order, engines.size)
+
+    def finish(self) -> Plan:
+        """The trainer's blocks, then what no node had room for as a whole, and the plan."""
+        self._place_blocks(self._request.size)
+        shares = self._engines.shares
+        bundles: dict[str, tuple[int, ...]] = {}
+        split = {}
+        for group in self._request.groups:
+            whole = [node for node, count in sorted(self._blocks[group.name].items()) for _ in range(count)]
+            shared = self._engine_nodes if group.name == shares else []
+            bundles[group.name] = (*shared, *whole, *self._take(self._waiting[group.name]))
+            blocks = chunks(bundles[group.name], self._request.block)
+            if across := sum(len(set(block)) > 1 for block in blocks):
+                split[group.name] = across
+        if self._engines.count and not shares:
+            bundles[ENGINES] = tuple(self._engine_nodes)
+        nodes = tuple(chunks(self._engine_nodes, self._engines.size))
+        return Plan(bundles, nodes, tuple(self._straddling), split)
+
+    def _begin(self, engines: Engines) -> None:
+        self._engines = engines
+        if engines.shares:
+            self._waiting[engines.shares] -= engines.count * engines.size
+
+    def _place_blocks(self, limit: int) -> None:
+        """Whole blocks of the groups that wait, the largest group first; at most ``limit`` blocks."""
+        block = self._request.block
+        for name in sorted(self._waiting, key=lambda name: -self._waiting[name]):
+            left = min(self._waiting[name] // block, limit)
+            order = sorted((count // block, node) for node, count in enumerate(self._free) if count >= block)
+            while left and order:
+                # The smallest node that has room for all, else the emptiest.
+                room, node = order.pop(min(bisect.bisect_left(order, (left, 0)), len(order) - 1))
+                count = min(room, left)
+                self._free[node] -= count * block
+                self._blocks[name][node] = self._blocks[name].get(node, 0) + count * block
+                self._waiting[name] -= count * block
+                left -= count
+                limit -= count
+
+    def _by_fit(self, unit: int, count: int) -> dict[int, int]:
+        """Units by node: nodes that they fill first, then the smaller ones, so that whole nodes stay free."""
+        found = {}
+        nodes = [node for node, free in enumerate(self._free) if free >= unit]
+        for node in sorted(nodes, key=lambda node: (self._free[node] % unit, self._free[node], node)):
+            if not count:
+                break
+            found[node] = min(count, self._free[node] // unit)
+            count -= found[node]
+        return found
+
+    def _by_search(self, unit: int, count: int) -> dict[int, int]:
+        """Units by node so that as many blocks as possible fit beside them.
+
+        Tries, node by node, each number of units on it for each number of units so far: time and memory grow
+        with nodes times units, which only sizes of which none divides the other need.
+        """
+        block = self._request.block
+        best: dict[int, int] = {0: 0}
+        choices: list[dict[int, int]] = []
+        for free in self._free:
+            following: dict[int, int] = {}
+            choice: dict[int, int] = {}
+            for so_far, blocks in best.items():
+                for here in range(min(free // unit, count - so_far) + 1):
+                    total = blocks + (free - here * unit) // block
+                    if total > following.get(so_far + here, -1):
+                        following[so_far + here] = total
+                        choice[so_far + here] = here
+            best = following
+            choices.append(choice)
+        found = {}
+        for node in reversed(range(len(choices))):
+            found[node] = choices[node][count]
+            count -= found[node]
+        return found
+
+    def _order(self) -> list[tuple[int, int]]:
+        """Nodes with room, the fullest first, as `_take_from` wants them."""
+        return sorted((free, node) for node, free in enumerate(self._free) if free)
+
+    def _take(self, count: int) -> list[int]:
+        """``count`` bundles from as few nodes as possible, whatever they are."""
+        return self._take_from(self._order(), count) if count else []
+
+    def _take_from(self, order: list[tuple[int, int]], count: int) -> list[int]:
+        """``count`` bundles: the emptiest nodes whole, then the smallest that has room; ``order`` is kept."""
+        nodes: list[int] = []
+        while count:
+            free, node = order.pop(min(bisect.bisect_left(order, (count, 0)), len(order) - 1))
+            taken = min(free, count)
+            nodes += [node] * taken
+            count -= taken
+            self._free[node] -= taken
+            if free > taken:
+                bisect.insort(order, (free - taken, node))
+        return nodes

@@ -1,0 +1,113 @@
+"""What pristine OpenRLHF on Ray would do: Ray's own order of equal bundles, foretold without a cluster.
+
+Ray's PACK policy sorts a group's bundles by ``std::sort``, which is not stable: equal bundles keep their
+order up to 16 of them, and above are permuted, always in the same way. Then the node with the largest free
+share of what a bundle asks takes as many bundles as fit, in that order, and so on. Source:
+``bundle_scheduling_policy.cc`` and ``scorer.cc`` of Ray 2.9.3 to 2.60.0, and libstdc++'s ``stl_algo.h``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_stack.placement.model import ENGINES, FreeNode, Request, chunks
+
+INSERTION_SORT = 16  # libstdc++ sorts so few elements by insertion, which is stable
+
+
+@dataclass(frozen=True)
+class UpstreamLayout:
+    """Nodes by index. ``pending`` is the first group for which Ray would wait for ever, None if all fit."""
+
+    bundles: dict[str, tuple[int, ...]]
+    engines: tuple[tuple[int, ...], ...]
+    straddling: tuple[int, ...]
+    pending: str | None = None
+
+
+def order_of_equals(count: int) -> list[int]:
+    """In which order libstdc++'s ``std::sort`` leaves ``count`` equal elements."""
+    order = list(range(count))
+    ranges = [(0, count)]
+    while ranges:
+        first, last = ranges.pop()
+        while last - first > INSERTION_SORT:
+            middle = first + (last - first) // 2
+            order[first], order[middle] = order[middle], order[first]
+            cut = _partition(order, first + 1, last)
+            ranges.append((cut, last))
+            last = cut
+    return order
+
+
+def _partition(order: list[int], first: int, last: int) -> int:
+    """``std::__unguarded_partition`` with equal elements: swaps from both ends until they meet."""
+    while True:
+        last -= 1
+        if first >= last:
+            return first
+        order[first], order[last] = order[last], order[first]
+        first += 1
+
+
+def pack(nodes: Sequence[FreeNode], count: int) -> tuple[int, ...] | None:
+    """The node of each of ``count`` bundles of a GPU and a CPU in a PACK group; None if they do not fit now.
+
+    Of equal nodes Ray takes any one first (by their random ids); here it is the one with the lower index.
+    """
+    waiting = order_of_equals(count)
+    placed: dict[int, int] = {}
+    left = dict(enumerate(nodes))
+    while waiting:
+        candidates = [index for index, node in left.items() if node.gpus >= 1 and node.cpus >= 1]
+        if not candidates:
+            return None
+        best = max(candidates, key=lambda index: (_score(left[index]), -index))
+        room = int(min(left[best].gpus, left[best].cpus))
+        placed |= dict.fromkeys(waiting[:room], best)
+        waiting = waiting[room:]
+        del left[best]
+    return tuple(placed[index] for index in range(count))
+
+
+def _score(node: FreeNode) -> float:
+    """Ray's ``LeastResourceScorer`` for a bundle of one GPU and one CPU."""
+    return (node.gpus - 1) / node.gpus + (node.cpus - 1) / node.cpus
+
+
+def upstream_layout(nodes: Sequence[FreeNode], request: Request, order: Sequence[str]) -> UpstreamLayout:
+    """Where OpenRLHF 0.11.2 as released puts everything: a PACK group at a time, engines cut by node.
+
+    ``order`` is that in which it makes the groups and `ENGINES`. Groups of one GPU a node have no placement
+    group upstream; they are foretold as if they had.
+    """
+    engines = request.engines
+    shares = engines.shares if engines else None
+    sizes = {group.name: group.size for group in request.groups}
+    sizes[ENGINES] = engines.count * engines.size if engines else 0
+    left = list(nodes)
+    found: dict[str, tuple[int, ...]] = {}
+    pending = None
+    for name in order:
+        placed = pack(left, sizes[name])
+        if placed is None:
+            pending = name
+            break
+        found[name] = placed
+        for index in set(placed):
+            taken = placed.count(index)
+            node = left[index]
+            left[index] = replace(node, gpus=node.gpus - taken, cpus=node.cpus - taken)
+    cut = _engines(found.get(shares or ENGINES, ()), engines.count, engines.size) if engines else ()
+    straddling = tuple(index for index, nodes_of in enumerate(cut) if len(set(nodes_of)) > 1)
+    return UpstreamLayout(found, cut, straddling, pending)
+
+
+def _engines(bundles: Sequence[int], count: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """Upstream's ``get_bundle_indices``: bundles by node, nodes as they first come, cut into engines.
+
+    An engine of one GPU takes the bundle of its own number instead.
+    """
+    if size == 1:
+        return tuple(chunks(bundles, 1))[:count]
+    by_node = {node: index for index, node in enumerate(dict.fromkeys(bundles))}
+    return tuple(chunks(sorted(bundles, key=by_node.__getitem__), size))[:count]

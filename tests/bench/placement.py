@@ -1,0 +1,78 @@
+"""Seconds to plan a run on large clusters, and to foretell what Ray would do there.
+
+``PYTHONPATH=images/runtime python -m tests.bench.placement [--json]``; a few seconds, no Docker. Nothing to
+compare with: upstream does not plan. The notes say how the time grows from 1,000 to 10,000 nodes.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from rlhf_stack.placement import Engines, FreeNode, Group, Request, plan, upstream_layout
+from rlhf_stack.placement.model import ENGINES
+
+from tests.bench.results import Row, show
+
+SIZES = (1_000, 10_000)
+GPUS = 8
+REPEAT = 5
+
+
+def requests(nodes: int) -> dict[str, Request]:
+    """Runs that use all GPUs of ``nodes`` nodes."""
+    half = nodes // 2
+    actor = Group("actor", half, GPUS)
+    return {
+        "separate, TP 4": Request((actor,), Engines(half * 2, 4), block=8),
+        "shared, TP 4": Request((Group("actor", nodes, GPUS),), Engines(nodes * 2, 4, "actor"), block=8),
+        "engines of two nodes": Request((actor,), Engines(half // 2, 16)),
+    }
+
+
+def cluster(nodes: int, uneven: bool) -> list[FreeNode]:
+    """``nodes`` nodes; uneven ones have between 5 and 8 GPUs free."""
+    return [
+        FreeNode(f"10.{index >> 8}.{index & 255}.1", GPUS - (index % 4 if uneven else 0), 64, GPUS)
+        for index in range(nodes)
+    ]
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """The median of a few runs."""
+    times = []
+    for _ in range(REPEAT):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.placement", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args()
+    taken: dict[str, list[float]] = {}
+    for nodes in SIZES:
+        even = cluster(nodes, uneven=False)
+        for name, request in requests(nodes).items():
+            taken.setdefault(name, []).append(seconds(partial(plan, even, request)))
+        engines = Request(engines=Engines(nodes, 4))
+        uneven = cluster(nodes, uneven=True)
+        taken.setdefault("uneven nodes, TP 4", []).append(seconds(partial(plan, uneven, engines)))
+    few = cluster(128, uneven=False)
+    ray = seconds(lambda: upstream_layout(few, Request(engines=Engines(256, 4)), [ENGINES]))
+    rows = [Row(f"plan 10,000 x 8 GPUs, {name}", "s", times[-1]) for name, times in taken.items()]
+    rows.append(Row("foretell Ray, 128 x 8 GPUs", "s", ray))
+    notes = [f"{name}: {times[-1] / times[0]:.1f} times that of 1,000 nodes" for name, times in taken.items()]
+    show(rows, notes, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
