@@ -21,7 +21,7 @@ from docker.models.images import Image
 from rich.console import Console
 
 from scripts import base, buildlog, engine, lock, patches, pip_config, wheels
-from scripts.matrix import ROOT, Cell, find, load
+from scripts.matrix import ROOT, Cell, Setting, find, load
 from scripts.pip_config import PipConfig
 from scripts.problem import Problem, run
 from scripts.turns import turn
@@ -53,6 +53,23 @@ def quoted(value: str) -> str:
     """A value as a Dockerfile's ENV takes it, literally."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$")
     return f'"{escaped}"'
+
+
+def settings_file(settings: Iterable[Setting]) -> str:
+    """Settings as images/rootfs/usr/local/lib/rlhf-stack/environment reads them; texts in one line each."""
+    lines = [
+        f"# {' '.join(setting.reason.split())}\n{setting.name}={setting.value}\n" for setting in settings
+    ]
+    return "".join(lines)
+
+
+def write_environment(cell: Cell, folder: Path) -> None:
+    """Put into ``folder`` what the entrypoint and login shells set or compare with: defaults and profiles."""
+    made_for = f"# what this image was made for\n{ACCELERATOR}={cell.accelerator.kind}\n"
+    write(folder / "env", made_for + settings_file(cell.env))
+    (folder / "profiles").mkdir(parents=True)
+    for profile in cell.accelerator.profiles:
+        write(folder / "profiles" / profile.name, settings_file(profile.env))
 
 
 def labels(cell: Cell, revision: str, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
@@ -189,6 +206,7 @@ def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     write(
         folder / "etc" / "cell.json", msgspec.json.format(msgspec.json.encode(cell), indent=2).decode() + "\n"
     )
+    write_environment(cell, folder / "etc")
     write(folder / "Dockerfile", dockerfile(cell))
     return folder
 

@@ -28,6 +28,10 @@ def _bad_names(matrix: Matrix) -> Iterator[tuple[str, str]]:
         yield from _twice([item.name for item in base.builder], f"bases[{index}].builder")
     for index, accelerator in enumerate(matrix.accelerators):
         yield from _twice([item.name for item in accelerator.env], f"accelerators[{index}].env")
+        yield from _twice([item.name for item in accelerator.profiles], f"accelerators[{index}].profiles")
+        for number, profile in enumerate(accelerator.profiles):
+            path = f"accelerators[{index}].profiles[{number}].env"
+            yield from _twice([item.name for item in profile.env], path)
     for index, stack in enumerate(matrix.stacks):
         yield from _twice([item.name for item in stack.packages], f"stacks[{index}].packages")
     for index, cell in enumerate(matrix.cells):

@@ -13,6 +13,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
+Line = Annotated[str, msgspec.Meta(pattern=r"^(?![\s\S]*[\r\n])")]
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,9 +43,18 @@ class Setting(_Struct, frozen=True):
     """The default of an environment variable; a user's own value wins."""
 
     name: Variable
-    value: str
+    value: Line
     reason: Text
     source: Text
+
+
+class Profile(_Struct, frozen=True):
+    """Variables that a user turns on together, by ``RLHF_STACK_PROFILE``; a user's own value wins."""
+
+    name: Name
+    reason: Text
+    source: Text
+    env: tuple[Setting, ...]
 
 
 class Accelerator(_Struct, frozen=True):
@@ -53,6 +63,7 @@ class Accelerator(_Struct, frozen=True):
     name: Name
     kind: Literal["cpu", "cuda", "rocm"]
     env: tuple[Setting, ...] = ()
+    profiles: tuple[Profile, ...] = ()
 
 
 class Pin(_Struct, frozen=True):

@@ -1,12 +1,13 @@
 """These tests assume that they run inside the image, on its own Python, whoever the user is."""
 
 import json
-import os
-from importlib.metadata import Distribution, distributions
+import sys
+from importlib.metadata import Distribution, distributions, files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.utils import canonicalize_name
 
 STACK = Path("/etc/rlhf-stack")
 
@@ -21,7 +22,24 @@ def cell() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def installed() -> dict[str, Distribution]:
     """What is installed, by normalised name."""
-    found = {}
-    for distribution in distributions(path=[p for p in os.sys.path if "site-packages" in p]):  # type: ignore[attr-defined]
-        found[distribution.name.lower().replace("_", "-").replace(".", "-")] = distribution
-    return found
+    found = distributions(path=[path for path in sys.path if "site-packages" in path])
+    return {canonicalize_name(distribution.name): distribution for distribution in found}
+
+
+@pytest.fixture(scope="session")
+def headlines(cell: dict[str, Any], installed: dict[str, Distribution]) -> dict[str, Distribution]:
+    """The headline packages of the cell, by the name that their project has."""
+    return {
+        package["name"]: installed[canonicalize_name(package["distribution"])] for package in cell["packages"]
+    }
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with the argument ``headline`` or ``entry_point`` runs for each that this image has."""
+    if "headline" in metafunc.fixturenames:
+        resolved = json.loads((STACK / "cell.json").read_text())
+        metafunc.parametrize("headline", [package["name"] for package in resolved["packages"]])
+    if "entry_point" in metafunc.fixturenames:
+        commands = [file for file in files("openrlhf") or [] if file.parent.as_posix() == "openrlhf/cli"]
+        names = [file.stem for file in commands if file.suffix == ".py" and file.stem != "__init__"]
+        metafunc.parametrize("entry_point", sorted(names))

@@ -1,5 +1,6 @@
 """The headline packages are there, import, and start what they are there for."""
 
+import importlib.util
 import subprocess
 import sys
 from importlib import import_module
@@ -9,29 +10,29 @@ from typing import Any
 
 import pytest
 
-HEADLINES = ("torch", "vllm", "ray", "deepspeed", "transformers", "openrlhf", "rlhf_stack")
-ENTRY_POINTS = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")
-IMPORT_SECONDS = 120
+HELP_SECONDS = 180
 
 
-@pytest.mark.parametrize("name", HEADLINES)
-def test_headline_package_imports(name: str) -> None:
+def test_headline_package_imports(headline: str) -> None:
     """Each in this process, so that they also bear each other."""
-    import_module(name)
+    import_module(headline)
 
 
-def test_versions_are_those_of_the_matrix(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
+def test_the_runtime_imports() -> None:
+    """Ours, which the patches call."""
+    import_module("rlhf_stack")
+
+
+def test_versions_are_those_of_the_matrix(cell: dict[str, Any], headlines: dict[str, Distribution]) -> None:
     """No headline package is of another version than the cell's name says."""
-    for package in cell["packages"]:
-        version = installed[package["distribution"]].version
-        assert version.split("+")[0] == package["version"], package["name"]
+    found = {name: distribution.version.split("+")[0] for name, distribution in headlines.items()}
+    assert found == {package["name"]: package["version"] for package in cell["packages"]}
 
 
-@pytest.mark.timeout(IMPORT_SECONDS)
-@pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_entry_point_shows_its_help(name: str) -> None:
-    """OpenRLHF's own command lines start."""
-    command = [sys.executable, "-m", f"openrlhf.cli.{name}", "--help"]
+@pytest.mark.timeout(HELP_SECONDS)
+def test_entry_point_shows_its_help(entry_point: str) -> None:
+    """OpenRLHF's own command lines start: every one that this version has."""
+    command = [sys.executable, "-m", f"openrlhf.cli.{entry_point}", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "--" in done.stdout
@@ -45,15 +46,18 @@ def test_every_patch_is_present_and_unaltered() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_vllm_loads_its_compiled_ops() -> None:
+def test_vllm_loads_its_compiled_ops(cell: dict[str, Any]) -> None:
     """vLLM only warns when its library does not load; an engine dies of it later, without saying so."""
+    if cell["accelerator"]["kind"] != "cpu":
+        pytest.skip("needs a GPU and its driver; test_libraries.py says whether anything is missing")
     import torch
-    import vllm.platforms
 
-    vllm.platforms.current_platform.import_kernels()
-    assert (
-        hasattr(torch.ops._C, "init_cpu_memory_env") or vllm.platforms.current_platform.device_type != "cpu"
-    )
+    platforms = importlib.util.find_spec("vllm.platforms")
+    if platforms is None:  # before vLLM 0.5
+        import_module("vllm._C")
+    else:
+        import_module("vllm.platforms").current_platform.import_kernels()
+        assert hasattr(torch.ops._C, "init_cpu_memory_env")
 
 
 @pytest.mark.timeout(120)

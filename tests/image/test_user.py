@@ -2,7 +2,6 @@
 
 import getpass
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -21,9 +20,3 @@ def test_home_can_be_written() -> None:
     """Caches of vLLM, Hugging Face and torch lie there."""
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         Path(folder, "file").write_text("content")
-
-
-def test_login_shell_finds_the_stack() -> None:
-    """KubeRay starts `bash -lc`, and Debian's profile sets PATH anew."""
-    done = subprocess.run(["bash", "-lc", "command -v ray"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "/opt/venv/bin/ray"

@@ -24,11 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 ray.init(address="auto", log_to_driver=False)
 
 @ray.remote(num_cpus=0)
-def look(name):
-    return [ray.util.get_node_ip_address(), os.uname().nodename, os.environ.get(name)]
+def look():
+    return [ray.util.get_node_ip_address(), os.uname().nodename]
 
 nodes = [node["NodeID"] for node in ray.nodes()]
-answers = [look.options(scheduling_strategy=On(node, soft=False)).remote("OMP_NUM_THREADS") for node in nodes]
+answers = [look.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
 print(json.dumps(ray.get(answers, timeout=60)))
 """
 WAIT_SECONDS = 120
@@ -43,24 +43,12 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_nodes_have_their_own_addresses_and_the_defaults_of_the_cell(
-    start: Callable[..., Cluster], cell: Cell
-) -> None:
-    """A Ray worker on the second machine sees the env that the matrix gives, without a shell of ours."""
+def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
+    """A Ray worker runs on each machine."""
     cluster = start()
     answers = json.loads(cluster.output(cluster.head, ["python", "-c", ON_EVERY_NODE]).splitlines()[-1])
     assert {answer[1] for answer in answers} == {"head", "worker"}
     assert {answer[0] for answer in answers} == {node["address"] for node in cluster.addresses}
-    expected = next(item.value for item in cell.env if item.name == "OMP_NUM_THREADS")
-    assert [answer[2] for answer in answers] == [expected] * 2
-
-
-@pytest.mark.timeout(300)
-def test_a_variable_of_the_user_wins_over_a_default(start: Callable[..., Cluster]) -> None:
-    """`docker run -e`, as anywhere."""
-    cluster = start(OMP_NUM_THREADS="3")
-    answers = json.loads(cluster.output(cluster.head, ["python", "-c", ON_EVERY_NODE]).splitlines()[-1])
-    assert [answer[2] for answer in answers] == ["3", "3"]
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,130 @@
+"""Every shared object of the heavy packages finds its libraries and its symbols in what the cell ships.
+
+Said by the loader, in the state in which a process loads such an object: the program is this Python, torch's
+global libraries are loaded, and the folders of what ``import torch`` loads are searched. Nothing of the
+object runs, so a machine without a GPU can tell for a GPU.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGES = ("torch", "vllm", "xformers", "deepspeed", "ray", "flash-attn")
+SHARED = re.compile(r"\.so(\.[0-9]+)*$")
+ELF = b"\x7fELF"
+GLOBAL = "libtorch_global_deps.so"  # what torch loads for every later object to see
+# The driver of the machine brings it, and with it the functions that begin so.
+DRIVER, OF_DRIVER = "libcuda.so.1", re.compile(r"cu[A-Z]\w+")
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the loader did not find for one object."""
+
+    libraries: frozenset[str]
+    symbols: frozenset[str]
+
+    def without_driver(self) -> "Finding":
+        """The rest, if what a GPU's driver brings counts as there."""
+        if DRIVER not in self.libraries:
+            return self
+        symbols = frozenset(name for name in self.symbols if not OF_DRIVER.fullmatch(name))
+        return Finding(self.libraries - {DRIVER}, symbols)
+
+
+def read(output: str) -> Finding:
+    """What ld.so prints when it traces: ``NAME => not found`` and ``undefined symbol: NAME``."""
+    libraries = re.findall(r"^\s*(\S+) => not found", output, re.MULTILINE)
+    symbols = re.findall(r"undefined symbol: (\w+)", output)
+    return Finding(frozenset(libraries), frozenset(symbols))
+
+
+def trace(objects: Iterable[Path], folders: Iterable[Path]) -> Finding:
+    """Let the loader bind everything of ``objects`` in a Python, as ``ldd -r`` does, and start nothing."""
+    environment = {
+        "LD_TRACE_LOADED_OBJECTS": "1",
+        "LD_WARN": "1",
+        "LD_BIND_NOW": "1",
+        "LD_LIBRARY_PATH": ":".join(map(str, folders)),
+        "LD_PRELOAD": ":".join(map(str, objects)),
+    }
+    done = subprocess.run(
+        [sys.executable],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert "cannot be preloaded" not in done.stdout, done.stdout
+    assert "libc.so.6" in done.stdout, f"the loader traced nothing: {done.stdout}"
+    return read(done.stdout)
+
+
+def shared_objects(distribution: Distribution) -> list[Path]:
+    """The shared objects that a package lists, each file once."""
+    files = [Path(str(file.locate())) for file in distribution.files or [] if SHARED.search(file.name)]
+    return sorted({file.resolve() for file in files if file.open("rb").read(4) == ELF})
+
+
+@pytest.fixture(scope="module")
+def folders() -> list[Path]:
+    """Where the libraries lie that ``import torch`` loads."""
+    script = "import torch; print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    loaded = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if SHARED.search(line)}
+    return sorted({path.parent for path in loaded if "site-packages" in path.parts})
+
+
+def test_the_loader_tells_what_is_missing(headlines: dict[str, Distribution]) -> None:
+    """An object of vLLM that uses torch, where torch's folder is not searched."""
+    objects = shared_objects(headlines["vllm"])
+    extension = next(path for path in objects if b"libc10.so" in path.read_bytes())
+    finding = trace([extension], [])
+    assert "libc10.so" in finding.libraries
+    assert [name for name in finding.symbols if "c10" in name]
+
+
+def test_the_driver_s_part_is_left_out_and_nothing_else() -> None:
+    """As the loader prints it on a machine without a GPU."""
+    printed = f"\t{DRIVER} => not found\n\tlibx.so => not found\nundefined symbol: cuInit\t(a.so)\n"
+    assert read(printed).without_driver() == Finding(frozenset({"libx.so"}), frozenset())
+    assert read("undefined symbol: cuInit\t(a.so)\n").without_driver().symbols == {"cuInit"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_library_and_no_symbol_is_missing(
+    name: str,
+    cell: dict[str, Any],
+    installed: dict[str, Distribution],
+    headlines: dict[str, Distribution],
+    folders: list[Path],
+) -> None:
+    """Of any shared object; but for the driver's library, which a machine with a GPU brings."""
+    distribution = headlines.get(name) or installed.get(name)
+    if distribution is None:
+        pytest.skip(f"{name} is not in this image")
+    objects = shared_objects(distribution)
+    first = [path for path in shared_objects(headlines["torch"]) if path.name == GLOBAL]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(lambda path: trace([*first, path], folders), objects))
+    if cell["accelerator"]["kind"] == "cuda":
+        found = [finding.without_driver() for finding in found]
+    missing = {
+        str(path): sorted(finding.libraries | finding.symbols)
+        for path, finding in zip(objects, found, strict=True)
+        if finding.libraries or finding.symbols
+    }
+    assert missing == {}
