@@ -34,7 +34,6 @@ ENVIRONMENT = {
     "RLHF_STACK_REPEATABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
-LAYOUTS = ("separate", "hybrid")
 KEPT_LINES = 1000
 
 
@@ -136,8 +135,8 @@ def prepare(cluster: Cluster, steps: int, seed: int) -> None:
 def command(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
     """The command that trains, as the image's own rlhf_stack gives it."""
     code = (
-        "import json, pathlib, rlhf_stack.tiny as tiny; "
-        f"print(json.dumps(tiny.train_arguments({layout!r}, pathlib.Path({DATA!r}), {steps}, {seed})))"
+        "import json, pathlib, rlhf_stack.tiny_run as run; "
+        f"print(json.dumps(run.train_arguments({layout!r}, pathlib.Path({DATA!r}), {steps}, {seed})))"
     )
     arguments: list[str] = json.loads(cluster.output(cluster.head, ["python", "-c", code]))
     return ["python", "-m", "openrlhf.cli.train_ppo_ray", *arguments]
@@ -203,7 +202,9 @@ def main() -> int:
     )
     parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
     parser.add_argument(
-        "--layout", choices=LAYOUTS, default=LAYOUTS[0], help="trainer and engines apart, or on the same GPUs"
+        "--layout",
+        default="separate",
+        help="separate: trainer and engines apart; which others there are, the image knows (hybrid, spread)",
     )
     parser.add_argument("--steps", type=int, default=28, help="optimiser steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
-from rlhf_stack import tiny
+from rlhf_stack import tiny, tiny_run
 
 MEGABYTE = 1 << 20
 
@@ -25,7 +25,7 @@ def main() -> None:
                 num_cpus=4, num_gpus=int(gpus), object_store_memory=100 * MEGABYTE, include_dashboard=False
             )
         ray.init(address=cluster.address)
-        arguments = tiny.train_arguments(layout, Path(directory), int(steps), seed=0)
+        arguments = tiny_run.train_arguments(layout, Path(directory), int(steps), seed=0)
         sys.argv = ["train_ppo_ray", *arguments, *changes]
         runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
     finally:

@@ -20,7 +20,7 @@ def load(path, name):
 
 
 def pretend_flash_attn():
-    """Import openrlhf.models as if flash_attn were there, for probes of something else."""
+    """Import what of openrlhf needs flash_attn as if it were there, for probes of something else."""
     if importlib.util.find_spec("flash_attn"):
         return
     pretended = {
@@ -36,6 +36,7 @@ def pretend_flash_attn():
             setattr(module, function, None)
         sys.modules[name] = module
     importlib.import_module("openrlhf.models")
+    importlib.import_module("openrlhf.trainer")
     for name in pretended:
         del sys.modules[name]
 

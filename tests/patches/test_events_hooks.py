@@ -1,4 +1,6 @@
-PROBE = """
+import pytest
+
+SECTIONS = """
 pretend_flash_attn()
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 
@@ -14,6 +16,29 @@ assert steps[0]["reward"] == 0.25 and steps[0]["policy_loss"] == 1.5, steps
 print("step 3 is recorded with reward 0.25")
 """
 
+FLAT = """
+pretend_flash_attn()
+from openrlhf.trainer.ppo_trainer import PPOTrainer
 
-def test_a_training_step_is_recorded_with_its_reward(proves):
-    proves(PROBE, r"steps recorded: \[\]")
+arguments = types.SimpleNamespace(logging_steps=1, eval_steps=100, save_steps=float("inf"))
+trainer = types.SimpleNamespace(_wandb=None, _tensorboard=None)
+logs = {"reward": 0.25, "policy_loss": 1.5, "kl": 0.5}
+for is_first in (True, False):
+    trainer.strategy = types.SimpleNamespace(is_rank_0=lambda: is_first)
+    PPOTrainer.save_logs_and_checkpoints(trainer, arguments, 3, None, logs, {})
+steps = recorded("step")
+assert [step["step"] for step in steps] == [3], f"steps recorded: {steps}"
+assert steps[0]["reward"] == 0.25 and steps[0]["policy_loss"] == 1.5, steps
+print("step 3 is recorded once, with reward 0.25")
+"""
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(SECTIONS, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
+        pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+    ],
+)
+def test_a_training_step_is_recorded_with_its_reward(proves, probe):
+    proves(probe, r"steps recorded: \[\]")

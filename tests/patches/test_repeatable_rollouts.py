@@ -1,3 +1,5 @@
+import pytest
+
 SHUFFLE = """
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
 pretend_flash_attn()
@@ -70,10 +72,80 @@ assert seeds() == first, "another run of the same seed asks otherwise"
 print("each request has a seed of its own, the same in the next run")
 """
 
+BATCH = """
+os.environ["RLHF_STACK_REPEATABLE"] = "1"
+pretend_flash_attn()
+from vllm import SamplingParams
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
+Actor = LLMRayActor.__ray_metadata__.modified_class
+
+
+class Engine:
+    def __init__(self):
+        self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=7))
+
+    def generate(self, sampling_params, prompt_token_ids):
+        each = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        return [one.seed for one in each]
+
+
+def seeds():
+    actor = Actor.__new__(Actor)
+    actor.llm = Engine()
+    return actor.generate(sampling_params=SamplingParams(), prompt_token_ids=[[1, 2], [1, 2], [3]])
+
+
+first = seeds()
+assert None not in first, f"requests without a seed of their own: {first}"
+assert len(set(first)) == 3, first
+assert seeds() == first, "another run of the same seed asks otherwise"
+print("each request has a seed of its own, the same in the next run")
+"""
+
+CRITIC = """
+import torch
+
+os.environ["RLHF_STACK_REPEATABLE"] = "1"
+pretend_flash_attn()
+from openrlhf.trainer.ray import ppo_critic
+
+
+class Loader:
+    def __init__(self, buffer, **_):
+        raise StopIteration([int(item.sequences[0]) for item in buffer.items])
+
+
+ppo_critic.DataLoader = Loader
+found = set()
+for arrival in ([3, 1, 2], [2, 3, 1]):
+    items = [types.SimpleNamespace(sequences=torch.tensor([number])) for number in arrival]
+    buffer = types.SimpleNamespace(items=items, sample_batch_size=1, collate_fn=None)
+    trainer = types.SimpleNamespace(replay_buffer=buffer, dataloader_pin_memory=False)
+    try:
+        ppo_critic.CriticPPOTrainer.ppo_train(trainer)
+    except StopIteration as stopped:
+        found.add(tuple(stopped.value))
+assert len(found) == 1, f"the critic trains in the order of arrival: {sorted(found)}"
+print("the critic trains in one order, whoever was first")
+"""
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_each_request_of_a_batch_has_a_seed_of_its_own(proves):
+    proves(BATCH, r"requests without a seed of their own")
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_a_critic_trains_in_an_order_of_its_own(proves):
+    proves(CRITIC, r"the critic trains in the order of arrival")
+
+
+@pytest.mark.carries("openrlhf==0.11.2")
 def test_each_request_has_a_seed_of_its_own(proves):
     proves(REQUESTS, r"requests without a seed of their own")
 
 
+@pytest.mark.carries("openrlhf==0.11.2")
 def test_prompts_are_shuffled_by_the_seed_of_the_run(proves):
     proves(SHUFFLE, r"prompts are shuffled by the seed \d+")

@@ -1,3 +1,5 @@
+import pytest
+
 PROBE = """
 import inspect
 import multiprocessing
@@ -35,7 +37,83 @@ assert all(equal.values()), f"rank 0 sent with --vllm.sync_backend gloo; receive
 print("every rank received what rank 0 sent over gloo")
 """
 
+DEFAULT = """
+import runpy
 
+pretend_flash_attn()
+import openrlhf.utils
+
+
+class Parsed(Exception):
+    pass
+
+
+def strategy(arguments):
+    raise Parsed(arguments.vllm_sync_backend)
+
+
+os.environ["RLHF_STACK_SYNC_BACKEND"] = "gloo"
+openrlhf.utils.get_strategy = strategy
+found = []
+for given in ([], ["--vllm_sync_backend", "nccl"]):
+    models = ["--pretrain", "a", "--reward_pretrain", "b"]
+    sys.argv = ["train_ppo_ray", *models, "--vllm_num_engines", "1", *given]
+    try:
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+    except Parsed as parsed:
+        found.append(str(parsed))
+assert found == ["gloo", "nccl"], f"the image's default is gloo; without and with a flag: {found}"
+print("the image's default holds, and a flag wins")
+"""
+
+DEADLINE = """
+import multiprocessing
+import socket
+
+import torch
+
+pretend_flash_attn()
+wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
+os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
+
+
+def join(port, results):
+    alone()
+    worker = wrap.WorkerWrap.__new__(wrap.WorkerWrap)
+    try:
+        worker.init_process_group("127.0.0.1", port, 1, 3, "openrlhf", "gloo")
+    except RuntimeError as error:
+        results.put(str(error))
+
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+fork = multiprocessing.get_context("fork")
+results = fork.Queue()
+worker = fork.Process(target=join, args=(port, results), daemon=True)
+worker.start()
+worker.join(30)
+waits = worker.is_alive()
+worker.kill()
+assert not waits, "an engine still waits after 30 s for a trainer that is gone, with a deadline of 2 s"
+assert "within 2 s (RLHF_STACK_SYNC_TIMEOUT)" in results.get(timeout=5)
+print("the engine names the trainer that is gone")
+"""
+
+
+@pytest.mark.carries("openrlhf==0.11.2")
 def test_gloo_means_gloo_and_weights_arrive(proves):
     """Upstream takes NCCL whatever the flag says, and without NCCL its broadcast does nothing, unnoticed."""
     proves(PROBE, r"received: \{.*False|NCCL|CUDA|_queue.Empty")
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_the_default_backend_is_that_of_the_image(proves):
+    proves(DEFAULT, r"without and with a flag: \['nccl', 'nccl'\]")
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_an_engine_waits_for_the_trainer_no_longer_than_its_deadline(proves):
+    """Upstream's waits half an hour."""
+    proves(DEADLINE, r"still waits after 30 s")

@@ -1,6 +1,9 @@
+import pytest
+
 WORKER = """
 import torch
 
+pretend_flash_attn()
 wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
 
 
@@ -14,14 +17,14 @@ class Model(torch.nn.Module):
             self.lower.data.copy_(tensor[2:])
 
 
-worker = wrap.WorkerWrap()
+worker = wrap.WorkerWrap.__new__(wrap.WorkerWrap)
 worker.model_runner = types.SimpleNamespace(model=Model())
 (piece,) = worker.weight_pieces([("whole", [4, 3])])
 assert piece["name"] == "whole" and piece["slab"] == [[2, 4], [0, 3]], piece
 print("the worker says which half it holds")
 """
 
-TRAINER = """
+SECTIONS = """
 pretend_flash_attn()
 import torch
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -43,10 +46,42 @@ assert syncs[0]["bytes"] == 12 and syncs[0]["parameters"] == 1 and syncs[0]["bac
 print("the sync is recorded:", syncs[0]["bytes"], "bytes")
 """
 
+FLAT = """
+pretend_flash_attn()
+import torch
+import torch.distributed
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+alone()
+torch.distributed.broadcast = lambda *_, **__: None  # as upstream sends
+group = types.SimpleNamespace(name="gloo", broadcast=lambda *_, **__: None)
+module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+trainer = types.SimpleNamespace(
+    actor=types.SimpleNamespace(model=types.SimpleNamespace(module=module)),
+    strategy=types.SimpleNamespace(args=types.SimpleNamespace(zero_stage=2)),
+    vllm_engines=[],
+    _model_update_group=group,
+)
+import ray
+ray.get = lambda references, **_: references
+ActorPPOTrainer._broadcast_to_vllm(trainer)
+syncs = recorded("sync")
+assert len(syncs) == 1, f"syncs recorded: {syncs}"
+assert syncs[0]["bytes"] == 12 and syncs[0]["parameters"] == 1 and syncs[0]["backend"] == "gloo", syncs
+print("the sync is recorded:", syncs[0]["bytes"], "bytes")
+"""
+
 
 def test_a_worker_says_what_it_holds(proves):
     proves(WORKER, "has no attribute 'weight_pieces'")
 
 
-def test_a_sync_is_recorded(proves):
-    proves(TRAINER, r"syncs recorded: \[\]")
+@pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(SECTIONS, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
+        pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+    ],
+)
+def test_a_sync_is_recorded(proves, probe):
+    proves(probe, r"syncs recorded: \[\]")

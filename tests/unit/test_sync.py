@@ -1,6 +1,7 @@
 """What needs no torch; a group of real processes is in tests/cluster."""
 
 import sys
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -29,6 +30,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, f"{names[-1]}.pynccl", fake)
     monkeypatch.setitem(sys.modules, "vllm.distributed.utils", fake)
+    monkeypatch.setattr(sys.modules["vllm.distributed"], "utils", fake, raising=False)
     torch = MagicMock()
     torch.version.cuda = "12.8"
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -60,6 +62,27 @@ def test_nccl_on_a_gpu_is_upstreams_communicator(vllm: MagicMock) -> None:
     tensor, stream = MagicMock(), MagicMock()
     group.broadcast(tensor, src=0, stream=stream)
     vllm.PyNcclCommunicator.return_value.broadcast.assert_called_once_with(tensor, src=0, stream=stream)
+
+
+def test_nccl_where_vllm_has_no_communicator_for_others_is_torchs(
+    vllm: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del vllm.StatelessProcessGroup
+    upstream = MagicMock()
+    for name in ("openrlhf", "openrlhf.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "openrlhf.utils.distributed_util", upstream)
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "7")
+    group = sync.create_group("10.0.0.1", 1234, 2, 3, 0, "nccl")
+    assert group.__class__ is sync.TorchNcclGroup
+    upstream.init_process_group.assert_called_once_with(
+        backend="nccl",
+        init_method="tcp://10.0.0.1:1234",
+        timeout=timedelta(seconds=7),
+        world_size=3,
+        rank=2,
+        group_name="openrlhf",
+    )
 
 
 def test_a_communicator_that_would_do_nothing_is_an_error(vllm: MagicMock) -> None:

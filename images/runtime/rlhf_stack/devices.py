@@ -5,6 +5,7 @@ image without a usable GPU fails as upstream does instead of training on the CPU
 """
 
 import os
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 GPU_ID = "RLHF_STACK_GPU_ID"  # set for the child processes of an engine actor, never by users
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 Handle = tuple[Callable[..., "torch.Tensor"], tuple[Any, ...]]
@@ -93,7 +95,10 @@ def physical_gpu_id() -> str:
     if is_gpu():
         import torch
 
-        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        index = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(index)
+        # torch 2.3 knows no UUIDs
+        return str(getattr(properties, "uuid", f"{socket.gethostname()}:{_visible_device(index)}"))
     inherited = os.environ.get(GPU_ID)
     if inherited is not None:
         return inherited
@@ -107,6 +112,13 @@ def physical_gpu_id() -> str:
             "start the node with `ray start --num-gpus N`"
         )
     return f"{context.get_node_id()}:{ids[0]}"
+
+
+def _visible_device(index: int) -> str:
+    """What device ``index`` of this process is called where devices are made visible by a variable."""
+    visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
+    names = visible.split(",") if visible else []
+    return names[index] if index < len(names) else str(index)
 
 
 def export_physical_gpu_id(executor: str | None) -> None:

@@ -1,5 +1,6 @@
 """What this distribution adds to OpenRLHF's engine actor and to the vLLM workers behind it."""
 
+import importlib
 import os
 import socket
 from collections.abc import Sequence
@@ -8,9 +9,11 @@ from typing import Any
 from rlhf_stack import checksum, devices, settings
 from rlhf_stack.repeatable import RequestSeeds
 
+WORKERS = {"cuda": ("vllm.worker.worker", "Worker"), "cpu": ("vllm.worker.cpu_worker", "CPUWorker")}
+
 
 class EngineHooks:
-    """A base of ``RolloutRayActor``, which drives one vLLM engine in ``self.llm``."""
+    """A base of ``RolloutRayActor``, which drives one asynchronous vLLM engine in ``self.llm``."""
 
     llm: Any
     kwargs: dict[str, Any]
@@ -31,10 +34,60 @@ class EngineHooks:
 
     async def where(self) -> list[dict[str, Any]]:
         """`WorkerHooks.where` of each worker; child processes of this actor are on its own node."""
-        import ray
+        return [_own_place() | worker for worker in await self.call_workers("where")]
 
-        own = {"node": ray.util.get_node_ip_address(), "node_id": ray.get_runtime_context().get_node_id()}
-        return [own | worker for worker in await self.call_workers("where")]
+
+class BlockingEngineHooks:
+    """A base of ``LLMRayActor``, which drives one ``vllm.LLM`` in ``self.llm`` (vLLM 0.4).
+
+    Nothing here is asynchronous: one such method would make Ray run all of the actor's in an event loop.
+    """
+
+    llm: Any
+    _request_seeds: RequestSeeds
+
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""
+        executor = self.llm.llm_engine.model_executor
+        if hasattr(executor, "_run_workers"):  # several workers: the first is in this process
+            results: list[Any] = executor._run_workers(method, *arguments)
+            return results
+        return [getattr(executor.driver_worker, method)(*arguments)]
+
+    def where(self) -> list[dict[str, Any]]:
+        """`WorkerHooks.where` of each worker; those in this process are on its own node."""
+        return [_own_place() | worker for worker in self.call_workers("where")]
+
+    def repeatable_requests(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of ``LLM.generate``, with a seed for each request if runs have to be repeatable."""
+        parameters = arguments.get("sampling_params")
+        if not settings.flag(settings.REPEATABLE) or parameters is None or parameters.seed is not None:
+            return arguments
+        if not hasattr(self, "_request_seeds"):
+            self._request_seeds = RequestSeeds(self.llm.llm_engine.model_config.seed)
+        each = [parameters.clone() for _ in arguments["prompt_token_ids"]]
+        for one, tokens in zip(each, arguments["prompt_token_ids"], strict=True):
+            one.seed = self._request_seeds.next(tokens)
+        return arguments | {"sampling_params": each}
+
+
+def worker_class() -> Any:
+    """The class of vLLM 0.4 whose instances are an engine's workers on this accelerator."""
+    module, name = WORKERS[devices.device_type()]
+    return getattr(importlib.import_module(module), name)
+
+
+def use_worker_class(replacement: type) -> None:
+    """Let vLLM 0.4 make an engine's only worker of ``replacement``, a subclass of `worker_class`."""
+    module, name = WORKERS[devices.device_type()]
+    setattr(importlib.import_module(module), name, replacement)
+
+
+def _own_place() -> dict[str, Any]:
+    """The node of this process, which must be a Ray actor."""
+    import ray
+
+    return {"node": ray.util.get_node_ip_address(), "node_id": ray.get_runtime_context().get_node_id()}
 
 
 class WorkerHooks:
@@ -55,8 +108,7 @@ class WorkerHooks:
             "pid": os.getpid(),
         }
         if ray.is_initialized():  # a Ray actor, and not a child process of one
-            answer["node"] = ray.util.get_node_ip_address()
-            answer["node_id"] = ray.get_runtime_context().get_node_id()
+            answer |= _own_place()
         return answer
 
     def weight_pieces(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:

@@ -44,6 +44,12 @@ def seed_prompts(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+def order(items: list[Any]) -> None:
+    """Sort what a critic trains on, in place, if runs have to be repeatable: ranks send it as they finish."""
+    if settings.flag(settings.REPEATABLE):
+        items.sort(key=lambda item: list(item.sequences.tolist()))
+
+
 def wait(pending: list[Any]) -> tuple[list[Any], list[Any]]:
     """Answers that are ready, and the rest, as ``ray.wait`` for one; repeatable: the first or none."""
     import ray

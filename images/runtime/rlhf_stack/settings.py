@@ -6,6 +6,7 @@ ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # set by the image, not by users
 EVENTS = "RLHF_STACK_EVENTS"
 VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"
+SYNC_BACKEND = "RLHF_STACK_SYNC_BACKEND"
 SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
@@ -32,6 +33,11 @@ def seconds(name: str, default: float) -> float:
     if not 0 < number < float("inf"):
         raise ValueError(f"{name}={value!r}: expected a number of seconds greater than 0")
     return number
+
+
+def sync_backend(default: str) -> str:
+    """The group that sends weights to engines where no flag names one; ``default`` is upstream's."""
+    return os.environ.get(SYNC_BACKEND) or default
 
 
 def sync_timeout() -> float:

@@ -54,7 +54,10 @@ def create_group(host: str, port: int, rank: int, world: int, device: Any, backe
     """
     check_backend(backend, with_ray=False)
     if backend == "nccl" and devices.is_gpu():
-        return NcclGroup(host, port, rank, world, device)
+        from vllm.distributed import utils
+
+        nccl = NcclGroup if hasattr(utils, "StatelessProcessGroup") else TorchNcclGroup
+        return nccl(host, port, rank, world, device)
     if backend == "nccl" and rank == 0:
         logger.warning("weight sync uses gloo: --vllm.sync_backend nccl needs GPUs and this image has none")
     return GlooGroup(host, port, rank, world)
@@ -111,6 +114,32 @@ class NcclGroup:
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         self._communicator.broadcast(tensor, src=src, stream=stream)
+
+
+class TorchNcclGroup:
+    """torch's NCCL group, as upstream makes it where vLLM has no communicator for others (vLLM 0.4).
+
+    A broadcast that is not done within the deadline ends the process: torch's watchdog sees to it.
+    """
+
+    name = "nccl"
+
+    def __init__(self, host: str, port: int, rank: int, world: int, device: Any) -> None:  # noqa: ARG002
+        from openrlhf.utils.distributed_util import init_process_group
+
+        self._group = init_process_group(
+            backend="nccl",
+            init_method=f"tcp://{host}:{port}",
+            timeout=timedelta(seconds=settings.sync_timeout()),
+            world_size=world,
+            rank=rank,
+            group_name="openrlhf",
+        )
+
+    def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:  # noqa: ARG002
+        import torch.distributed as dist
+
+        dist.broadcast(tensor, src, group=self._group)
 
 
 class GlooGroup:

@@ -1,7 +1,7 @@
 """A model, a tokenizer and prompts small enough to train on two cores, made on the spot from a seed.
 
-``python -m rlhf_stack.tiny --out DIR --seed 0`` writes DIR/model and DIR/prompts.jsonl;
-`train_arguments` is how OpenRLHF's ``train_ppo_ray`` is called on them.
+``python -m rlhf_stack.tiny --out DIR --seed 0`` writes DIR/model, DIR/prompts.jsonl and, for an OpenRLHF
+whose reward is a model's, DIR/reward; `rlhf_stack.tiny_run` is how ``train_ppo_ray`` is called on them.
 """
 
 import argparse
@@ -9,34 +9,24 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlhf_stack import digit_reward
+from rlhf_stack import digit_reward_model, tiny_run
 
-LAYOUTS = {
-    # actor: one node with two GPUs; one engine, tensor-parallel over the two GPUs of the other node
-    "separate": [
-        *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2"),
-        *("--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"),
-    ],
-    # everything on the same four GPUs of two nodes; an engine a node, asleep while the actor trains
-    "hybrid": [
-        *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"),
-        *("--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"),
-    ],
-}
-PROMPTS_PER_STEP = 8
-SAMPLES_PER_PROMPT = 8
-BATCH = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
 VOCABULARY = 512
-LENGTH = 64
+HIDDEN = 64
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
 NAMES = ("What is", "Add", "Say", "Compute", "How much is")
 
 
 def make(out: Path, seed: int, steps: int, layers: int = 2) -> None:
     """Write a random Qwen2 of ``layers`` layers (about 150,000 parameters), its tokenizer and prompts."""
-    make_model(out / "model", seed, layers)
-    rows = [json.dumps({"input": prompt, "label": ""}) for prompt in prompts(seed, steps * PROMPTS_PER_STEP)]
+    generation = tiny_run.installed()
+    tokenizer = make_model(out / "model", seed, layers, generation.heads)
+    if generation.reward_model:
+        digit_reward_model.make(out / "reward", tokenizer, VOCABULARY)
+    count = steps * tiny_run.PROMPTS_PER_STEP
+    rows = [json.dumps({"input": prompt, "label": ""}) for prompt in prompts(seed, count)]
     (out / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
@@ -47,8 +37,8 @@ def prompts(seed: int, count: int) -> Iterator[str]:
         yield f"{choose.choice(NAMES)} {choose.randrange(60)} + {choose.randrange(60)}? Answer:"
 
 
-def make_model(out: Path, seed: int, layers: int = 2) -> None:
-    """Write model and tokenizer; the same seed gives the same weights."""
+def make_model(out: Path, seed: int, layers: int, heads: int) -> Any:
+    """Write model and tokenizer, and return the tokenizer; the same seed gives the same weights."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -66,12 +56,12 @@ def make_model(out: Path, seed: int, layers: int = 2) -> None:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=HIDDEN,
         intermediate_size=128,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=HIDDEN // heads,
         max_position_embeddings=256,
         pad_token_id=0,
         eos_token_id=1,
@@ -79,37 +69,7 @@ def make_model(out: Path, seed: int, layers: int = 2) -> None:
         tie_word_embeddings=False,
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
-
-
-def train_arguments(layout: str, directory: Path, steps: int, seed: int) -> list[str]:
-    """The arguments of ``openrlhf.cli.train_ppo_ray`` for ``steps`` optimiser steps on what `make` wrote.
-
-    ``layout`` is one of `LAYOUTS`, each for two nodes with two GPUs. ``directory`` must be the same path on
-    every node.
-    """
-    return [
-        *LAYOUTS[layout],
-        *("--actor.model_name_or_path", str(directory / "model")),
-        *("--data.prompt_dataset", str(directory / "prompts.jsonl")),
-        *("--data.input_key", "input", "--data.label_key", "label"),
-        *("--data.max_samples", str(steps * PROMPTS_PER_STEP), "--data.max_len", str(LENGTH)),
-        *("--reward.remote_url", digit_reward.__file__),
-        *(
-            "--rollout.batch_size",
-            str(PROMPTS_PER_STEP),
-            "--rollout.n_samples_per_prompt",
-            str(SAMPLES_PER_PROMPT),
-        ),
-        *("--rollout.micro_batch_size", "16", "--rollout.max_new_tokens", "16"),
-        *("--train.batch_size", str(BATCH), "--train.micro_batch_size", "16", "--train.seed", str(seed)),
-        *("--algo.advantage.estimator", "reinforce_baseline", "--algo.kl.init_coef", "0"),
-        *("--algo.advantage.is_correction_level", "token"),
-        *("--actor.adam.lr", "1e-2", "--actor.lr_scheduler", "constant", "--actor.lr_warmup_ratio", "0"),
-        *("--ds.attn_implementation", "eager"),
-        *("--vllm.tensor_parallel_size", "2", "--vllm.enforce_eager"),
-        *("--vllm.gpu_memory_utilization", "0.1"),
-        *("--ckpt.output_dir", str(directory / "trained"), "--ckpt.path", str(directory / "checkpoints")),
-    ]
+    return tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,8 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from rlhf_stack import events, settings, sync
@@ -48,11 +49,22 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         _verify(trainer, index, is_root)
 
 
+def recorded(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A method of ``ActorPPOTrainer`` that syncs, with `recorded_sync` around it."""
+
+    @wraps(method)
+    def synced(trainer: Any) -> None:
+        with recorded_sync(trainer):
+            method(trainer)
+
+    return synced
+
+
 def _verify(trainer: Any, index: int, is_root: bool) -> None:
     import deepspeed
 
-    arguments = trainer.strategy.args
-    if arguments.ds.tensor_parallel_size > 1:
+    deepspeed_arguments = _section(trainer.strategy.args, "ds")
+    if getattr(deepspeed_arguments, "tensor_parallel_size", 1) > 1:
         raise NotImplementedError(
             f"{settings.VERIFY_SYNC}=1 does not know DeepSpeed's tensor parallelism "
             "(--ds.tensor_parallel_size > 1): leave one of them out"
@@ -69,7 +81,7 @@ def _verify(trainer: Any, index: int, is_root: bool) -> None:
         pieces = [[_by_name(rank) for rank in ranks] for ranks in answers]
     found: list[Difference] = []
     for name, parameter in parameters:
-        with deepspeed.zero.GatheredParameters([parameter], enabled=arguments.ds.zero_stage == ZERO_3):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=deepspeed_arguments.zero_stage == ZERO_3):
             if is_root:
                 held = [[rank.get(name, []) for rank in ranks] for ranks in pieces]
                 found += differences(name, parameter.data, held)
@@ -109,13 +121,18 @@ def _synced(trainer: Any) -> list[tuple[str, Any]]:
     return [(n, p) for n, p in trainer.actor.model.module.named_parameters() if p.requires_grad or not is_vlm]
 
 
+def _section(arguments: Any, name: str) -> Any:
+    """A section of OpenRLHF's arguments; older releases have all of them in one."""
+    return getattr(arguments, name, arguments)
+
+
 def _shape(parameter: Any) -> Any:
     """The whole parameter's torch.Size, also if ZeRO-3 keeps only a part of it here."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _backend(trainer: Any) -> str:
-    if trainer.use_cuda_ipc:
+    if getattr(trainer, "use_cuda_ipc", False):  # older releases have no such way
         return "ipc"
     group = trainer._model_update_group
     return f"ray:{trainer.strategy.args.vllm.sync_backend}" if isinstance(group, str) else str(group.name)

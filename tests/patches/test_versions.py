@@ -1,0 +1,25 @@
+import pytest
+
+PROBE = """
+class LLM:
+    def __init__(self, *_, **__):
+        from vllm.worker.cpu_worker import CPUWorker
+
+        self.worker = CPUWorker
+
+
+pretend_flash_attn()
+import vllm
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor
+
+vllm.LLM = LLM
+Actor = LLMRayActor.__ray_metadata__.modified_class
+vllm.__version__ = "0.10.0"
+Actor("model", tensor_parallel_size=1)
+print("0.10.0 is newer than 0.4.1")
+"""
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_a_newer_vllm_is_newer(proves):
+    proves(PROBE, r"OpenRLHF only supports vLLM >= 0.4.1")
