@@ -111,6 +111,19 @@ def patches(session: nox.Session, cell: str) -> None:
 
 @nox.session
 @for_cell
+def registry(session: nox.Session, cell: str) -> None:
+    """Push to a registry on this machine, pull from it, build FROM the image; test what comes out."""
+    _with_docker(session, "scripts.hosttests", "registry", cell, *session.posargs)
+
+
+@nox.session
+def publish(session: nox.Session) -> None:
+    """Push the tested images to a registry (-- REGISTRY/REPO [--cell CELL])."""
+    _with_docker(session, "scripts.publish", *session.posargs)
+
+
+@nox.session
+@for_cell
 def demo(session: nox.Session, cell: str) -> None:
     """Train with the real stack on two nodes, from nothing; the report is build/demo/report.json."""
     _with_docker(session, "scripts.demo", cell, *session.posargs)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,10 +39,13 @@ APART = ("docker-cli", "docker-buildx")
 SETUP = "bash scripts/nox.sh -s base"
 
 
-def client() -> docker.DockerClient:
-    """A client of the engine, which has answered; a `Problem` says why there is none and what to do."""
+def client(seconds: int = ANSWER_SECONDS) -> docker.DockerClient:
+    """A client of the engine, which has answered; a `Problem` says why there is none and what to do.
+
+    The engine may be silent for ``seconds`` in each of its answers.
+    """
     try:
-        found = docker.from_env(timeout=ANSWER_SECONDS)
+        found = docker.from_env(timeout=seconds)
         found.ping()
     except (DockerException, OSError, ValueError) as error:
         raise Problem(explain(error, os.environ, installed())) from None
@@ -194,6 +198,25 @@ def install(packages: Sequence[str]) -> None:
         _apt_get(prefix, ["install", "--no-install-recommends", *names], packages)
 
 
+def unpack(package: str, folder: Path) -> None:
+    """Unpack a Debian package into ``folder`` without installing it, so that no service of it starts.
+
+    Needs no root where apt has its lists. A `Problem` says why it cannot be had.
+    """
+    if not _is_debian(OS_RELEASE.read_text(encoding="utf-8") if OS_RELEASE.exists() else ""):
+        raise Problem(f"this needs Debian's package {package}: install it with your system's tools")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        download = ["apt-get", "--quiet", "--yes", "download", package]
+        done = _result(download, Path(temporary))
+        if done.returncode:
+            _apt_get(_as_root(_wish([package])), ["update"], [package])
+            done = _result(download, Path(temporary))
+        found = list(Path(temporary).glob("*.deb"))
+        if not found or not _succeeds(["dpkg-deb", "--extract", str(found[0]), str(folder)]):
+            raise Problem(f"apt-get download {package} failed ({_last(done)}); {_wish([package])}")
+
+
 def offered(packages: Sequence[str], prints: Callable[[Sequence[str]], str]) -> list[str]:
     """``packages`` without those `APART` that this release does not have."""
     return [name for name in packages if name not in APART or prints(["apt-cache", "show", name])]
@@ -218,8 +241,11 @@ def _apt_get(prefix: Sequence[str], arguments: Sequence[str], packages: Sequence
         timeout=INSTALL_SECONDS,
     )
     if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise Problem(f"apt-get {arguments[0]} failed ({last}); {_wish(packages)}")
+        raise Problem(f"apt-get {arguments[0]} failed ({_last(done)}); {_wish(packages)}")
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
 
 
 def start() -> None:
@@ -297,10 +323,11 @@ def _prints(command: Sequence[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _result(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _result(command: Sequence[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

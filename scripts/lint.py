@@ -19,6 +19,11 @@ def shell_scripts(files: Iterable[Path]) -> list[Path]:
     return sorted(file for file in files if file.is_file() and _first_line(file).startswith(SHELLS))
 
 
+def dockerfiles(files: Iterable[Path]) -> list[Path]:
+    """Those of ``files`` that docker builds."""
+    return sorted(file for file in files if file.name == "Dockerfile")
+
+
 def tracked() -> list[Path]:
     """The files of the repository, those not yet added among them."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -34,7 +39,7 @@ def checks() -> dict[str, list[str]]:
         "ruff format": ["ruff", "format", "--quiet", "--check"],
         "mypy": ["mypy", "--no-error-summary"],
         "shellcheck": ["shellcheck", "--severity=warning", *map(str, shell_scripts(tracked()))],
-        "hadolint": ["hadolint", "--failure-threshold=warning", "images/Dockerfile"],
+        "hadolint": ["hadolint", "--failure-threshold=warning", *map(str, dockerfiles(tracked()))],
         "table of cells": [*python, "scripts.catalogue", "--check"],
         "schema": [*python, "scripts.matrix", "schema", "--check"],
         "patches": [*python, "scripts.patches"],

@@ -138,6 +138,11 @@ def lacking(cell: Cell, found: Mapping[str, Record]) -> list[str]:
     return reasons
 
 
+def now() -> datetime.datetime:
+    """This second, in UTC."""
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+
+
 @contextmanager
 def kept(cell: str, image: str, suite: str, records: Path = RECORDS) -> Iterator[Tally]:
     """Time a suite and keep what it counted. An exception is a failure; interrupted, it leaves no record."""
@@ -163,7 +168,7 @@ def kept(cell: str, image: str, suite: str, records: Path = RECORDS) -> Iterator
                 skipped=tally.skipped,
                 seconds=round(time.monotonic() - start, 1),
                 revision=tests,
-                when=datetime.datetime.now(datetime.UTC).replace(microsecond=0),
+                when=now(),
                 proofs=tuple(tally.proofs),
             )
             write(record, records)

@@ -1,0 +1,70 @@
+"""A registry on this machine, and small images in the place of a cell's, of which nothing stays behind."""
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import msgspec
+import pytest
+from docker.models.images import Image
+
+from scripts import bake, records
+from scripts.matrix import ROOT, Cell
+from scripts.publish import Item
+from tests.registry import server
+from tests.registry.images import Make, layer, remove
+
+
+@pytest.fixture(scope="session")
+def registry() -> Iterator[server.Registry]:
+    """A registry that lets everybody push."""
+    with (
+        tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="registry-") as folder,
+        server.running(Path(folder)) as running,
+    ):
+        yield running
+
+
+@pytest.fixture
+def repo(registry: server.Registry) -> str:
+    """A repository that no other test has pushed to."""
+    return f"{registry.host}/tests/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Where the test records of the small images are."""
+    return tmp_path / "records"
+
+
+@pytest.fixture
+def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
+    """Make a small image that says of itself what the cell's would, and has all records.
+
+    The arguments are labels that differ (``stand_in="torch"``), ``release``, and ``revision``.
+    """
+    made: list[Image] = []
+
+    def _make(release: str = cell.release, revision: str | None = None, stand_in: str = "") -> Item:
+        tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
+        changed = msgspec.structs.replace(cell, release=release, tag=tag)
+        labels = bake.labels(changed, revision or bake.revision().removesuffix(records.DIRTY), "base", [])
+        labels |= {f"{bake.NAMESPACE}.stand-in": stand_in} if stand_in else {}
+        lines = [f"LABEL {name}={bake.quoted(value)}" for name, value in labels.items()]
+        repository, _, name = tag.partition(":")
+        client.api.import_image_from_data(layer(), repository=repository, tag=name, changes=lines)
+        image = client.images.get(tag)
+        made.append(image)
+        for suite in records.required(changed):
+            with records.kept(cell.id, str(image.id), suite, kept) as tally:
+                tally.passed = 1
+            done = records.read(str(image.id), kept)[suite]
+            clean = done.revision.removesuffix(records.DIRTY)
+            records.write(msgspec.structs.replace(done, revision=clean), kept)
+        return Item(changed, image)
+
+    yield _make
+    for image in made:
+        remove(client, str(image.id))

@@ -1,0 +1,37 @@
+"""Small images that tests make, and the end of them."""
+
+import io
+import os
+import tarfile
+from collections.abc import Callable
+
+import docker
+import docker.errors
+
+from scripts.publish import Item
+
+Make = Callable[..., Item]
+LAYER_BYTES = 3_000_000
+
+
+def layer() -> bytes:
+    """A root filesystem with one file of random bytes, as a tar."""
+    content, packed = os.urandom(LAYER_BYTES), io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("content")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def remove(client: docker.DockerClient, image: str) -> None:
+    """Remove an image with every name that it has here, if it is here."""
+    try:
+        found = client.images.get(image)
+    except docker.errors.ImageNotFound:
+        return
+    for name in (*found.tags, *found.attrs["RepoDigests"]):
+        try:
+            client.images.remove(name)
+        except docker.errors.ImageNotFound:  # a digest goes with the last tag of its repository
+            continue
