@@ -30,6 +30,8 @@ SESSIONS = [
     "cluster",
     "network",
     "patches",
+    "registry",
+    "publish",
     "demo",
     "tests",
 ]
