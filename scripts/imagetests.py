@@ -116,6 +116,7 @@ def pristine(cell: Cell) -> Path:
                 if not entry.is_dir():
                     (folder / inside).parent.mkdir(parents=True, exist_ok=True)
                     (folder / inside).write_bytes(archive.read(entry))
+                    (folder / inside).chmod((entry.external_attr >> 16) & 0o777 or 0o644)  # Ray starts some
         stamp.touch()
     return folder
 

@@ -6,10 +6,10 @@ image without a usable GPU fails as upstream does instead of training on the CPU
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack import settings
+from rlhf_stack import settings, visible
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,39 @@ def is_gpu() -> bool:
     import torch
 
     return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def kind() -> visible.Kind:
+    """Whose rules the visible devices of this process follow; the image says it, else how torch was built."""
+    if (accelerator := settings.accelerator()) is not None:
+        return "rocm" if accelerator == "rocm" else "cuda"
+    import torch
+
+    return "cuda" if torch.version.hip is None else "rocm"
+
+
+def local_rank() -> int:
+    """The ordinal of the GPU that Ray assigned to this actor among those that this process sees.
+
+    It holds whether Ray restricted the process or was told not to by one of its NOSET variables. 0 on a CPU,
+    outside of Ray, and without a GPU from Ray. `visible.Disagreement` names two variables that cannot both
+    hold.
+    """
+    if not is_gpu():
+        return 0
+    import ray
+
+    if not ray.is_initialized() or not (assigned := ray.get_gpu_ids()):
+        return 0
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    variable = get_accelerator_manager_for_resource("GPU").get_visible_accelerator_ids_env_var()
+    return visible.ordinal(str(assigned[0]), os.environ, kind(), variable)
+
+
+def restricted_to(gpu_ids: Sequence[object]) -> dict[str, str]:
+    """The variables with which an engine worker sees the GPUs ``gpu_ids`` of its node, in this order."""
+    return visible.restricted(gpu_ids, kind())
 
 
 def device_type() -> str:

@@ -1,0 +1,312 @@
+"""Real Ray actors on machines with eight GPUs that do not exist: on which of them would each compute?
+
+What a process sees follows from its variables (`rlhf_stack.visible.seen`), and its device is the one that it
+would take of these. AMD's GPUs are found by a ``rocm-smi`` of these tests.
+"""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import pytest
+
+NOSET_CUDA = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+NOSET_ROCR = "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES"
+RAY = importlib.metadata.version("ray").split("+")[0]
+VLLM_042 = importlib.util.find_spec("vllm.executor.ray_gpu_executor") is not None
+AMD_RAY = pytest.mark.skipif(
+    RAY != "2.12.0", reason="of the releases here only Ray 2.12.0 has this AMD support"
+)
+OLD_RAY = pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is carried as released")
+OLD_VLLM = pytest.mark.skipif(not VLLM_042, reason="this vLLM places its workers otherwise")
+
+NODE = """
+import ast
+import logging
+import socket
+import tempfile
+
+import ray
+from rlhf_stack import devices, settings, visible
+
+KIND = os.environ[settings.ACCELERATOR]
+TRAINERS = ("DistributedTorchRayActor", "BaseDistributedActor")
+
+
+def start(gpus):
+    os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+    ray.init(
+        num_cpus=8,
+        num_gpus=gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=100 << 20,
+        _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
+    )
+
+
+def seen():
+    return visible.seen(os.environ, KIND, 8)
+
+
+def taken(ordinal):
+    return seen()[ordinal] if ordinal < len(seen()) else f"none: GPU {ordinal} of {len(seen())} visible"
+
+
+def meant(gpu):
+    below = {name: value for name, value in os.environ.items() if name == visible.ROCR}
+    named = visible.seen(below | {visible.CUDA: str(gpu)}, KIND, 8)
+    return named[0] if named else f"none: {gpu}"
+
+
+def trainer_class():
+    # OpenRLHF's own class, without the models that its module imports.
+    folder = Path(importlib.util.find_spec("openrlhf").submodule_search_locations[0]) / "trainer" / "ray"
+    names = {"os": os, "logging": logging, "socket": socket, "ray": ray, "devices": devices}
+    if (folder / "utils.py").exists():
+        names |= vars(load("openrlhf/trainer/ray/utils.py", "utils"))
+    tree = ast.parse((folder / "launcher.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in TRAINERS]
+    exec(compile(tree, "launcher", "exec"), names)
+    return next(names[name] for name in TRAINERS if name in names)
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def device(self):
+        trainer = trainer_class()
+        local = (0,) if trainer.__name__ == TRAINERS[0] else ()
+        trainer(1, 0, *local, "127.0.0.1", 1)
+        return meant(ray.get_gpu_ids()[0]), taken(int(os.environ["LOCAL_RANK"]))
+
+
+@ray.remote(num_cpus=0)
+class Own:
+    def device(self):
+        return meant(ray.get_gpu_ids()[0]), taken(0)
+
+
+def check(title, found):
+    right = [assigned for assigned, _ in found]
+    assert [device for _, device in found] == right, f"{title}: (Ray's GPU, taken GPU): {found}"
+    assert len(set(right)) == len(right), right
+"""
+
+RANKS = """
+start(len(seen()))
+half = len(seen()) // 2
+trainers = [Trainer.options(num_gpus=1).remote() for _ in range(half)]
+check("trainer ranks", ray.get([actor.device.remote() for actor in trainers]))
+if os.environ.get(visible.NOSET) != "1":
+    own = [Own.options(num_gpus=1).remote() for _ in range(half)]
+    check("users' own actors", ray.get([actor.device.remote() for actor in own]))
+print("trainer ranks and users' own actors compute on the GPUs that Ray assigned")
+"""
+
+ENGINES = """
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class Worker:
+    # vLLM's worker, without what needs a GPU.
+    def __init__(self, local_rank, **_):
+        self.local_rank = local_rank
+
+    def init_device(self):
+        pass
+
+    def load_model(self):
+        pass
+
+    def device(self):
+        return taken(self.local_rank)
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    # vLLM's own executors.
+    def __init__(self, size):
+        import vllm.executor.gpu_executor as one
+        import vllm.executor.ray_gpu_executor as several
+
+        class Wrapper(several.RayWorkerWrapper):
+            def init_worker(self, **arguments):
+                self.worker = Worker(**arguments)
+
+        one.WorkerWrapperBase = several.RayWorkerWrapper = Wrapper
+        executor = one.GPUExecutor if size == 1 else several.RayGPUExecutor
+        self.executor = executor.__new__(executor)
+        self.executor.parallel_config = types.SimpleNamespace(
+            world_size=size,
+            tensor_parallel_size=size,
+            ray_workers_use_nsight=False,
+            max_parallel_loading_workers=None,
+        )
+        self.executor.model_config = types.SimpleNamespace(trust_remote_code=False)
+        self.executor._get_worker_kwargs = lambda local_rank=0, *_, **__: {"local_rank": local_rank}
+        if size == 1:
+            self.executor._init_non_spec_worker()
+        else:
+            self.executor._init_workers_ray(ray.util.get_current_placement_group())
+
+    def devices(self):
+        if ray.get_gpu_ids():
+            return [(meant(ray.get_gpu_ids()[0]), self.executor.driver_worker.device())]
+        ranks = [self.executor.driver_dummy_worker, *self.executor.workers]
+        gpus = ray.get([rank.get_node_and_gpu_ids.remote() for rank in ranks])
+        return [
+            (meant(assigned[0]), device)
+            for (_, assigned), device in zip(gpus, self.executor._run_workers("device"), strict=True)
+        ]
+
+
+start(len(seen()))
+engines = [Engine.options(num_gpus=1).remote(1)]
+for size in (2, 4):
+    group = placement_group([{"GPU": 1, "CPU": 1}] * size)
+    ray.get(group.ready(), timeout=60)
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_capture_child_tasks=True, placement_group_bundle_index=0
+    )
+    engines.append(Engine.options(num_gpus=0, scheduling_strategy=strategy).remote(size))
+check("engine workers", sum(ray.get([engine.devices.remote() for engine in engines]), []))
+print("engines with tensor parallelism 1, 2 and 4 compute on the GPUs that Ray assigned")
+"""
+
+DETECTION = """
+from ray._private.accelerators import AMDGPUAcceleratorManager as amd
+
+found = amd.get_current_node_num_accelerators()
+assert found == int(os.environ["EXPECTED"]), f"{found} GPUs were found"
+product = amd.get_current_node_accelerator_type()
+assert product == (os.environ.get("PRODUCT") or None), "the product is unknown"
+assert not Path("evaluated").exists(), "what rocm-smi printed was evaluated"
+print(found, "AMD GPUs")
+"""
+
+FOUND_BY_OLD_RAY = """
+from ray._private.accelerators import NvidiaGPUAcceleratorManager as manager
+
+found = manager.get_current_node_num_accelerators()
+assert found == 8, f"{found} GPUs were found"
+print(found, "GPUs")
+"""
+
+JOIN = """
+import torch
+
+torch.version.hip = "6.1"
+from vllm.executor.ray_utils import initialize_ray_cluster
+
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(True, head_node_args={"num_gpus": 2, "num_cpus": 1})
+os.environ["RAY_ADDRESS"] = cluster.address
+config = types.SimpleNamespace(world_size=2, placement_group=None)
+initialize_ray_cluster(config)
+assert config.placement_group.bundle_count == 2
+ray.shutdown()
+cluster.shutdown()
+print("vLLM joined the cluster")
+"""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that makes this a machine for "rocm" or "cuda", with further variables."""
+
+    def make(kind, **variables):
+        for name in (
+            "CUDA_VISIBLE_DEVICES",
+            "HIP_VISIBLE_DEVICES",
+            "ROCR_VISIBLE_DEVICES",
+            NOSET_CUDA,
+            NOSET_ROCR,
+        ):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("RLHF_STACK_ACCELERATOR", kind)
+        if kind == "rocm":
+            monkeypatch.setenv("PATH", f"{Path(__file__).with_name('rocm')}:{os.environ['PATH']}")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+@OLD_RAY
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({NOSET_ROCR: "1"}, marks=AMD_RAY),
+        {"HIP_VISIBLE_DEVICES": "6,4,1,3"},
+        {"CUDA_VISIBLE_DEVICES": "6,4,1,3", NOSET_CUDA: "1", NOSET_ROCR: "1"},
+        {"HIP_VISIBLE_DEVICES": "1,0,2,3", "ROCR_VISIBLE_DEVICES": "7,5,3,1"},
+    ],
+    ids=str,
+)
+def test_on_rocm_each_process_computes_on_the_gpu_that_ray_assigned(proves, machine, variables):
+    machine("rocm", **variables)
+    proves(f"{NODE}\n{RANKS}", "taken GPU")
+
+
+@OLD_RAY
+def test_0_in_a_noset_variable_is_off(proves, machine):
+    machine("cuda", **{NOSET_CUDA: "0", "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
+    proves(f"{NODE}\n{RANKS}", "taken GPU")
+
+
+@pytest.mark.skipif(RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell knows no NOSET variable")
+@pytest.mark.parametrize("noset", ["0", "1"])
+def test_a_local_rank_is_not_a_gpus_name(proves, machine, noset):
+    machine("cuda", **{NOSET_CUDA: noset, "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
+    proves(f"{NODE}\n{RANKS}", "none: GPU 6 of")
+
+
+@OLD_VLLM
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({}, marks=AMD_RAY),
+        {"HIP_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"},
+        {"ROCR_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0", NOSET_CUDA: "1", NOSET_ROCR: "1"},
+    ],
+    ids=str,
+)
+def test_on_rocm_each_engine_computes_on_the_gpus_that_ray_assigned(proves, machine, variables):
+    machine("rocm", **variables)
+    proves(f"{NODE}\n{ENGINES}", "taken GPU|Disagreement")
+
+
+@AMD_RAY
+@pytest.mark.parametrize(
+    ("prints", "expected"),
+    [
+        ("WARNING: low power\n\ndevice,Name\ncard0,MI300X\ncard1,MI300X\n", "2"),
+        ("ERROR: no driver\nsee dmesg\nor ask", "0"),
+        ("open('evaluated', 'w')", "0"),
+    ],
+    ids=["warnings around", "no driver", "code"],
+)
+def test_what_rocm_smi_prints_is_no_gpu_unless_it_says_so(proves, machine, prints, expected):
+    machine("rocm", RLHF_TEST_SMI=prints, EXPECTED=expected)
+    proves(DETECTION, "GPUs were found|was evaluated")
+
+
+@AMD_RAY
+def test_the_product_is_known_as_rocm_6_prints_it(proves, machine):
+    machine("rocm", EXPECTED="8", PRODUCT="AMD-Instinct-MI300X-OAM")
+    proves(DETECTION, "the product is unknown")
+
+
+@pytest.mark.skipif(RAY != "2.9.3", reason="newer releases of Ray find AMD's GPUs")
+def test_ray_2_9_3_finds_amd_gpus(proves, machine):
+    machine("rocm")
+    proves(FOUND_BY_OLD_RAY, "0 GPUs were found")
+
+
+@OLD_VLLM
+def test_vllm_joins_a_running_cluster_on_rocm(proves, machine):
+    machine("rocm")
+    proves(f"{NODE}\n{JOIN}", "num_cpus and num_gpus must not be provided")
