@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 180
+SECONDS = 400
 CELL = Path("/etc/rlhf-stack/cell.json")
 PREAMBLE = Path(__file__).with_name("preamble.py").read_text(encoding="utf-8")
 
