@@ -117,6 +117,12 @@ def registry(session: nox.Session, cell: str) -> None:
 
 
 @nox.session
+def catalogue(session: nox.Session) -> None:
+    """Measure the images that are here, and write images/README.md and the README's table (-- --check)."""
+    _with_docker(session, "scripts.catalogue", *session.posargs)
+
+
+@nox.session
 def publish(session: nox.Session) -> None:
     """Push the tested images to a registry (-- REGISTRY/REPO [--cell CELL])."""
     _with_docker(session, "scripts.publish", *session.posargs)

@@ -1,64 +1,140 @@
-"""Write the README's table of cells from the matrix: ``python -m scripts.catalogue [--check]``."""
+"""The catalogue of the images: measured from what is built here, written from what was measured.
+
+``python -m scripts.catalogue`` measures the images that are here and writes ``images/catalogue.json``, then
+``images/README.md`` and the README's table of cells. What was measured of a cell whose image is not here
+stays, until its lock, patches or versions change: then the cell is shown as not built.
+
+``--offline`` asks no engine. ``--check`` writes nothing and fails when a file does not follow from the
+others, or, without ``--offline``, when an image that is here says something else than the catalogue.
+"""
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+import docker
+import docker.errors
+import msgspec
+from docker.models.images import Image
+
+from scripts import engine, facts
+from scripts.facts import Facts
 from scripts.matrix import ROOT, Cell, expand, load
 from scripts.problem import Problem, run
+from scripts.rendering import filled, page
 
 README = ROOT / "README.md"
-BEGIN, END = "<!-- cells: written by python -m scripts.catalogue -->", "<!-- end of cells -->"
-COLUMNS = ("cell", "OpenRLHF", "Ray", "vLLM", "DeepSpeed", "torch", "shown", "not shown", "supported until")
+PAGE = ROOT / "images" / "README.md"
+# Fields that differ between two builds of the same: what the image is called, and how long its tests ran.
+OF_ONE_BUILD = ("image", "revision", "layers", "size", "suites", "proofs")
+SIZE_TOLERANCE = 0.01  # compiled Python differs a little from build to build
 
 
-def row(cell: Cell) -> tuple[str, ...]:
-    """What a reader has to know of a cell, in the order of `COLUMNS`."""
-    name = f"`{cell.id}`{' (default)' if cell.is_default else ''}"
-    versions = [_version(cell, package) for package in ("openrlhf", "ray", "vllm", "deepspeed", "torch")]
-    return (name, *versions, cell.tested.shown, cell.tested.not_shown, str(cell.support.until))
+def texts(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> dict[Path, str]:
+    """The generated files, as they follow from the matrix and the facts."""
+    return {
+        facts.CATALOGUE: facts.dump(known),
+        PAGE: page(cells, known),
+        README: filled(readme, cells, known),
+    }
 
 
-def table(cells: tuple[Cell, ...]) -> str:
-    """The Markdown table."""
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(cell) for cell in cells)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+def still_true(cells: Iterable[Cell], known: Mapping[str, Facts]) -> dict[str, Facts]:
+    """The facts of cells that exist and are not outdated."""
+    return {
+        cell.id: known[cell.id]
+        for cell in cells
+        if cell.id in known and facts.outdated(cell, known[cell.id]) is None
+    }
 
 
-def filled(text: str, cells: tuple[Cell, ...]) -> str:
-    """``text`` with the table between the markers; a `Problem` without both, in order."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise Problem(f"{README.name}: expected the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{table(cells)}\n{END}{after}"
+def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> list[str]:
+    """What does not follow from what, a line each."""
+    reasons = [
+        f"{cell.id} was measured with other {what}: build and test it, then run `nox -s catalogue` "
+        "(which shows it as not built, if it is not)"
+        for cell in cells
+        if cell.id in known and (what := facts.outdated(cell, known[cell.id]))
+    ]
+    ids = {cell.id for cell in cells}
+    reasons += [f"{name} is no cell any more: run `nox -s catalogue`" for name in known if name not in ids]
+    if reasons:
+        return reasons
+    return [
+        f"{path.relative_to(ROOT)} is stale: run python -m scripts.catalogue --offline"
+        for path, text in texts(cells, known, readme).items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
 
 
-def _version(cell: Cell, name: str) -> str:
-    """A version, and where it comes from if that is not the project itself."""
-    package = cell.package(name)
-    return (
-        package.version if package.distribution == name else f"{package.version} (`{package.distribution}`)"
-    )
+def differences(cell: Cell, known: Facts, measured: Facts) -> list[str]:
+    """In what an image that is here is another than the one that the catalogue describes."""
+    before, now = msgspec.structs.asdict(known), msgspec.structs.asdict(measured)
+    found = [name for name in before if name not in OF_ONE_BUILD and before[name] != now[name]]
+    if abs(measured.size - known.size) > SIZE_TOLERANCE * known.size:
+        found.append(f"size ({known.size / 1e6:.0f} MB, now {measured.size / 1e6:.0f} MB)")
+    return [f"{cell.id}: its image has other {', '.join(found)}: run `nox -s catalogue`"] if found else []
+
+
+def images(client: docker.DockerClient, cells: Iterable[Cell]) -> dict[str, Image]:
+    """The images that are here, by cell."""
+    found = {}
+    for cell in cells:
+        try:
+            found[cell.id] = client.images.get(cell.tag)
+        except docker.errors.ImageNotFound:
+            continue
+    return found
+
+
+def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> dict[str, Facts]:
+    """The facts of the images that are here; one that is of an older tree is named and left out."""
+    measured = {}
+    here = images(client, cells)
+    for cell in cells:
+        if cell.id not in here:
+            print(f"{cell.id}: no image here", flush=True)
+            continue
+        try:
+            measured[cell.id] = facts.measure(client, cell, here[cell.id])
+            print(f"{cell.id}: measured", flush=True)
+        except Problem as problem:
+            print(f"{cell.id}: left out, because {problem}: build it again", flush=True)
+    return measured
+
+
+def check(cells: Sequence[Cell], known: Mapping[str, Facts], offline: bool) -> int:
+    """Tell what is stale; 1 if something is."""
+    reasons = stale(cells, known, README.read_text(encoding="utf-8"))
+    if not reasons and not offline:
+        measured = measure_all(engine.client(), [cell for cell in cells if cell.id in known])
+        for cell in cells:
+            if cell.id in measured:
+                reasons += differences(cell, known[cell.id], measured[cell.id])
+    for reason in reasons:
+        print(reason, file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def main() -> int:
-    """The command line; with ``--check`` exit code 1 when the table is stale."""
+    """The command line; with ``--check`` exit code 1 when something is stale."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.catalogue", description=(__doc__ or "").split(":")[0]
+        prog="python -m scripts.catalogue", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when it is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is stale")
+    parser.add_argument("--offline", action="store_true", help="ask no engine; take what was measured before")
     options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    new = filled(text, expand(load()))
-    if options.check and new != text:
-        print(
-            f"the table of cells in {README.name} is stale: run python -m scripts.catalogue", file=sys.stderr
-        )
-        return 1
-    if not options.check:
-        README.write_text(new, encoding="utf-8")
+    cells, known = expand(load()), facts.load()
+    if options.check:
+        return check(cells, known, options.offline)
+    current = still_true(cells, known)
+    if not options.offline:
+        current |= measure_all(engine.client(), cells)
+    for path, text in texts(cells, current, README.read_text(encoding="utf-8")).items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    run(main)
+    run(engine.asked(main))

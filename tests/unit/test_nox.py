@@ -31,6 +31,7 @@ SESSIONS = [
     "network",
     "patches",
     "registry",
+    "catalogue",
     "publish",
     "demo",
     "tests",
