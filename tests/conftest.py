@@ -3,6 +3,8 @@
 Tests that run inside an image load this file too, where there is no Docker: it imports where it uses.
 """
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +14,26 @@ if TYPE_CHECKING:
     from docker.models.images import Image
 
     from scripts.matrix import Cell
+
+
+IN_IMAGE = Path("/etc/rlhf-stack/cell.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say what ``carries`` means."""
+    config.addinivalue_line("markers", "carries(*pins): for cells with one of these packages, name==version")
+
+
+@pytest.fixture(autouse=True)
+def carried(request: pytest.FixtureRequest) -> None:
+    """Skip, inside an image, a test that is a statement about a release which is not in it."""
+    mark = request.node.get_closest_marker("carries")
+    if mark is None:
+        return
+    packages = json.loads(IN_IMAGE.read_text(encoding="utf-8"))["packages"]
+    pins = {f"{package['distribution']}=={package['version']}" for package in packages}
+    if not pins & set(mark.args):
+        pytest.skip(f"for {' or '.join(mark.args)}, which this cell does not carry")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

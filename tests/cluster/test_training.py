@@ -5,6 +5,9 @@ import math
 import pytest
 
 SECONDS = 280
+# How that OpenRLHF is called, and what it can do.
+SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
+FLAT = pytest.mark.carries("openrlhf==0.5.1")
 
 
 def assert_trained(run, steps, backend, engines):
@@ -13,8 +16,6 @@ def assert_trained(run, steps, backend, engines):
     for event in run.of("step"):
         assert 0 <= event["reward"] <= 1
         assert math.isfinite(event["policy_loss"])
-        assert event["actor_grad_norm"] > 0
-        assert abs(event["vllm_kl"]) < 0.01, "engine and trainer disagree on the policy"
     syncs, verified = run.of("sync"), run.of("verify")
     assert [event["index"] for event in syncs] == [event["index"] for event in verified] == list(range(steps))
     assert {event["backend"] for event in syncs} == {backend}
@@ -25,25 +26,73 @@ def assert_trained(run, steps, backend, engines):
     assert run.left_over == []
 
 
+def assert_one_policy(run):
+    for event in run.of("step"):
+        assert event["actor_grad_norm"] > 0
+        assert abs(event["vllm_kl"]) < 0.01, "engine and trainer disagree on the policy"
+
+
+def assert_critic_trained(run):
+    for event in run.of("step"):
+        assert math.isfinite(event["critic_loss"])
+    values = [event["values"] for event in run.of("step")]
+    assert len(set(values)) == len(values), "the critic's values change with each step"
+
+
+@SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
 def test_a_tensor_parallel_engine_learns_from_another_nodes_trainer_over_gloo(train):
     run = train("separate", 2, 3, SECONDS)
     assert_trained(run, steps=3, backend="gloo", engines=1)
+    assert_one_policy(run)
     (engine,) = run.of("engine")
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert len({rank["gpu"] for rank in engine["ranks"]}) == 2
 
 
+@SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
 def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
     run = train("hybrid", 1, 2, SECONDS, *one_gpu_each)
     assert_trained(run, steps=2, backend="ipc", engines=2)
+    assert_one_policy(run)
     gpus = {rank["gpu"] for engine in run.of("engine") for rank in engine["ranks"]}
     nodes = {rank["node_id"] for engine in run.of("engine") for rank in engine["ranks"]}
     assert len(gpus) == len(nodes) == 2, "each engine has the GPU of its own node"
 
 
+@FLAT
+@pytest.mark.timeout(SECONDS + 40)
+def test_four_models_train_and_two_engines_on_two_nodes_follow(train):
+    run = train("separate", 2, 3, SECONDS)
+    assert_trained(run, steps=3, backend="gloo", engines=2)
+    assert_critic_trained(run)
+    nodes = {rank["node_id"] for engine in run.of("engine") for rank in engine["ranks"]}
+    assert len(nodes) == 2
+
+
+@FLAT
+@pytest.mark.timeout(SECONDS + 40)
+def test_an_actor_and_its_reference_are_spread_over_two_nodes(train):
+    run = train("spread", 2, 2, SECONDS)
+    assert_trained(run, steps=2, backend="gloo", engines=1)
+    assert_critic_trained(run)
+
+
+@FLAT
+@pytest.mark.timeout(SECONDS + 40)
+def test_an_engine_without_memory_ends_the_run_at_once_with_its_error(train):
+    """Upstream's trainer waits for it in a rendezvous, half an hour."""
+    run = train("separate", 2, 2, SECONDS, VLLM_CPU_KVCACHE_SPACE="100000")
+    assert run.code != 0
+    assert run.seconds < 250
+    assert "can't allocate memory" in run.log
+    assert run.of("step") == []
+    assert run.left_over == []
+
+
+@SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
 def test_an_engine_that_cannot_start_ends_the_run_at_once_with_its_error(train):
     """Upstream's trainer learns of it when its rendezvous times out, 300 s later."""

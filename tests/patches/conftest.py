@@ -4,7 +4,6 @@ These tests run inside the image. ``RLHF_STACK_PRISTINE`` names a folder with th
 released them; a probe's pristine side has it first on its path.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 SECONDS = 400
-CELL = Path("/etc/rlhf-stack/cell.json")
 PREAMBLE = Path(__file__).with_name("preamble.py").read_text(encoding="utf-8")
 
 Proof = Callable[[str, str], None]
@@ -65,23 +63,6 @@ def run_both(probe: str, pristine: str, workspace: Path) -> tuple[Outcome, Outco
             process.kill()
             process.wait()
     return outcomes[0], outcomes[1]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Say what ``carries`` means."""
-    config.addinivalue_line("markers", "carries(*pins): for cells with one of these packages, name==version")
-
-
-@pytest.fixture(autouse=True)
-def carried(request: pytest.FixtureRequest) -> None:
-    """Skip a proof of a patch for a release that is not in this image."""
-    mark = request.node.get_closest_marker("carries")
-    if mark is None:
-        return
-    packages = json.loads(CELL.read_text(encoding="utf-8"))["packages"]
-    pins = {f"{package['distribution']}=={package['version']}" for package in packages}
-    if not pins & set(mark.args):
-        pytest.skip(f"for {' or '.join(mark.args)}, which this cell does not carry")
 
 
 @pytest.fixture
