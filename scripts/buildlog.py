@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-STEP = re.compile(r"^#(?P<number>\d+) \[(?P<stage>[a-z]\w*) +\d+/\d+\]")
+STEP = re.compile(r"^#(?P<number>\d+) \[(?P<stage>[a-z][\w-]*) +\d+/\d+\]")
 END = re.compile(r"^#(?P<number>\d+) (?:DONE (?P<seconds>[\d.]+)s|CACHED)")
 FAILED = re.compile(r"^#(?P<number>\d+) ERROR: ", re.MULTILINE)
 NUMBERING = re.compile(r"^#\d+ (sha256:\S+|[\d.]+ )?")

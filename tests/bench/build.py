@@ -37,7 +37,7 @@ from tests.bench.results import Row, parser, show
 PEER = "rlhf-stacks-bench:plain-pip"
 OURS = "rlhf-stacks-bench:ours"
 FREE_MEGABYTES = 20_000
-# Their wheels on the index link CUDA's torch, and transformers or vLLM fail when they find them.
+# Their wheels on the index link CUDA's torch: where that is not there, transformers or vLLM fail on them.
 UNLOADABLE = ("torchaudio", "torchcodec", "torchvision")
 # No wheel, and its source distribution asks for CUDA's compiler.
 UNBUILDABLE = ("flash-attn",)
@@ -45,9 +45,7 @@ NOTES = [
     "cold: no layer and no downloaded package is reused, by either; plain pip compiles DeepSpeed's ops "
     "later, whenever they are first used",
     "OpenRLHF's pin changed: plain pip has one layer for all, so this is its cold time",
-    "plain pip does not work as it comes out of `pip install`: without removing "
-    f"{', '.join(UNLOADABLE)} nothing imports a model; it starts from the root with compilers, because "
-    "DeepSpeed compiles at first use",
+    "plain pip starts from the root with compilers, because DeepSpeed compiles at first use",
 ]
 
 
@@ -81,21 +79,26 @@ def requirements(cell: Cell) -> tuple[list[str], str]:
     return [*pins.values(), *rest, "rich"], openrlhf
 
 
-def peer_dockerfile(asked: Sequence[str], openrlhf: str) -> str:
+def unloadable(cell: Cell) -> list[str]:
+    """What has to be removed again before a plain `pip install` of the cell can import a model."""
+    return [item.name for item in cell.excluded if item.name in UNLOADABLE]
+
+
+def peer_dockerfile(asked: Sequence[str], openrlhf: str, removed: Sequence[str]) -> str:
     """The plain Dockerfile; certificate and pip configuration reach it as secrets too."""
     mounts = (
         "--mount=type=secret,id=ca --mount=type=secret,id=pip --mount=type=bind,source=wheels,target=/wheels"
     )
     pip = "/opt/venv/bin/pip install --no-cache-dir --prefer-binary --find-links /wheels"
     quoted = " ".join(f"'{line}'" for line in asked)
+    uninstall = f"RUN /opt/venv/bin/pip uninstall --yes {' '.join(removed)}\n" if removed else ""
     return f"""ARG BASE
 FROM ${{BASE}}
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 RUN {mounts} \\
     python3 -m venv /opt/venv && export PIP_CONFIG_FILE=/run/secrets/pip PIP_CERT=/run/secrets/ca && \\
     {pip} {quoted} && {pip} --no-deps {openrlhf}
-RUN /opt/venv/bin/pip uninstall --yes {" ".join(UNLOADABLE)}
-"""
+{uninstall}"""
 
 
 def timed(what: str, command: Sequence[str], log: Path) -> float:
@@ -123,7 +126,7 @@ def size(tag: str) -> float:
 def compiled(log: Path) -> float:
     """Seconds of a build that went into DeepSpeed's ops, by its log."""
     lines = log.read_text(encoding="utf-8").splitlines()
-    return sum(stage.seconds or 0.0 for stage in buildlog.stages(lines) if stage.name == "source")
+    return sum(stage.seconds or 0.0 for stage in buildlog.stages(lines) if stage.name.endswith("source"))
 
 
 def measure_ours(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
@@ -146,7 +149,8 @@ def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Pat
     asked, openrlhf = requirements(cell)
     for wheel in bake.local_wheels(lock.path(cell).read_text(encoding="utf-8"), pip_config.load().find_links):
         bake.place(wheel, folder / "wheels" / wheel.name)
-    (folder / "Dockerfile").write_text(unseen(peer_dockerfile(asked, openrlhf)), encoding="utf-8")
+    text = peer_dockerfile(asked, openrlhf, unloadable(cell))
+    (folder / "Dockerfile").write_text(unseen(text), encoding="utf-8")
     build = [
         *engine.builder(),
         "build",
@@ -181,7 +185,8 @@ def main() -> int:
         Row("image size without its root filesystem", "MB", *above_roots(cell)),
     ]
     engine.client().images.remove(OURS)
-    show(rows, NOTES, options.json)
+    removed = f"plain pip works only without {', '.join(unloadable(cell))}, removed again in its last step"
+    show(rows, [*NOTES, *([removed] if unloadable(cell) else [])], options.json)
     return 0
 
 

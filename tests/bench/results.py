@@ -33,12 +33,12 @@ def parser(module: str, text: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def show(rows: list[Row], notes: list[str], as_json: bool) -> None:
+def show(rows: list[Row], notes: list[str], as_json: bool, peer_name: str = "plain pip") -> None:
     """Print the figures; a benchmark judges nothing."""
     if as_json:
         print(json.dumps({"rows": [{**asdict(row), "ratio": row.ratio} for row in rows], "notes": notes}))
         return
-    table = Table("measured", "ours", "plain pip", "pip / ours")
+    table = Table("measured", "ours", peer_name, f"{peer_name} / ours")
     for row in rows:
         peer = "" if row.peer is None else f"{row.peer:.4g} {row.unit}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"

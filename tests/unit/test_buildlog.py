@@ -10,11 +10,11 @@ LOG = """#1 [internal] load build definition from Dockerfile
 #12 DONE 8.8s
 #13 [vllm 1/1] RUN --mount=type=bind,source=tools /opt/tools/install-layer
 #13 CACHED
-#15 [source 1/1] RUN /opt/tools/build-source /wheels
+#15 [openrlhf-source 1/1] RUN /opt/tools/build-source /wheels
 #15 0.430 /opt/venv/bin/python3: No module named pip
 #15 ERROR: executor failed running [/bin/sh -euc /opt/tools/build-source /wheels]: exit code: 1
 ------
- > [source 1/1] RUN /opt/tools/build-source /wheels:
+ > [openrlhf-source 1/1] RUN /opt/tools/build-source /wheels:
 ------
 executor failed running [/bin/sh -euc /opt/tools/build-source /wheels]: exit code: 1
 """
@@ -27,7 +27,7 @@ def test_stages_begin_and_end() -> None:
         Stage("torch", 8.8),
         Stage("vllm"),
         Stage("vllm", 0.0),
-        Stage("source"),
+        Stage("openrlhf-source"),
     ]
 
 

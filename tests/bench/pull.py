@@ -1,0 +1,138 @@
+"""What the pull of a second cell moves, when the first is there: only the layers that it does not share.
+
+``python -m tests.bench.pull [--first CELL] [--cell CELL] [--json]``; about ten minutes, as root.
+
+Both images are pushed to a registry on this machine. An engine of its own, which has nothing, pulls the first
+and after it the second. It is measured as an engine does it: the bytes of blobs that the registry sent, by
+its log, and the seconds of a pull, unpacking with it. For comparison stands all of the second image, by its
+manifest, and the time that the first took, of which nothing was there. Without ``--first`` that is the built
+cell which shares most with the second.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import docker
+from docker.models.images import Image
+from rich.console import Console
+
+from scripts import catalogue, engine, publish
+from scripts.bake import size
+from scripts.matrix import ROOT, Cell, expand, find, load
+from scripts.problem import Problem, run
+from scripts.remote import look
+from tests.bench.results import Row, parser, show
+from tests.registry import server
+
+START_SECONDS = 60
+PULL_SECONDS = 1800
+
+
+def in_common(one: Image, other: Image) -> int:
+    """How many layers two images share."""
+    return len(set(one.attrs["RootFS"]["Layers"]) & set(other.attrs["RootFS"]["Layers"]))
+
+
+def partner(cell: Cell, images: Mapping[str, Image]) -> str:
+    """The built cell that shares most with ``cell``; a `Problem` if no other is built."""
+    others = [name for name in images if name != cell.id]
+    if not others:
+        raise Problem("this needs the images of two cells, and only one is built")
+    return max(others, key=lambda name: in_common(images[name], images[cell.id]))
+
+
+@contextmanager
+def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
+    """A second Docker Engine, which keeps everything in ``folder`` and runs no container."""
+    socket, log = folder / "engine.sock", folder / "engine.log"
+    command = [
+        "dockerd",
+        f"--host=unix://{socket}",
+        f"--data-root={folder / 'data'}",
+        f"--exec-root={folder / 'exec'}",
+        f"--pidfile={folder / 'pid'}",
+        "--bridge=none",
+        "--iptables=false",
+    ]
+    folder.mkdir()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not socket.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not socket.exists():
+            raise Problem(f"no second engine: {log.read_text(encoding='utf-8').splitlines()[-1]}")
+        yield docker.DockerClient(base_url=f"unix://{socket}", timeout=PULL_SECONDS)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def pulled(client: docker.DockerClient, row: publish.Row, registry: server.Registry) -> tuple[float, float]:
+    """Pull what was pushed, by its digest: the megabytes that the registry sent, and seconds."""
+    print(f"pulling {row.reference} ...", file=sys.stderr, flush=True)
+    before = sum(registry.served().values())
+    start = time.monotonic()
+    client.images.pull(row.reference.rpartition(":")[0], tag=row.digest)
+    seconds = time.monotonic() - start
+    return (sum(registry.served().values()) - before) / 1e6, seconds
+
+
+def main() -> int:
+    """The command line."""
+    options = parser("pull", __doc__)
+    options.add_argument("--first", metavar="CELL", help="the cell that is there already")
+    arguments = options.parse_args()
+    if os.geteuid():
+        raise Problem("this starts a second Docker Engine: run it as root")
+    matrix, client = load(), engine.client(publish.PUSH_SECONDS)
+    cells = expand(matrix)
+    second = find(matrix, arguments.cell or matrix.default)
+    images = catalogue.images(client, cells)
+    first = find(matrix, arguments.first or partner(second, images))
+    if absent := [cell.id for cell in (first, second) if cell.id not in images]:
+        raise Problem(f"{absent[0]} is not built")
+    need = sum(size(images[cell.id]) for cell in (first, second)) // 10**6
+    engine.check_space(ROOT, need, shutil.disk_usage(ROOT).free)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="pull-") as temporary:
+        folder = Path(temporary)
+        with server.running(folder / "registry") as registry:
+            rows = [push(client, images[cell.id], registry, cell) for cell in (first, second)]
+            packed = whole(client, rows[1])
+            with engine_of_its_own(folder / "engine") as other:
+                _, first_seconds = pulled(other, rows[0], registry)
+                moved, seconds = pulled(other, rows[1], registry)
+    measured = [
+        Row("moved by the pull", "MB", moved, packed),
+        Row("pull, unpacking with it", "s", seconds, first_seconds),
+    ]
+    notes = [
+        f"{second.id}, pulled after {first.id}",
+        "packed bytes of layers and configuration, by the registry's log; on one machine, no network in it",
+        "with nothing there: all of the image, by its manifest; the time is that of the first image",
+    ]
+    show(measured, notes, arguments.json, "with nothing there")
+    return 0
+
+
+def push(client: docker.DockerClient, image: Image, registry: server.Registry, cell: Cell) -> publish.Row:
+    """Push an image as `publish` does."""
+    return publish.push(client, image, f"{registry.host}/bench", cell.id, Console(stderr=True))
+
+
+def whole(client: docker.DockerClient, row: publish.Row) -> float:
+    """All layers of what was pushed, packed, in megabytes."""
+    there = look(client, row.reference)
+    return sum(layer for _, layer in there.layers) / 1e6 if there else 0.0
+
+
+if __name__ == "__main__":
+    run(engine.asked(main))
