@@ -20,9 +20,13 @@ def main() -> None:
     tiny.make(Path(directory), seed=0, steps=int(steps))
     cluster = Cluster()
     try:
-        for _ in range(2):
+        for address in ({}, {"node_ip_address": "127.0.1.2"}):  # the driver has to find the first as its own
             cluster.add_node(
-                num_cpus=4, num_gpus=int(gpus), object_store_memory=100 * MEGABYTE, include_dashboard=False
+                num_cpus=4,
+                num_gpus=int(gpus),
+                object_store_memory=100 * MEGABYTE,
+                include_dashboard=False,
+                **address,
             )
         ray.init(address=cluster.address)
         arguments = tiny_run.train_arguments(layout, Path(directory), int(steps), seed=0)

@@ -80,8 +80,8 @@ def _fits(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
 
 def _place(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool) -> Plan:
     free = [node.bundles for node in nodes]
-    if lack := _lack(nodes, free, request):
-        raise _NoRoom(lack)
+    if missing := lack(nodes, request):
+        raise _NoRoom(missing)
     packing = Packing(free, request)
     engines = request.engines
     if engines is None or not engines.count:
@@ -98,7 +98,7 @@ def _place(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool) ->
     return packing.finish()
 
 
-def _lack(nodes: Sequence[FreeNode], free: Sequence[int], request: Request) -> str:
+def lack(nodes: Sequence[FreeNode], request: Request) -> str:
     """What there is too little of; empty if nothing."""
     engines = request.engines
     shared = {group.name: group.size for group in request.groups}
@@ -107,14 +107,15 @@ def _lack(nodes: Sequence[FreeNode], free: Sequence[int], request: Request) -> s
             f"{engines.count} engines of {engines.size} GPUs cannot share "
             f"the {shared[engines.shares]} GPUs of {engines.shares}"
         )
+    both = sum(node.bundles for node in nodes)
     gpus = sum(int(node.gpus + ROUNDING) for node in nodes)
     cpus = sum(int(node.cpus + ROUNDING) for node in nodes)
     if gpus < request.size:
         return f"{request.size} GPUs are asked for and {gpus} are free"
-    if sum(free) < request.size:
+    if both < request.size:
         return (
             f"CPUs are missing: each of the {request.size} GPUs needs a CPU on its node, and that is so for "
-            f"{sum(free)} free GPUs (start the nodes with more: ray start --num-cpus)"
+            f"{both} free GPUs (start the nodes with more: ray start --num-cpus)"
         )
     if cpus < request.size + request.spare_cpus:
         return (

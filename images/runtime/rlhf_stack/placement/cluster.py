@@ -1,0 +1,245 @@
+"""A plan made true in Ray: what is free, groups whose bundles are pinned to nodes, and waits that end.
+
+A bundle is pinned by a sliver of the resource that each node has by its address, which every version of Ray
+keeps to, so a bundle's index is its rank and Ray's own order does not matter.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_stack import events, settings
+from rlhf_stack.log import tell, warn
+from rlhf_stack.placement.model import (
+    ENGINES,
+    Engines,
+    FreeNode,
+    Group,
+    PlacementError,
+    Plan,
+    Request,
+    chunks,
+    largest,
+)
+from rlhf_stack.placement.planning import free_resources, lack, plan
+
+PIN = "node:"
+SLIVER = 0.001  # of a node's own resource, and of a CPU for the actor that drives an engine
+SETTLE_SECONDS = 10.0
+POLL_SECONDS = 0.25
+
+
+def driver_cpus(gpus: float) -> float:
+    """CPUs for an engine's driving actor that has ``gpus`` GPUs: never none.
+
+    Ray 2.9.3 ignores the bundle of an actor without resources, and starts it on any node.
+    """
+    return gpus or SLIVER
+
+
+def nodes_now() -> list[FreeNode]:
+    """The living nodes with what is free on each; `PlacementError` if two have one address."""
+    return _nodes(free=True)
+
+
+def reserve(request: Request) -> dict[str, Any]:
+    """Ray placement groups by name for all of ``request``, bundles in rank order, each on its planned node.
+
+    `PlacementError`, before anything is started and with nothing left reserved, says why there is no place.
+    """
+    import ray
+
+    nodes, found = _plan_on_free(request)
+    _tell(nodes, request, found)
+    made: dict[str, Any] = {}
+    try:
+        for name, bundles in found.bundles.items():
+            pinned = [{"GPU": 1, "CPU": 1, PIN + nodes[node].address: SLIVER} for node in bundles]
+            if pinned:
+                made[name] = ray.util.placement_group(pinned, strategy="PACK")
+        end = time.monotonic() + settings.placement_timeout()
+        for name, group in made.items():
+            _wait(group, name, max(1.0, end - time.monotonic()))
+    except PlacementError:
+        for group in made.values():
+            ray.util.remove_placement_group(group)
+        raise
+    return made
+
+
+def reserve_engines(count: int, size: int) -> Any:
+    """A placement group for ``count`` engines of ``size`` GPUs and nothing else."""
+    return reserve(Request(engines=Engines(count, size)))[ENGINES]
+
+
+def wait(group: Any, what: str) -> None:
+    """Until ``group`` has its resources; `PlacementError` after the deadline says what it lacks."""
+    _wait(group, what, settings.placement_timeout())
+
+
+def rank_bundles(group: Any) -> list[int]:
+    """The bundle of each rank, so that ranks that follow each other share nodes as far as possible."""
+    if _is_pinned(group):
+        return list(range(group.bundle_count))
+    return [bundle for bundles in by_node(_bundle_nodes(group)).values() for bundle in bundles]
+
+
+def engine_bundles(group: Any, index: int, size: int) -> list[int]:
+    """The bundles of engine ``index``; `PlacementError` if it straddles in a group that nobody planned."""
+    if _is_pinned(group):
+        return list(range(index * size, (index + 1) * size))
+    nodes = _bundle_nodes(group)
+    found = cut(nodes, size)[index]
+    if len({nodes[bundle] for bundle in found}) > 1 and size <= largest(_nodes(free=False)):
+        text = f"engine {index} of {size} GPUs straddles nodes: no node has {size} bundles left of its group"
+        if not settings.flag(settings.ALLOW_STRADDLE):
+            raise PlacementError(f"{text}; {settings.ALLOW_STRADDLE}=1 allows it, which is slow")
+        warn(text)
+    return found
+
+
+def by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """Bundle indices by node, nodes in the order in which they first come."""
+    found: dict[str, list[int]] = {}
+    for bundle, node in enumerate(nodes):
+        found.setdefault(node, []).append(bundle)
+    return found
+
+
+def cut(nodes: Sequence[str], size: int) -> list[list[int]]:
+    """Bundle indices of engines of ``size`` bundles, given the node of each bundle: whole ones come first."""
+    natural = [list(bundles) for bundles in chunks(range(len(nodes)), size)]
+    if all(len({nodes[bundle] for bundle in bundles}) == 1 for bundles in natural):
+        return natural
+    whole, rest = [], []
+    for bundles in by_node(nodes).values():
+        end = len(bundles) // size * size
+        whole += [list(engine) for engine in chunks(bundles[:end], size)]
+        rest += bundles[end:]
+    return whole + [list(engine) for engine in chunks(rest, size)]
+
+
+def unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, float]]) -> str:
+    """What ``bundles`` of a GPU and a CPU lack on ``nodes``; pinned ones on their own node."""
+    pins = Counter(key.removeprefix(PIN) for bundle in bundles for key in bundle if key.startswith(PIN))
+    if not pins:
+        return (
+            lack(nodes, Request((Group("all", 1, len(bundles)),)))
+            or "enough is free, but Ray has not yet acted"
+        )
+    there = {node.address: node for node in nodes}
+    lacks = []
+    for address, wanted in pins.items():
+        node = there.get(address)
+        if node is None:
+            lacks.append(f"node {address} has gone")
+        elif node.gpus < wanted:
+            lacks.append(f"GPU is missing on {address}: {wanted} needed, {node.gpus:g} free")
+        elif node.cpus < wanted:
+            lacks.append(f"CPU is missing on {address}: {wanted} needed, {node.cpus:g} free")
+    return "; ".join(lacks) or "enough is free, but Ray has not yet acted"
+
+
+def _nodes(free: bool) -> list[FreeNode]:
+    import ray
+    from ray._private import state
+
+    per_node = getattr(state, "available_resources_per_node", None)
+    if per_node is None:  # Ray 2.9.3
+        per_node = state.state._available_resources_per_node
+    available = per_node()
+    found = []
+    for entry in ray.nodes():
+        if entry["Alive"]:
+            total = entry["Resources"]
+            left = available.get(entry["NodeID"], total) if free else total
+            found.append(
+                FreeNode(
+                    entry["NodeManagerAddress"],
+                    left.get("GPU", 0.0),
+                    left.get("CPU", 0.0),
+                    total.get("GPU", 0.0),
+                )
+            )
+    twice = [address for address, count in Counter(node.address for node in found).items() if count > 1]
+    if twice:
+        raise PlacementError(
+            f"Ray nodes must have addresses of their own, and several have {', '.join(twice)}: "
+            "start each with ray start --node-ip-address"
+        )
+    return sorted(found, key=lambda node: [part.zfill(3) for part in node.address.split(".")])
+
+
+def _plan_on_free(request: Request) -> tuple[list[FreeNode], Plan]:
+    """A plan on what is free; what a job that has just ended still holds is awaited for a moment."""
+    allow = settings.flag(settings.ALLOW_STRADDLE)
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        nodes = _nodes(free=True)
+        try:
+            return nodes, plan(nodes, request, allow)
+        except PlacementError:
+            plan(_nodes(free=False), request, allow)
+            if time.monotonic() > end:
+                raise
+        time.sleep(POLL_SECONDS)
+
+
+def _tell(nodes: Sequence[FreeNode], request: Request, found: Plan) -> None:
+    for name, bundles in found.bundles.items():
+        tell(f"placement: {name}: {_counts(nodes, bundles)}")
+    for index, bundles in enumerate(found.engines):
+        text = f"engine {index}: {_counts(nodes, bundles)}"
+        if index in found.straddling:
+            warn(f"{text}: it straddles nodes, and is slow ({settings.ALLOW_STRADDLE}=1)")
+        else:
+            tell(f"placement: {text}")
+    if request.block <= largest(nodes):
+        for name, count in found.split.items():
+            warn(
+                f"{count} of the blocks of {request.block} ranks of {name} (tensor parallelism times ring "
+                "attention) lie across nodes, and are slow: no node has room for them"
+            )
+    events.emit(
+        "placement",
+        groups={name: [nodes[node].address for node in bundles] for name, bundles in found.bundles.items()},
+        engines=[[nodes[node].address for node in bundles] for bundles in found.engines],
+        straddling=list(found.straddling),
+    )
+
+
+def _counts(nodes: Sequence[FreeNode], bundles: Sequence[int]) -> str:
+    counts = Counter(bundles)
+    return ", ".join(f"{count} on {nodes[node].address}" for node, count in counts.items())
+
+
+def _wait(group: Any, what: str, seconds: float) -> None:
+    import ray
+
+    start = time.monotonic()
+    if group.wait(math.ceil(seconds)):
+        return
+    stats = ray.util.placement_group_table(group).get("stats", {})
+    nodes = _nodes(free=True)
+    ray.util.remove_placement_group(group)
+    raise PlacementError(
+        f"the placement group of {what} ({group.bundle_count} bundles of a GPU and a CPU) has no place after "
+        f"{time.monotonic() - start:.0f} s ({settings.PLACEMENT_TIMEOUT}); Ray says "
+        f"{stats.get('scheduling_state', 'nothing')}: {unplaced(nodes, group.bundle_specs)}\n"
+        f"  free: {free_resources(nodes)}"
+    )
+
+
+def _is_pinned(group: Any) -> bool:
+    """Whether `reserve` made ``group``, whose bundles are in rank order."""
+    return any(key.startswith(PIN) for key in group.bundle_specs[0])
+
+
+def _bundle_nodes(group: Any) -> list[str]:
+    """The id of the node of each bundle."""
+    import ray
+
+    table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [table[bundle] for bundle in range(len(table))]

@@ -1,0 +1,123 @@
+"""The edge to Ray, without Ray: what a run asks for, how a group is cut, and what a group lacks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rlhf_stack.placement import cluster
+from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, Request
+from rlhf_stack.placement.openrlhf import request_of, upstream_order
+
+
+def role(nodes: int, gpus: int) -> SimpleNamespace:
+    return SimpleNamespace(num_nodes=nodes, num_gpus_per_node=gpus, model_name_or_path="m", remote_url=None)
+
+
+def arguments(**train: bool) -> Any:
+    """Four roles and two engines."""
+    options = dict.fromkeys(
+        ["colocate_actor_ref", "colocate_all", "colocate_critic_reward", "async_enable"], False
+    )
+    return SimpleNamespace(
+        train=SimpleNamespace(**(options | train)),
+        actor=role(2, 4),
+        ref=role(2, 4),
+        critic=role(1, 2),
+        reward=role(1, 2),
+        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.1)),
+        vllm=SimpleNamespace(num_engines=2, tensor_parallel_size=4),
+        ds=SimpleNamespace(ring_attn_size=2, tensor_parallel_size=2),
+    )
+
+
+ACTOR, REF = Group("actor", 2, 4), Group("ref", 2, 4)
+CRITIC, REWARD = Group("critic", 1, 2), Group("reward", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("train", "groups", "shares", "order"),
+    [
+        ({}, (ACTOR, REF, CRITIC, REWARD), None, [ENGINES, "actor", "ref", "critic", "reward"]),
+        (
+            {"colocate_actor_ref": True, "colocate_critic_reward": True},
+            (ACTOR, CRITIC),
+            None,
+            ["actor", ENGINES, "critic"],
+        ),
+        ({"colocate_all": True}, (ACTOR,), "actor", ["actor"]),
+        ({"colocate_all": True, "async_enable": True}, (ACTOR,), None, ["actor", ENGINES]),
+        (
+            {"colocate_all": True, "colocate_critic_reward": True},
+            (ACTOR, CRITIC),
+            "actor",
+            ["actor", "critic"],
+        ),
+    ],
+    ids=["separate", "pairs", "all", "all but engines", "all and a pair"],
+)
+def test_roles_share_groups_as_upstream_has_them(
+    train: dict[str, bool], groups: tuple[Group, ...], shares: str | None, order: list[str]
+) -> None:
+    args = arguments(**train)
+    request, roles = request_of(args)
+    assert request == Request(groups, Engines(2, 4, shares), block=4, spare_cpus=1)
+    assert set(roles) == {"actor", "ref", "critic", "reward"}
+    assert set(roles.values()) == {group.name for group in groups}
+    assert upstream_order(args) == order
+
+
+def test_roles_that_a_run_does_not_have_take_nothing() -> None:
+    args = arguments()
+    args.algo.kl.init_coef = 0
+    args.critic.model_name_or_path = None
+    args.reward.remote_url = "http://rewards"
+    args.vllm.num_engines = None
+    assert request_of(args) == (Request((ACTOR,), None, block=4, spare_cpus=1), {"actor": "actor"})
+
+
+def test_engines_are_cut_where_the_nodes_end() -> None:
+    assert cluster.cut(list("AAAABBBB"), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cluster.cut(list("ABBBBAAA"), 4) == [[0, 5, 6, 7], [1, 2, 3, 4]]
+    assert cluster.cut(list("AAAAAABBBBBB"), 4) == [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5, 10, 11]]
+
+
+@given(st.lists(st.sampled_from("ABCD"), max_size=24), st.integers(1, 8))
+def test_a_cut_has_every_bundle_once_and_as_many_whole_engines_as_there_can_be(
+    nodes: list[str], size: int
+) -> None:
+    engines = cluster.cut(nodes, size)
+    assert sorted(bundle for engine in engines for bundle in engine) == list(range(len(nodes)))
+    whole = [engine for engine in engines if len(engine) == size and len({nodes[b] for b in engine}) == 1]
+    assert len(whole) == sum(nodes.count(node) // size for node in set(nodes))
+
+
+PINNED = [{"GPU": 1, "CPU": 1, "node:10.0.0.1": 0.001}] * 2
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (FreeNode("10.0.0.1", 1, 8, 8), "GPU is missing on 10.0.0.1: 2 needed, 1 free"),
+        (FreeNode("10.0.0.1", 8, 1, 8), "CPU is missing on 10.0.0.1: 2 needed, 1 free"),
+        (FreeNode("10.0.0.2", 8, 8, 8), "node 10.0.0.1 has gone"),
+        (FreeNode("10.0.0.1", 8, 8, 8), "enough is free, but Ray has not yet acted"),
+    ],
+)
+def test_what_a_pinned_group_waits_for_is_named(node: FreeNode, expected: str) -> None:
+    assert cluster.unplaced([node], PINNED) == expected
+
+
+def test_what_any_group_waits_for_is_named() -> None:
+    bundles = [{"GPU": 1, "CPU": 1}] * 4
+    assert cluster.unplaced([FreeNode("a", 8, 2, 8)], bundles).startswith(
+        "CPUs are missing: each of the 4 GPUs"
+    )
+    assert cluster.unplaced([FreeNode("a", 2, 8, 8)], bundles) == "4 GPUs are asked for and 2 are free"
+    assert cluster.unplaced([FreeNode("a", 8, 8, 8)], bundles).startswith("enough is free")
+
+
+def test_a_driver_without_a_gpu_asks_for_a_sliver_of_a_cpu() -> None:
+    assert cluster.driver_cpus(1) == 1
+    assert 0 < cluster.driver_cpus(0) < 0.2
