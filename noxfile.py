@@ -10,7 +10,7 @@ import sys
 import nox
 
 try:
-    from scripts.matrix import expand, find, load
+    from scripts.matrix import expand, find, load, stand_ins
     from scripts.problem import Problem
 except ModuleNotFoundError as missing:
     arguments = " ".join(sys.argv[1:])
@@ -32,7 +32,8 @@ except Problem as problem:
     print(f"error: {problem}", file=sys.stderr)
     sys.exit(2)
 DEFAULT = MATRIX.default
-CELLS = [cell.id for cell in expand(MATRIX) if LISTING or cell.id in {DEFAULT, *CHOSEN}]
+EVERY = (*expand(MATRIX), *stand_ins(MATRIX))
+CELLS = [cell.id for cell in EVERY if LISTING or cell.id in {DEFAULT, *CHOSEN}]
 for_cell = nox.parametrize("cell", CELLS)
 
 

@@ -20,7 +20,7 @@ from docker.models.images import Image
 
 from scripts import engine, facts
 from scripts.facts import Facts
-from scripts.matrix import ROOT, Cell, expand, load
+from scripts.matrix import ROOT, Cell, expand, load, stand_ins
 from scripts.problem import Problem, run
 from scripts.rendering import filled, page
 
@@ -125,7 +125,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is stale")
     parser.add_argument("--offline", action="store_true", help="ask no engine; take what was measured before")
     options = parser.parse_args()
-    cells, known = expand(load()), facts.load()
+    matrix, known = load(), facts.load()
+    cells = (*expand(matrix), *stand_ins(matrix))
     if options.check:
         return check(cells, known, options.offline)
     current = still_true(cells, known)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import resolve
+from scripts import resolve, sources
 from scripts.matrix import ROOT, Cell, Matrix, expand, find, load
 from scripts.problem import Problem, run
 
@@ -49,7 +49,7 @@ class Target:
 
 def path(cell: Cell) -> Path:
     """The lock of a cell."""
-    return LOCKS / f"{cell.id}.txt"
+    return LOCKS / f"{cell.lock}.txt"
 
 
 def normal(name: str) -> str:
@@ -123,7 +123,7 @@ def requirements(cell: Cell) -> str:
     built = ", ".join(build.package for build in cell.build_from_source if not build.recipe) or "none"
     return "".join(
         [
-            f"# Written from matrix.yaml by `{COMMAND} {cell.id}`; edit the matrix instead.\n",
+            f"# Written from matrix.yaml by `{COMMAND} {cell.lock}`; edit the matrix instead.\n",
             f"# Python {cell.python}, {resolve.platform(cell.base)}, the index as of {cell.exclude_newer}.\n",
             f"# Built from source: {built}. Everything else has to be a wheel.\n",
             *(_reasoned(line, reason) for line, reason in asked),
@@ -138,7 +138,7 @@ def requirements(cell: Cell) -> str:
 def target(cell: Cell) -> Target:
     """How the lock of a cell is made."""
     question = resolve.Question(
-        name=f"{cell.id}.in",
+        name=f"{cell.lock}.in",
         requirements=requirements(cell),
         overrides=tuple(item.requirement for item in cell.overrides),
         excluded=tuple(item.name for item in cell.excluded),
@@ -148,7 +148,7 @@ def target(cell: Cell) -> Target:
         platform=resolve.platform(cell.base),
         exclude_newer=cell.exclude_newer,
     )
-    return Target(path(cell), f"{COMMAND} {cell.id}", requirements(cell), question)
+    return Target(path(cell), f"{COMMAND} {cell.lock}", requirements(cell), question)
 
 
 def host_target(matrix: Matrix, pyproject: str) -> Target:
@@ -185,9 +185,18 @@ def require(cell: Cell) -> None:
     """A `Problem` unless the lock of ``cell`` is there, and follows from what the matrix says today."""
     item = target(cell)
     text = _read(item.path)
+    if unlocked(cell):
+        raise Problem(
+            f"{cell.id} is not locked: run {item.command} where {sources.packages(cell)} can be had"
+        )
     if why := stale(item, text):
         name = item.path.relative_to(ROOT)
         raise Problem(f"{name} {why if text else 'is missing'}: run {item.command}")
+
+
+def unlocked(cell: Cell) -> bool:
+    """Whether the lock of a cell was never written, because not every machine can have what it pins."""
+    return bool(cell.sources) and not path(cell).exists()
 
 
 def differences(old: str, new: str) -> str:
@@ -274,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     matrix = load()
     everything = not (options.cell or options.host)
     cells = expand(matrix) if everything else [find(matrix, cell_id) for cell_id in options.cell]
-    targets = [target(cell) for cell in cells]
+    left_out = [cell for cell in cells if everything and unlocked(cell)]
+    targets = [target(cell) for cell in cells if cell not in left_out]
     if everything or options.host:
         targets.append(host_target(matrix, _read(PYPROJECT)))
     if options.check:
@@ -283,6 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, file=sys.stderr)
             found = 1
         return found
+    for cell in left_out:
+        print(f"{cell.id}: not locked; name it where {sources.packages(cell)} can be had")
+    for cell in (cell for cell in cells if cell not in left_out):
+        sources.require_packages(cell)
     for item in targets:
         _write(item)
     return 0

@@ -16,6 +16,7 @@ import yaml
 
 from scripts.mistakes import explain, mistakes
 from scripts.model import (
+    STAND_IN,
     Base,
     Cell,
     CellEntry,
@@ -44,6 +45,7 @@ __all__ = [
     "load",
     "parse",
     "schema",
+    "stand_ins",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,9 +107,21 @@ def expand(matrix: Matrix) -> tuple[Cell, ...]:
     return tuple(_resolve(matrix, entry) for entry in matrix.cells)
 
 
+def stand_ins(matrix: Matrix) -> tuple[Cell, ...]:
+    """What stands in, for tests alone, for cells whose packages cannot be had everywhere."""
+    variants = {variant.name: variant for variant in matrix.variants}
+    return tuple(
+        _stand_in(matrix, entry, twin)
+        for entry in matrix.cells
+        if (stand_in := variants[entry.variant].stand_in)
+        for twin in matrix.cells
+        if (twin.variant, twin.ray.version) == (stand_in.variant, entry.ray.version)
+    )
+
+
 def find(matrix: Matrix, cell_id: str) -> Cell:
     """The cell of that id; a `Problem` says why it is unsupported, or names the nearest."""
-    cells = {cell.id: cell for cell in expand(matrix)}
+    cells = {cell.id: cell for cell in (*expand(matrix), *stand_ins(matrix))}
     if cell_id in cells:
         return cells[cell_id]
     if left_out := unsupported_by(matrix, cell_id):
@@ -155,18 +169,40 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         support=entry.support,
         size_budget_mb=entry.size_budget_mb,
         tested=entry.tested,
+        lock=cell_id,
+        sources=variant.sources,
+    )
+
+
+def _stand_in(matrix: Matrix, entry: CellEntry, twin_entry: CellEntry) -> Cell:
+    """The cell ``entry`` on the packages of its twin: Ray, OpenRLHF, patches and env defaults are its own."""
+    cell, twin = _resolve(matrix, entry), _resolve(matrix, twin_entry)
+    stand_in = named(matrix.variants, entry.variant).stand_in
+    assert stand_in is not None  # noqa: S101  (the caller looked)
+    return msgspec.structs.replace(
+        twin,
+        id=cell.id + STAND_IN,
+        tag=cell.tag + STAND_IN,
+        is_default=False,
+        variant=cell.variant,
+        accelerator=msgspec.structs.replace(cell.accelerator, kind=twin.accelerator.kind),
+        env=_merged(twin.env, cell.env),
+        support=cell.support,
+        tested=stand_in.tested,
+        stand_in=stand_in.reason,
     )
 
 
 def _package(pin: Pin, source: Distribution | None) -> Package:
     name = (source and source.name) or pin.name
+    version = (source and source.version) or pin.version
     local = f"+{source.local}" if source and source.local else ""
     extras = f"[{','.join(pin.extras)}]" if pin.extras else ""
     return Package(
         name=pin.name,
-        version=pin.version,
+        version=version,
         distribution=name,
-        requirement=f"{name}{extras}=={pin.version}{local}",
+        requirement=f"{name}{extras}=={version}{local}",
         reason="; ".join([pin.reason, *([source.reason] if source else [])]),
     )
 

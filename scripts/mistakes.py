@@ -84,14 +84,19 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
         )
     for index, item in enumerate(variant.distributions):
         yield from _dangling(item.package, packages, f"{path}.distributions[{index}].package")
-        if not (item.name or item.local):
-            yield f"{path}.distributions[{index}]", "expected `name`, `local` or both; got neither"
+        if not (item.name or item.version or item.local):
+            yield f"{path}.distributions[{index}]", "expected `name`, `version` or `local`; got none of them"
     for index, build in enumerate(variant.build_from_source):
         for name in (build.package, *build.needs):
             yield from _dangling(name, [*packages, *required], f"{path}.build_from_source[{index}]")
     for index, beside in enumerate(variant.beside):
         known = [layer.name for layer in variant.layers]
         yield from _dangling(beside.layer, known, f"{path}.beside[{index}].layer")
+    for index, source in enumerate(variant.sources):
+        if (source.image is None) == (source.requirement is None):
+            yield f"{path}.sources[{index}]", "expected either `image` or `requirement`"
+    if variant.stand_in:
+        yield from _bad_stand_in(matrix, variant, variant.stand_in.variant, f"{path}.stand_in.variant")
     yield from _twice([item.name for item in variant.env], f"{path}.env")
     yield from _twice([item.name for item in variant.excluded], f"{path}.excluded")
     yield from _twice([layer.name for layer in variant.layers], f"{path}.layers")
@@ -103,6 +108,14 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
             f"{path}.layers",
             f"expected every headline package in exactly one layer; not so: {', '.join(wrong)}",
         )
+
+
+def _bad_stand_in(matrix: Matrix, variant: Variant, name: str, path: str) -> Iterator[tuple[str, str]]:
+    yield from _dangling(name, [item.name for item in matrix.variants], path)
+    releases = {cell.ray.version for cell in matrix.cells if cell.variant == name}
+    for cell in matrix.cells:
+        if cell.variant == variant.name and cell.ray.version not in releases:
+            yield path, f"{name} has no cell with Ray {cell.ray.version}, for which it has to stand in"
 
 
 def _bad_cells(matrix: Matrix) -> Iterator[tuple[str, str]]:

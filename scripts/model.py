@@ -93,12 +93,13 @@ class Stack(_Struct, frozen=True):
 
 
 class Distribution(_Struct, frozen=True):
-    """Where a headline package comes from under another name, or with a local version."""
+    """Where a headline package comes from: under another name, in another version, or with a local one."""
 
     package: Name
     reason: Text
     source: Text
     name: Name | None = None
+    version: Name | None = None
     local: Name | None = None
 
 
@@ -164,6 +165,41 @@ class Beside(_Struct, frozen=True):
     source: Text
 
 
+class Support(_Struct, frozen=True):
+    """First and last day on which reports against a cell are answered."""
+
+    since: datetime.date = msgspec.field(name="from")
+    until: datetime.date
+
+
+class Tested(_Struct, frozen=True):
+    """What was shown of a cell and, as plainly, what was not."""
+
+    shown: Text
+    not_shown: Text
+
+
+class Source(_Struct, frozen=True):
+    """What a build needs from elsewhere than the index and Debian: an image, or a package.
+
+    Exactly one of ``image`` (a reference) and ``requirement`` (as pip writes it; pip's ``find-links`` are
+    looked at, too).
+    """
+
+    name: Text
+    purpose: Text
+    image: Text | None = None
+    requirement: Text | None = None
+
+
+class StandIn(_Struct, frozen=True):
+    """The variant whose packages take the place of those that cannot be had everywhere, for tests alone."""
+
+    variant: Name
+    reason: Text
+    tested: Tested
+
+
 class Variant(_Struct, frozen=True):
     """How a stack is had on an accelerator; shared by every Ray version of it."""
 
@@ -178,20 +214,8 @@ class Variant(_Struct, frozen=True):
     build_from_source: tuple[SourceBuild, ...] = ()
     beside: tuple[Beside, ...] = ()
     env: tuple[Setting, ...] = ()
-
-
-class Support(_Struct, frozen=True):
-    """First and last day on which reports against a cell are answered."""
-
-    since: datetime.date = msgspec.field(name="from")
-    until: datetime.date
-
-
-class Tested(_Struct, frozen=True):
-    """What was shown of a cell and, as plainly, what was not."""
-
-    shown: Text
-    not_shown: Text
+    sources: tuple[Source, ...] = ()
+    stand_in: StandIn | None = None
 
 
 class CellEntry(_Struct, frozen=True):
@@ -246,6 +270,8 @@ class Matrix(_Struct, frozen=True):
     unsupported: tuple[Unsupported, ...] = ()
 
 
+STAND_IN = "-stand-in"  # after the id of a cell: what stands in for it
+
 _Named = TypeVar("_Named", Base, Accelerator, Stack, Variant, Pin)
 
 
@@ -262,7 +288,8 @@ class Package(_Struct, frozen=True):
 class Cell(_Struct, frozen=True):
     """One supported combination, one image, with every reference resolved.
 
-    ``size_budget_mb`` is in 10^6 bytes; ``source_date_epoch`` in seconds.
+    ``size_budget_mb`` is in 10^6 bytes; ``source_date_epoch`` in seconds; ``lock`` is the name of its lock,
+    which is another cell's for a stand-in; ``stand_in`` says why it is one.
     """
 
     id: str
@@ -287,6 +314,9 @@ class Cell(_Struct, frozen=True):
     support: Support
     size_budget_mb: int
     tested: Tested
+    lock: str
+    sources: tuple[Source, ...] = ()
+    stand_in: str | None = None
 
     @property
     def versions(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ class Question:
     ``name`` stands for the requirements in the answer. ``sources`` may come as source distributions; without
     a platform the answer holds for all of them, and anything may. Folders of local wheels are asked only for
     ``local`` versions: a build without CUDA that lies there would else satisfy a pin of the one with it.
+    ``alone`` leaves out what the requirements themselves require.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Question:
     excluded: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     local: bool = False
+    alone: bool = False
 
 
 def platform(base: Base) -> str:
@@ -73,6 +75,7 @@ def command(question: Question, config: pip_config.PipConfig) -> list[str]:
         f"--exclude-newer={question.exclude_newer}T00:00:00Z",
         "--override=overrides",
         *target,
+        *(["--no-deps"] if question.alone else []),
         *(f"--no-binary={name}" for name in question.sources),
         *([f"--default-index={config.index}"] if config.index else []),
         *(f"--find-links={folder}" for folder in config.find_links if question.local),

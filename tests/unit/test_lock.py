@@ -21,7 +21,7 @@ from scripts.problem import Problem
 
 MATRIX = load()
 CELL = find(MATRIX, MATRIX.default)
-CELLS = expand(MATRIX)
+CELLS = tuple(cell for cell in expand(MATRIX) if not lock.unlocked(cell))
 TEXT = lock.path(CELL).read_text(encoding="utf-8")
 HASH = "--hash=sha256:" + "0" * 64
 SMALL = f"""# a header
@@ -299,4 +299,4 @@ def test_a_build_is_refused_a_lock_that_does_not_follow_from_the_matrix() -> Non
     ):
         lock.require(moved)
     with pytest.raises(Problem, match=r"is missing: run python -m scripts\.lock"):
-        lock.require(msgspec.structs.replace(CELL, id="ray9-vllm9-cpu"))
+        lock.require(msgspec.structs.replace(CELL, lock="ray9-vllm9-cpu"))

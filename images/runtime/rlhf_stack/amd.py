@@ -1,8 +1,8 @@
 """AMD GPUs for Ray: how many there are, which ones it may hand out, and how a process is restricted to some.
 
-Ray's patched accelerator managers call this. What Ray sets is ``CUDA_VISIBLE_DEVICES``, which HIP honours and
-which vLLM 0.4.2 sets for its workers too; ``ROCR_VISIBLE_DEVICES`` is left to the user, because it renumbers
-the GPUs under everything else.
+Ray's patched accelerator managers call this. What Ray sets is ``CUDA_VISIBLE_DEVICES``, which vLLM 0.4.2 sets
+for its workers too, and HIP's own variable alike; ``ROCR_VISIBLE_DEVICES`` is left to the user, because it
+renumbers the GPUs under everything else.
 """
 
 import functools
@@ -52,11 +52,10 @@ def visible_ids() -> list[str] | None:
 def show(ids: list[str]) -> None:
     """Restrict this process to the GPUs ``ids`` that Ray assigned to it, unless the user said not to.
 
-    HIP's own variable goes: it would win against what is set here, and against what vLLM 0.4.2 sets later.
+    HIP's own variable says the same: it wins where it is set, and torch 2.4 counts by it alone.
     """
     if not visible.left_alone(os.environ):
-        os.environ[visible.CUDA] = visible.restricted(ids, "rocm")[visible.CUDA]
-        os.environ.pop(visible.HIP, None)
+        os.environ |= visible.restricted(ids, "rocm")
 
 
 def join_ray(address: str | None, gpus: int) -> None:

@@ -1,0 +1,58 @@
+"""Compile vLLM's operators for ROCm, and nothing else of it, into a wheel that owns ``vllm/_C``.
+
+It runs inside vLLM's unpacked source distribution, because torch translates the CUDA sources below the
+working directory to HIP. PYTORCH_ROCM_ARCH names the GPUs. The Python part comes from vLLM's released wheel,
+so that the cells for CPUs and for GPUs carry the same. It was never run: see the cell's `sources`.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CUDAExtension
+
+# As CMakeLists.txt and cmake/utils.cmake of vLLM 0.4.2 have them for HIP.
+SOURCES = (
+    "cache_kernels.cu",
+    "attention/attention_kernels.cu",
+    "pos_encoding_kernels.cu",
+    "activation_kernels.cu",
+    "layernorm_kernels.cu",
+    "quantization/squeezellm/quant_cuda_kernel.cu",
+    "quantization/gptq/q_gemm.cu",
+    "quantization/fp8/fp8_cuda_kernels.cu",
+    "cuda_utils_kernels.cu",
+    "moe_align_block_size_kernels.cu",
+    "pybind.cpp",
+)
+FLAGS = (
+    "-DUSE_ROCM",
+    "-DENABLE_FP8_E4M3",
+    "-U__HIP_NO_HALF_CONVERSIONS__",
+    "-U__HIP_NO_HALF_OPERATORS__",
+    "-fno-gpu-rdc",
+)
+
+version = next(
+    line.removeprefix("Version: ")
+    for line in Path("PKG-INFO").read_text(encoding="utf-8").splitlines()
+    if line.startswith("Version: ")
+)
+
+setup(
+    name="vllm-rocm-ops",
+    version=version.partition("+")[0],
+    description="vLLM's ROCm operators, compiled from its source distribution",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[],
+    ext_modules=[
+        CUDAExtension(
+            "vllm._C",
+            [f"csrc/{name}" for name in SOURCES],
+            include_dirs=[str(Path("csrc").resolve())],
+            extra_compile_args={"cxx": ["-O2", "-g0", "-DUSE_ROCM"], "nvcc": ["-O2", *FLAGS]},
+        )
+    ],
+    # ``_C.so``: the name of the CUDA operators, which are removed, has the suffix of the interpreter in it.
+    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
+)
