@@ -100,7 +100,7 @@ def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> dict[str,
             measured[cell.id] = facts.measure(client, cell, here[cell.id])
             print(f"{cell.id}: measured", flush=True)
         except Problem as problem:
-            print(f"{cell.id}: left out, because {problem}: build it again", flush=True)
+            print(f"left out: {problem}: build it again", flush=True)
     return measured
 
 

@@ -19,7 +19,6 @@ import docker.errors
 from docker.models.images import Image
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 
 from scripts import engine, records
 from scripts.bake import NAMESPACE
@@ -237,12 +236,13 @@ def gather(
     return items, reasons
 
 
-def show(rows: Iterable[Row], console: Console) -> None:
-    """Print what is in the registry now."""
-    table = Table("tag", "digest", "pushed", box=None)
-    for row in rows:
-        table.add_row(row.reference, row.digest, "was there" if row.moved is None else f"{row.moved:,} bytes")
-    console.print(table, soft_wrap=True)
+def table(rows: Sequence[Row]) -> str:
+    """Tag, digest and bytes, a line each, never cut short: a digest is there to be copied."""
+    width = max(len(row.reference) for row in rows)
+    told = ("was there" if row.moved is None else f"{row.moved:,} bytes" for row in rows)
+    return "\n".join(
+        f"{row.reference:<{width}}  {row.digest}  {text}" for row, text in zip(rows, told, strict=True)
+    )
 
 
 def main() -> int:
@@ -268,7 +268,7 @@ def main() -> int:
                 print(f"error: {reason}", file=sys.stderr)
             print("nothing was pushed", file=sys.stderr)
             return 2
-        show(publish(client, repo, items, console), console)
+        print(table(publish(client, repo, items, console)))
     return 0
 
 

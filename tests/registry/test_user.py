@@ -31,7 +31,10 @@ def pip_list(client: docker.DockerClient, image: str) -> set[str]:
 def test_what_is_pulled_by_its_digest_passes_the_image_tests(
     client: docker.DockerClient, cell: Cell, image: Image, repo: str
 ) -> None:
-    """It is pushed, deleted here, and pulled again; the names that it had here come back."""
+    """It is pushed, deleted here, and pulled again; the names that it had here come back.
+
+    The builder may have kept its layers: that every byte can come from the registry is shown in test_publish.
+    """
     tags = image.tags
     immutable, _ = publish.publish(client, repo, [publish.Item(cell, image)], Console())
     remove(client, str(image.id))

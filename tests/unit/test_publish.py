@@ -202,3 +202,8 @@ def test_a_document_written_after_the_build_makes_no_other_image(checkout: Path)
 def test_a_tag_for_several_platforms_is_told() -> None:
     with pytest.raises(Problem, match="several platforms"):
         remote.parse("[]")
+
+
+def test_the_table_cuts_no_digest_short() -> None:
+    lines = publish.table([publish.Row("h/x:long", MANIFEST, 1234), publish.Row("h/x:s", MANIFEST, None)])
+    assert lines.splitlines() == [f"h/x:long  {MANIFEST}  1,234 bytes", f"h/x:s     {MANIFEST}  was there"]
