@@ -35,6 +35,19 @@ LAYERS = ("torch", "vllm", "ray", "openrlhf")
 NAMESPACE = "io.rlhf-stacks"
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.settings
 MARK = "# rlhf-stacks: given to a build as a secret, in no layer of an image"
+# What an image is made of, as git takes paths; the tools among it are those that decide what is in it.
+TOOLS = ("bake", "base", "lock", "matrix", "model", "patches", "resolve", "sources", "wheels")
+SOURCES = (
+    "matrix.yaml",
+    "images",
+    "patches",
+    "scripts/requirements.txt",
+    *(f"scripts/{name}.py" for name in TOOLS),
+    ":(exclude)images/README.md",
+    ":(exclude)images/catalogue.json",
+    ":(exclude)images/examples",
+    ":(exclude)patches/README.md",
+)
 # In 10^6 bytes: all layers, the builder root and its caches; a part of it when the image is there already.
 BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
 CONTEXT_MEGABYTES = 3000
@@ -226,10 +239,17 @@ def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
 
 
 def revision() -> str:
-    """The commit that is checked out, marked if files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=-dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The newest commit that changed what images are made of, marked if files of `SOURCES` differ from it.
+
+    A commit of documents, of tests or of other tools makes no other image: its tests need not run again.
+    """
+    newest = _git("log", "-1", "--format=%H", "--", *SOURCES)
+    return f"{newest or 'unknown'}{'-dirty' if _git('status', '--porcelain', '--', *SOURCES) else ''}"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def toolchain(cell: Cell, builder: str) -> str:

@@ -21,15 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
 from scripts import engine, records
-from scripts.bake import NAMESPACE
+from scripts.bake import NAMESPACE, SOURCES
 from scripts.matrix import ROOT, Cell, expand, find, load
 from scripts.problem import Problem, run
 from scripts.remote import Remote, host_of, look, repository, told
 from scripts.turns import turn
 
 PUSH_SECONDS = 600  # without a word from the engine: a registry takes its time to store a big layer
-# Files that go into no image and into no test: an image built before they changed is still the one of HEAD.
-BESIDE = ("README.md", "CHANGELOG.md", "images/README.md", "images/catalogue.json")
 
 
 @dataclass(frozen=True)
@@ -124,12 +122,12 @@ def _wrong_source(labels: Mapping[str, str], differing: Sequence[str] | None) ->
 
 
 def differing(revision: str, root: Path = ROOT) -> list[str] | None:
-    """The files that matter and differ between ``revision`` and HEAD; None if it is no commit here."""
-    command = ["git", "diff", "--name-only", "-z", revision, "HEAD", "--"]
+    """The files of images that differ between ``revision`` and HEAD; None if it is no commit here."""
+    command = ["git", "diff", "--name-only", "-z", revision, "HEAD", "--", *SOURCES]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if not revision or done.returncode:
         return None
-    return [name for name in done.stdout.split("\0") if name and name not in BESIDE]
+    return [name for name in done.stdout.split("\0") if name]
 
 
 def require_clean_tree(root: Path = ROOT) -> None:

@@ -5,6 +5,7 @@ for those in `REQUIRED`, the catalogue shows all.
 """
 
 import datetime
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from scripts.bake import revision
 from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
 
@@ -89,6 +89,13 @@ def _proof(case: ElementTree.Element) -> Proof | None:
         return None
     file = f"tests/{case.get('classname', '').replace('.', '/')}.py"
     return Proof(file, case.get("name", ""), noted["pristine"], noted["patched"])
+
+
+def revision() -> str:
+    """The commit that is checked out, marked if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=40", f"--dirty={DIRTY}", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def required(cell: Cell) -> tuple[str, ...]:

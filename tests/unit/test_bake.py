@@ -1,6 +1,7 @@
 """What a build is given, without building."""
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,3 +114,45 @@ def test_missing_mmdebstrap_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_secrets_hold_no_path_of_this_machine(tmp_path: Path) -> None:
     """What goes into a build is what holds there."""
     assert str(tmp_path) not in PipConfig(find_links=(tmp_path,)).portable()
+
+
+def test_a_commit_of_documents_makes_no_other_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalogue is written from tested images, so it is committed after them."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(name: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("new", encoding="utf-8")
+        git("add", ".")
+        git("commit", "--quiet", "--message=x")
+
+    monkeypatch.setattr(bake, "ROOT", tmp_path)
+    git("init", "--quiet")
+    assert bake.revision() == "unknown"
+    commit("matrix.yaml")
+    built = git("rev-parse", "HEAD")
+    for name in (
+        "README.md",
+        "images/README.md",
+        "images/catalogue.json",
+        "tests/x.py",
+        "scripts/publish.py",
+    ):
+        commit(name)
+    (tmp_path / "README.md").write_text("edited", encoding="utf-8")
+    assert bake.revision() == built
+    (tmp_path / "images" / "new").touch()
+    assert bake.revision() == f"{built}-dirty"
+    commit("images/new")
+    assert bake.revision() == git("rev-parse", "HEAD")
+
+
+def test_the_tools_that_make_images_are_those_that_are_there() -> None:
+    """A tool renamed would else change images without a word."""
+    paths = [path for path in bake.SOURCES if not path.startswith(":")]
+    assert [path for path in paths if not (lock.PYPROJECT.parent / path).exists()] == []
