@@ -21,6 +21,7 @@ WARNED = f"WARNING: AMD GPU device(s) is/are in a low-power state.\n{TABLE}\nWAR
 def rocm_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a test may put a ``rocm-smi``; nothing else is on the path."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(amd, "TOPOLOGY", tmp_path / "nodes")
     amd.is_here.cache_clear()
     yield tmp_path / "rocm-smi"
     amd.is_here.cache_clear()
@@ -88,6 +89,21 @@ def test_a_rocm_smi_that_hangs_is_left(
     script(rocm_smi, f'exec {sys.executable} -c "import signal; signal.pause()"')
     assert amd.count() == 0
     assert "rocm-smi does not answer" in caplog.text
+
+
+def test_without_rocm_smi_the_kernel_tells_the_gpus_of_this_container(rocm_smi: Path) -> None:
+    for node, text in enumerate(
+        ("cpu_cores_count 64\nsimd_count 0\n", "simd_count 1216\n", "simd_count 880\n")
+    ):
+        folder = rocm_smi.parent / "nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(text, encoding="ascii")
+    (rocm_smi.parent / "nodes" / "3" / "properties").mkdir(
+        parents=True
+    )  # as little readable as another's GPU
+    assert amd.count() == 2
+    script(rocm_smi, "printf '%s\\n' card0,MI300X")
+    assert amd.count() == 1
 
 
 def fake_ray(monkeypatch: pytest.MonkeyPatch, running: bool, connected: bool = False) -> MagicMock:

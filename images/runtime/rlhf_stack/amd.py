@@ -5,16 +5,20 @@ for its workers too, and HIP's own variable alike; ``ROCR_VISIBLE_DEVICES`` is l
 renumbers the GPUs under everything else.
 """
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import re
 import subprocess
+from pathlib import Path
 
 from rlhf_stack import settings, visible
 
 SMI_SECONDS = 30.0
+TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+COMPUTES = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 CARD = re.compile(r"^card\d+,", re.MULTILINE)
 PRODUCT_KEYS = ("GPU ID", "Device ID")  # of ROCm 5 and of ROCm 6
 
@@ -28,8 +32,8 @@ def is_here() -> bool:
 
 
 def count() -> int:
-    """The GPUs that ``rocm-smi`` lists; 0 where it is absent, fails, hangs or prints something else."""
-    return cards(_smi("-i", "--csv"))
+    """The GPUs that ``rocm-smi`` lists, or the kernel where that is absent, fails, hangs or prints none."""
+    return cards(_smi("-i", "--csv")) or _of_the_kernel()
 
 
 def product() -> str | None:
@@ -89,6 +93,15 @@ def first_product(listing: str) -> str | None:
         except (ValueError, LookupError, TypeError, StopIteration):
             continue  # a warning: they come on the same output
     return None
+
+
+def _of_the_kernel() -> int:
+    """The nodes of the amdkfd driver's topology that compute; one of a GPU that is not ours is unreadable."""
+    found = 0
+    for file in TOPOLOGY.glob("*/properties"):
+        with contextlib.suppress(OSError):
+            found += bool(COMPUTES.search(file.read_text(encoding="ascii", errors="replace")))
+    return found
 
 
 def _smi(*arguments: str) -> str:
