@@ -43,7 +43,7 @@ def test_backends_that_work_are_taken(backend: str) -> None:
 
 
 def test_another_backend_is_refused_with_what_there_is() -> None:
-    with pytest.raises(sync.SyncError, match=r"--vllm\.sync_backend mpi: expected one of nccl, gloo"):
+    with pytest.raises(sync.SyncError, match=r"weight sync backend mpi: expected one of nccl, gloo"):
         sync.check_backend("mpi", with_ray=False)
 
 

@@ -39,7 +39,7 @@ def check_backend(backend: str, with_ray: bool) -> None:
     ``with_ray`` is upstream's --vllm.sync_with_ray: Ray's own collectives instead of this group.
     """
     if backend not in BACKENDS:
-        raise SyncError(f"--vllm.sync_backend {backend}: expected one of {', '.join(BACKENDS)}")
+        raise SyncError(f"weight sync backend {backend}: expected one of {', '.join(BACKENDS)}")
     if with_ray and backend == "gloo":
         raise SyncError(
             "--vllm.sync_with_ray does not work with --vllm.sync_backend gloo: Ray builds its gloo group in "
@@ -59,7 +59,7 @@ def create_group(host: str, port: int, rank: int, world: int, device: Any, backe
         nccl = NcclGroup if hasattr(utils, "StatelessProcessGroup") else TorchNcclGroup
         return nccl(host, port, rank, world, device)
     if backend == "nccl" and rank == 0:
-        logger.warning("weight sync uses gloo: --vllm.sync_backend nccl needs GPUs and this image has none")
+        logger.warning("weight sync uses gloo: backend nccl needs GPUs and this image has none")
     return GlooGroup(host, port, rank, world)
 
 
