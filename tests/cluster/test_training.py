@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-SECONDS = 280
+SECONDS = 400
 # How that OpenRLHF is called, and what it can do.
 SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
 FLAT = pytest.mark.carries("openrlhf==0.5.1")
@@ -86,7 +86,7 @@ def test_an_engine_without_memory_ends_the_run_at_once_with_its_error(train):
     """Upstream's trainer waits for it in a rendezvous, half an hour."""
     run = train("separate", 2, 2, SECONDS, VLLM_CPU_KVCACHE_SPACE="100000")
     assert run.code != 0
-    assert run.seconds < 250
+    assert run.seconds < 300
     assert "can't allocate memory" in run.log
     assert run.of("step") == []
     assert run.left_over == []
