@@ -59,13 +59,16 @@ def step(number: int, logs: Mapping[str, Any]) -> None:
 
 
 def models_are_up(engines: Sequence[Any] | None) -> None:
-    """All models are loaded: where the workers of each engine run, asked from themselves."""
-    phase("models up")
-    if not os.environ.get(settings.EVENTS) or not engines:
-        return
-    import ray
+    """All models are loaded: where the workers of each engine run, asked from themselves.
 
-    answers = ray.get([engine.where.remote() for engine in engines], timeout=settings.sync_timeout())
+    OpenRLHF 0.5 does not wait for its engines before it trains; with events on, this does.
+    """
+    answers = []
+    if os.environ.get(settings.EVENTS) and engines:
+        import ray
+
+        answers = ray.get([engine.where.remote() for engine in engines], timeout=settings.engine_timeout())
+    phase("models up")
     for index, ranks in enumerate(answers):
         nodes = {rank["node_id"] for rank in ranks}
         emit("engine", engine=index, ranks=ranks, straddles=len(nodes) > 1)
