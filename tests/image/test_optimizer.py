@@ -1,0 +1,48 @@
+"""torch's AdamW, which takes the place of DeepSpeed's where that is not compiled, gives equal numbers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+STEPS = 50
+ARGUMENTS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def trained(make: Callable[..., Any], seed: int) -> list[Any]:
+    """The parameters, decayed and not, after `STEPS` of gradients that follow from ``seed``."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((7, 5), (5,))]
+    groups = [
+        {"params": parameters[:1], "weight_decay": 0.1},
+        {"params": parameters[1:], "weight_decay": 0.0},
+    ]
+    optimizer = make(groups, **ARGUMENTS)
+    for _ in range(STEPS):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["fused_adam", "cpu_adam"])
+def test_torch_s_adamw_equals_deepspeed_s(
+    offload: bool, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the rounding of single precision, over many steps, with and without weight decay."""
+    import torch
+    from rlhf_stack import ops
+
+    if cell["accelerator"]["kind"] != "cpu":
+        pytest.skip("DeepSpeed's operator runs on a GPU here")
+    of_deepspeed = trained(ops.adam(offload), seed=0)
+    monkeypatch.setattr(ops, "adam_operator", lambda _: False)
+    substitute = ops.adam(offload)
+    assert isinstance(substitute, functools.partial)
+    of_torch = trained(substitute, seed=0)
+    torch.testing.assert_close(of_torch, of_deepspeed, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(of_torch, trained(substitute, seed=1), rtol=1e-5, atol=1e-6)
