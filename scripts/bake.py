@@ -6,6 +6,7 @@
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from scripts import base, buildlog, engine, lock, patches, pip_config, sources, wheels
 from scripts.matrix import ROOT, Cell, Setting, find, load
-from scripts.model import STAND_IN
+from scripts.model import STAND_IN, SourceBuild
 from scripts.pip_config import PipConfig
 from scripts.problem import Problem, run
 from scripts.turns import turn
@@ -165,6 +166,33 @@ def uv_binary() -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == "uv" and file.parent.name == "bin")
 
 
+def with_option(cell: Cell, name: str) -> Cell:
+    """The cell with an optional package in its highest layer, and its own tag; a `Problem` says why not."""
+    option = next((option for option in cell.optional if option.name == name), None)
+    if option is None:
+        reason = next(
+            (item.reason for item in cell.excluded if item.name == name), "the matrix has no such option"
+        )
+        raise Problem(f"{cell.id} cannot be built with {name}: {reason}")
+    *lower, top = cell.layers
+    build = SourceBuild(package=name, recipe=option.recipe, reason=option.reason, env=option.env)
+    return msgspec.structs.replace(
+        cell,
+        tag=f"{cell.tag}-with-{name}",
+        layers=(*lower, msgspec.structs.replace(top, packages=(*top.packages, name))),
+        build_from_source=(*cell.build_from_source, build),
+    )
+
+
+def source_pin(cell: Cell, package: str, lock_text: str) -> str:
+    """The pin, with hashes, of what a recipe builds: a package of the lock, or one of the cell's options."""
+    for option in cell.optional:
+        if option.name == package:
+            return f"{option.name}=={option.version} \\\n    --hash=sha256:{option.sha256}\n"
+    pin = f"{package}=={cell.versions[package]}"
+    return next(block for block in lock.blocks(lock_text) if block.split()[0] == pin)
+
+
 def place_beside(cell: Cell, layer: str, folder: Path) -> None:
     """Put the wheels of a layer that are unpacked beside the environment into ``folder/<where they go>``."""
     folder.mkdir(parents=True)
@@ -183,9 +211,7 @@ def place_sources(cell: Cell, layer: str, lock_text: str, folder: Path) -> None:
     for build in builds:
         if build.recipe:
             shutil.copytree(IMAGES / "sources" / build.recipe, folder / build.recipe)
-            pin = f"{build.package}=={cell.versions[build.package]}"
-            block = next(block for block in lock.blocks(lock_text) if block.split()[0] == pin)
-            write(folder / build.recipe / "sdist.txt", block)
+            write(folder / build.recipe / "sdist.txt", source_pin(cell, build.package, lock_text))
 
 
 def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
@@ -368,9 +394,13 @@ def main() -> int:
         action="store_true",
         help="for tests: build what stands in for a cell whose packages cannot be had here",
     )
-    matrix, options = load(), parser.parse_args()
-    name = options.cell or matrix.default
-    cell = find(matrix, name + STAND_IN if options.stand_in else name)
+    parser.add_argument(
+        "--with", metavar="NAME", action="append", default=[], help="add an optional package of the cell"
+    )
+    matrix, options = load(), vars(parser.parse_args())
+    name = options["cell"] or matrix.default
+    cell = find(matrix, name + STAND_IN if options["stand_in"] else name)
+    cell = functools.reduce(with_option, options["with"], cell)
     built = build(cell)
     image = engine.client().images.get(built)
     print(f"{cell.tag}  {size(image) / 1e6:.0f} MB  {built}")

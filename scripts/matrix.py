@@ -165,6 +165,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         layers=variant.layers,
         build_from_source=variant.build_from_source,
         beside=variant.beside,
+        optional=variant.optional,
         env=_merged(accelerator.env, variant.env, entry.env),
         support=entry.support,
         size_budget_mb=entry.size_budget_mb,

@@ -98,6 +98,7 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
     if variant.stand_in:
         yield from _bad_stand_in(matrix, variant, variant.stand_in.variant, f"{path}.stand_in.variant")
     yield from _twice([item.name for item in variant.env], f"{path}.env")
+    yield from _twice([item.name for item in variant.optional], f"{path}.optional")
     yield from _twice([item.name for item in variant.excluded], f"{path}.excluded")
     yield from _twice([layer.name for layer in variant.layers], f"{path}.layers")
     layered = [name for layer in variant.layers for name in layer.packages]

@@ -200,6 +200,21 @@ class StandIn(_Struct, frozen=True):
     tested: Tested
 
 
+class Option(_Struct, frozen=True):
+    """A package that only a user's own build has: ``python -m scripts.bake CELL --with NAME``.
+
+    ``recipe`` (a folder of ``images/sources``) compiles it from its source distribution, with ``env``.
+    """
+
+    name: Name
+    version: Name
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    recipe: Name
+    reason: Text
+    source: Text
+    env: tuple[Setting, ...] = ()
+
+
 class Variant(_Struct, frozen=True):
     """How a stack is had on an accelerator; shared by every Ray version of it."""
 
@@ -216,6 +231,7 @@ class Variant(_Struct, frozen=True):
     env: tuple[Setting, ...] = ()
     sources: tuple[Source, ...] = ()
     stand_in: StandIn | None = None
+    optional: tuple[Option, ...] = ()
 
 
 class CellEntry(_Struct, frozen=True):
@@ -310,6 +326,7 @@ class Cell(_Struct, frozen=True):
     layers: tuple[Layer, ...]
     build_from_source: tuple[SourceBuild, ...]
     beside: tuple[Beside, ...]
+    optional: tuple[Option, ...]
     env: tuple[Setting, ...]
     support: Support
     size_budget_mb: int

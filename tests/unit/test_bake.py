@@ -156,3 +156,37 @@ def test_the_tools_that_make_images_are_those_that_are_there() -> None:
     """A tool renamed would else change images without a word."""
     paths = [path for path in bake.SOURCES if not path.startswith(":")]
     assert [path for path in paths if not (lock.PYPROJECT.parent / path).exists()] == []
+
+
+def test_an_option_is_built_into_the_highest_layer_under_a_tag_of_its_own() -> None:
+    """By its recipe, from exactly the source distribution that the matrix names; the lock stays as it is."""
+    cell = next(cell for cell in CELLS if cell.optional)
+    option = cell.optional[0]
+    changed = bake.with_option(cell, option.name)
+    assert changed.tag == f"{cell.tag}-with-{option.name}"
+    assert option.name in changed.layers[-1].packages
+    assert changed.build_from_source[-1].recipe == option.recipe
+    assert (bake.IMAGES / "sources" / option.recipe / "build").is_file()
+    text = lock.path(cell).read_text()
+    assert lock.layers(text, changed) == lock.layers(text, cell)
+    assert lock.requirements(changed) == lock.requirements(cell)
+    pin = bake.source_pin(changed, option.name, text)
+    assert pin == f"{option.name}=={option.version} \\\n    --hash=sha256:{option.sha256}\n"
+
+
+def test_an_option_that_a_cell_has_not_is_refused_with_the_reason() -> None:
+    """The one for which the package is left out, or that there is none."""
+    reason = next(item.reason for item in DEFAULT.excluded if item.name == "flash-attn")
+    with pytest.raises(Problem, match=re.escape(f"{DEFAULT.id} cannot be built with flash-attn: {reason}")):
+        bake.with_option(DEFAULT, "flash-attn")
+    with pytest.raises(Problem, match="the matrix has no such option"):
+        bake.with_option(DEFAULT, "nothing")
+
+
+def test_a_recipe_builds_what_the_lock_or_the_option_names() -> None:
+    """Every recipe of every cell, with a hash."""
+    for cell in CELLS:
+        for build in (build for build in cell.build_from_source if build.recipe):
+            pin = bake.source_pin(cell, build.package, lock.path(cell).read_text())
+            assert pin.startswith(f"{build.package}==")
+            assert "--hash=sha256:" in pin
