@@ -24,48 +24,72 @@ def waited(*_):
 signal.signal(signal.SIGALRM, waited)
 """
 
-TRAINED = """
+# OpenRLHF 0.11 lets DeepSpeed make the optimiser, from its config.
+CONFIGURED = """
 signal.alarm(30)
 alone()
 os.environ.update({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"})
 deepspeed.init_distributed("gloo")
 helpers = load("openrlhf/utils/deepspeed/deepspeed_utils.py", "helpers")
 adam = {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
-config = helpers.get_train_ds_config(
-    offload=False, adam_offload=OFFLOAD, stage=0, param_dtype="fp32", zpg=1, optim_config=adam
-)
-model = torch.nn.Linear(2, 1)
-before = [parameter.detach().clone() for parameter in model.parameters()]
-engine, *_ = deepspeed.initialize(model=model, config=config | {"train_micro_batch_size_per_gpu": 1})
-engine.backward(engine(torch.ones(1, 2)).sum())
-engine.step()
-signal.alarm(0)
-assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters()))
-print("trained a step with", type(engine.optimizer).__name__)
+
+
+def step(model, offload):
+    config = helpers.get_train_ds_config(
+        offload=False, adam_offload=offload, stage=0, param_dtype="fp32", zpg=1, optim_config=adam
+    )
+    engine, *_ = deepspeed.initialize(model=model, config=config | {"train_micro_batch_size_per_gpu": 1})
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
 """
 
-REFUSED = """
-signal.alarm(30)
-helpers = load("openrlhf/utils/deepspeed/deepspeed_utils.py", "helpers")
-adam = {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+# OpenRLHF 0.5 makes it itself.
+MADE = """
+signal.alarm(60)
+pretend_flash_attn()
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+
+strategy = DeepspeedStrategy.__new__(DeepspeedStrategy)
+
+
+def step(model, offload):
+    strategy.adam_offload = offload
+    optimizer = strategy.create_optimizer(model, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+TRAINS = """
+model = torch.nn.Linear(2, 1)
+before = [parameter.detach().clone() for parameter in model.parameters()]
+step(model, offload=False)
+assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+print("trained a step with torch's AdamW")
+"""
+
+REFUSES = """
 try:
-    helpers.get_train_ds_config(offload=False, adam_offload=True, optim_config=adam)
+    step(torch.nn.Linear(2, 1), offload=True)
 except RuntimeError as error:
     assert "DeepSpeed's cpu_adam is not compiled in this image" in str(error), error
     print(error)
 else:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(2))])
+    raise AssertionError("an operator that is not there cannot have worked")
 """
 HANGS = "TimeoutError: still waiting for the lock of a process that is not there"
+RELEASES = [
+    pytest.param(CONFIGURED, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
+    pytest.param(MADE, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+]
 
 
 @pytest.mark.usefixtures("cpu_only")
-def test_without_its_operator_the_optimizer_is_torch_s_and_nothing_waits_for_the_dead(proves):
-    proves(NOT_COMPILED + TRAINED.replace("OFFLOAD", "False"), HANGS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_without_its_operator_the_optimizer_is_torch_s_and_nothing_waits_for_the_dead(proves, release):
+    proves(NOT_COMPILED + release + TRAINS, HANGS)
 
 
 @pytest.mark.usefixtures("cpu_only")
-def test_an_offloaded_optimizer_without_its_operator_is_an_error_that_names_it(proves):
-    proves(NOT_COMPILED + REFUSED, HANGS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_offloaded_optimizer_without_its_operator_is_an_error_that_names_it(proves, release):
+    proves(NOT_COMPILED + release + REFUSES, HANGS)
