@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import Distribution
@@ -87,10 +87,24 @@ def folders() -> list[Path]:
     return sorted({path.parent for path in loaded if "site-packages" in path.parts})
 
 
-def test_the_loader_tells_what_is_missing(headlines: dict[str, Distribution]) -> None:
+@pytest.fixture
+def objects(
+    cell: dict[str, Any], headlines: dict[str, Distribution], installed: dict[str, Distribution]
+) -> Callable[[str], list[Path]]:
+    """The shared objects of a package by its name, those that a recipe of ours made for it among them."""
+
+    def of(name: str) -> list[Path]:
+        builds = [build for build in cell["build_from_source"] if build["package"] == name]
+        made = [installed.get(build["recipe"]) for build in builds if build["recipe"]]
+        found = [headlines.get(name) or installed.get(name), *made]
+        return [path for distribution in found if distribution for path in shared_objects(distribution)]
+
+    return of
+
+
+def test_the_loader_tells_what_is_missing(objects: Callable[[str], list[Path]]) -> None:
     """An object of vLLM that uses torch, where torch's folder is not searched."""
-    objects = shared_objects(headlines["vllm"])
-    extension = next(path for path in objects if b"libc10.so" in path.read_bytes())
+    extension = next(path for path in objects("vllm") if b"libc10.so" in path.read_bytes())
     finding = trace([extension], [])
     assert "libc10.so" in finding.libraries
     assert [name for name in finding.symbols if "c10" in name]
@@ -106,25 +120,21 @@ def test_the_driver_s_part_is_left_out_and_nothing_else() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_library_and_no_symbol_is_missing(
-    name: str,
-    cell: dict[str, Any],
-    installed: dict[str, Distribution],
-    headlines: dict[str, Distribution],
-    folders: list[Path],
+    name: str, objects: Callable[[str], list[Path]], folders: list[Path]
 ) -> None:
-    """Of any shared object; but for the driver's library, which a machine with a GPU brings."""
-    distribution = headlines.get(name) or installed.get(name)
-    if distribution is None:
-        pytest.skip(f"{name} is not in this image")
-    objects = shared_objects(distribution)
-    first = [path for path in shared_objects(headlines["torch"]) if path.name == GLOBAL]
+    """Of any shared object; but for the driver of a GPU, if torch is a build for such."""
+    import torch
+
+    if not (paths := objects(name)):
+        pytest.skip(f"{name} has no shared object in this image")
+    first = [path for path in objects("torch") if path.name == GLOBAL]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(lambda path: trace([*first, path], folders), objects))
-    if cell["accelerator"]["kind"] == "cuda":
+        found = list(pool.map(lambda path: trace([*first, path], folders), paths))
+    if torch.version.cuda:
         found = [finding.without_driver() for finding in found]
     missing = {
         str(path): sorted(finding.libraries | finding.symbols)
-        for path, finding in zip(objects, found, strict=True)
+        for path, finding in zip(paths, found, strict=True)
         if finding.libraries or finding.symbols
     }
     assert missing == {}
