@@ -68,7 +68,7 @@ def left(addresses, gpus, cpus=CPUS):
 
         for number, entry in ray.util.placement_group_table().items():
             if entry["state"] != "REMOVED":
-                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(number)))
+                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
         settled([GPUS] * NODES)
 
 

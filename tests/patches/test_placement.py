@@ -2,7 +2,7 @@
 
 import pytest
 
-SECONDS = 200
+SECONDS = 400
 
 # Upstream's trainer up to where the models would be loaded; actors are recorded and not started.
 STAGE = """
@@ -109,7 +109,7 @@ def stage(free, run, cpus=CPUS):
     finally:
         for number in set(ray.util.placement_group_table()) - before | {others.id.hex()}:
             if ray.util.placement_group_table()[number]["state"] != "REMOVED":
-                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(number)))
+                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
         until = itertools.count()
         while ray.available_resources().get("GPU") != NODES * GPUS and next(until) < 200:
             time.sleep(0.05)

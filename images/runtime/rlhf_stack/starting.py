@@ -1,0 +1,108 @@
+"""How far the start of each engine is, told step by step by its processes, and a wait for it that ends.
+
+The processes of an engine are an actor, a child of it, and workers that are actors or children again. Each
+writes its step to the key-value store of Ray's head, which a process can do that is no part of Ray.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf_stack import events, settings
+from rlhf_stack.log import tell
+
+ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
+NAMESPACE = b"rlhf_stack.starting"
+STORE_SECONDS = 10.0
+
+
+class StartError(RuntimeError):
+    """An engine that is not up in time; the text has the step of each of its ranks."""
+
+
+def begin(index: int | None) -> None:
+    """The actor of engine ``index`` starts: its processes inherit whose they are."""
+    if index is not None:
+        import ray
+
+        os.environ[ENGINE] = f"{ray.get_runtime_context().get_job_id()}/{index}"
+        report("actor started", None, 0.0)
+
+
+@contextmanager
+def step(name: str, rank: int | None = None) -> Iterator[None]:
+    """Around one step of the start, in a process of an engine; ``rank`` is that of a worker in its engine."""
+    report(f"{name} ...", rank, 0.0)
+    start = time.monotonic()
+    yield
+    report(name, rank, time.monotonic() - start)
+
+
+def report(name: str, rank: int | None, seconds: float) -> None:
+    """Tell that a step begins (its name ends in "...") or is done after ``seconds``."""
+    if ENGINE not in os.environ:
+        return
+    job, index = os.environ[ENGINE].split("/")
+    who = f"engine {index}" if rank is None else f"engine {index} rank {rank}"
+    told = {"engine": int(index), "who": who, "step": name, "host": socket.gethostname(), "time": time.time()}
+    events.emit("engine start", engine=int(index), rank=rank, step=name, seconds=seconds)
+    tell(f"{who} on {told['host']}: {name}" + (f" after {seconds:.1f} s" if seconds else ""))
+    key, value = f"{job}/{who}".encode(), json.dumps(told).encode()
+    _store().internal_kv_put(key, value, True, NAMESPACE, timeout=STORE_SECONDS)
+
+
+def wait(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:
+    """Until ``others`` (references) are done and every engine is up; the first error is raised at once.
+
+    `StartError` when an engine is not up in time: an engine that is slow, and not one that died.
+    """
+    import ray
+
+    starts = {engine.__ray_ready__.remote(): index for index, engine in enumerate(engines or [])}
+    pending = [*starts, *others]
+    end = time.monotonic() + settings.engine_timeout()
+    while pending:
+        missing = [starts[reference] for reference in pending if reference in starts]
+        left = max(0.0, end - time.monotonic()) if missing else None
+        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        ray.get(ready)
+        if not ready:
+            raise StartError(
+                f"engines {missing} are not up after {settings.engine_timeout():g} s "
+                f"({settings.ENGINE_TIMEOUT}):\n  " + "\n  ".join(_steps(missing))
+            )
+
+
+def _steps(engines: Sequence[int]) -> list[str]:
+    """The last step of each process of ``engines`` that has told one."""
+    import ray
+
+    store, prefix = _store(), f"{ray.get_runtime_context().get_job_id()}/".encode()
+    keys = sorted(store.internal_kv_keys(prefix, NAMESPACE, timeout=STORE_SECONDS))
+    told = [json.loads(store.internal_kv_get(key, NAMESPACE, timeout=STORE_SECONDS)) for key in keys]
+    return describe(told, engines, time.time())
+
+
+def describe(told: Sequence[dict[str, Any]], engines: Sequence[int], now: float) -> list[str]:
+    """A line for each process of ``engines`` in ``told``, or for the engine if none has told a step."""
+    lines = []
+    for index in engines:
+        own = [value for value in told if value["engine"] == index]
+        lines += [
+            f"{value['who']} on {value['host']}: {value['step']}, {now - value['time']:.0f} s ago"
+            for value in own
+        ] or [f"engine {index}: its actor has not started"]
+    return lines
+
+
+def _store() -> Any:
+    import ray
+    from ray._raylet import GcsClient
+
+    if ray.is_initialized():
+        return GcsClient(address=ray.get_runtime_context().gcs_address)
+    return GcsClient(address=os.environ["RAY_ADDRESS"])

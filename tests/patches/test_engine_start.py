@@ -1,0 +1,97 @@
+import pytest
+
+PROBE = """
+import time
+import ray
+
+pretend_flash_attn()
+import openrlhf.cli.train_ppo_ray as train_ppo_ray
+
+ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
+real_get = ray.get
+
+
+def get(what, *, timeout=None):
+    # A wait without a deadline ends here after some seconds, and says that it had none.
+    try:
+        return real_get(what, timeout=timeout or 30)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError("the trainer does not know that an engine is dead") from None
+
+
+ray.get = get
+
+
+@ray.remote(num_cpus=0)
+class Dead:
+    def __init__(self):
+        raise OSError("libnuma.so.1 is missing")
+
+
+@ray.remote(num_cpus=0)
+def load():
+    time.sleep(600)
+
+
+class Models:
+    def __init__(self, *_, **__):
+        pass
+
+    def async_init_model_from_pretrained(self, *_):
+        return [load.remote()]
+
+
+def some(**given):
+    return types.SimpleNamespace(**given)
+
+
+none = some(num_nodes=1, num_gpus_per_node=1, model_name_or_path=None, remote_url="r")
+args = some(
+    train=some(
+        colocate_actor_ref=False, colocate_all=False, colocate_critic_reward=False, async_enable=False,
+        seed=0, full_determinism_enable=False, agent_func_path=None,
+    ),
+    actor=some(num_nodes=1, num_gpus_per_node=1, model_name_or_path="m"), ref=none, critic=none, reward=none,
+    algo=some(kl=some(init_coef=0), advantage=some(is_correction_level="off")),
+    vllm=some(
+        num_engines=0, tensor_parallel_size=1, enable_prefix_caching=False, enforce_eager=True,
+        gpu_memory_utilization=0.5, enable_sleep=False,
+    ),
+    ds=some(ring_attn_size=1, tensor_parallel_size=1),
+    data=some(max_len=64), rollout=some(max_new_tokens=8, temperature=1, top_p=1),
+)
+steps = some(get_max_steps=some(remote=lambda: ray.put(1)))
+trainer = types.ModuleType("openrlhf.trainer.ppo_trainer")
+trainer.PPOTrainer = some(remote=lambda *_, **__: steps)
+sys.modules["openrlhf.trainer.ppo_trainer"] = trainer
+train_ppo_ray.get_strategy = lambda _: some(print=lambda *_: None)
+train_ppo_ray.RayActorGroup = Models
+
+
+def engines(*_, **__):
+    return [Dead.remote()]
+
+
+train_ppo_ray.create_vllm_engines = engines
+
+
+class Counted(int):
+    # No GPUs are planned for the engine that is made above, and yet upstream makes it.
+    def __gt__(self, other):
+        return True
+
+
+args.vllm.num_engines = Counted(0)
+try:
+    train_ppo_ray.train(args)
+except ray.exceptions.RayActorError as error:
+    assert "libnuma.so.1 is missing" in str(error), error
+    print("the trainer ends at once with the engine's reason")
+finally:
+    ray.shutdown()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
+    proves(PROBE, "does not know that an engine is dead")
