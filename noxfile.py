@@ -6,12 +6,14 @@ runs for the default one; another is named as in ``-s "build(cell='CELL')"``.
 
 import re
 import sys
+from collections.abc import Iterable
 
 import nox
 
 try:
-    from scripts.matrix import expand, find, load, stand_ins
+    from scripts.matrix import Cell, expand, find, load, stand_ins
     from scripts.problem import Problem
+    from scripts.records import required
 except ModuleNotFoundError as missing:
     arguments = " ".join(sys.argv[1:])
     sys.exit(
@@ -143,3 +145,27 @@ def tests(session: nox.Session) -> None:
     unit(session)
     for test in (build, image, cluster, network, patches):
         test(session, cell=DEFAULT)
+
+
+@nox.session
+def others(session: nox.Session) -> None:
+    """Build other cells and run on each the suites that matrix.yaml names for every submission."""
+    for cell in expand(MATRIX):
+        _suites(session, cell, cell.per_submission)
+
+
+@nox.session(tags=["full"])
+def full(session: nox.Session) -> None:
+    """Build every cell (for ROCm the stand-in) and run every suite that applies, as before a release."""
+    lint(session)
+    unit(session)
+    for cell in (*expand(MATRIX), *stand_ins(MATRIX)):
+        if not cell.sources:
+            _suites(session, cell, required(cell))
+
+
+def _suites(session: nox.Session, cell: Cell, suites: Iterable[str]) -> None:
+    """Build a cell and run some suites on it, if there are any."""
+    tests = {"image": image, "patches": patches, "cluster": cluster, "network": network, "demo": demo}
+    for test in [build, *(tests[name] for name in tests if name in suites)] if suites else []:
+        test(session, cell=cell.id)

@@ -170,6 +170,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         support=entry.support,
         size_budget_mb=entry.size_budget_mb,
         tested=entry.tested,
+        per_submission=entry.per_submission,
         lock=cell_id,
         sources=variant.sources,
     )
@@ -190,6 +191,7 @@ def _stand_in(matrix: Matrix, entry: CellEntry, twin_entry: CellEntry) -> Cell:
         env=_merged(twin.env, cell.env),
         support=cell.support,
         tested=stand_in.tested,
+        per_submission=cell.per_submission,
         stand_in=stand_in.reason,
     )
 

@@ -12,6 +12,7 @@ import msgspec
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+Suite = Literal["image", "patches", "cluster", "network", "demo"]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Line = Annotated[str, msgspec.Meta(pattern=r"^(?![\s\S]*[\r\n])")]
 
@@ -235,13 +236,18 @@ class Variant(_Struct, frozen=True):
 
 
 class CellEntry(_Struct, frozen=True):
-    """A cell as written: a variant with a Ray version, and what only this Ray version needs."""
+    """A cell as written: a variant with a Ray version, and what only this Ray version needs.
+
+    ``per_submission`` are the suites that CI runs on it for every change; all that apply are run before a
+    release.
+    """
 
     variant: Name
     ray: Pin
     support: Support
     size_budget_mb: Positive
     tested: Tested
+    per_submission: tuple[Suite, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     overrides: tuple[Override, ...] = ()
     env: tuple[Setting, ...] = ()
@@ -331,6 +337,7 @@ class Cell(_Struct, frozen=True):
     support: Support
     size_budget_mb: int
     tested: Tested
+    per_submission: tuple[Suite, ...]
     lock: str
     sources: tuple[Source, ...] = ()
     stand_in: str | None = None
