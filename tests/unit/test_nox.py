@@ -35,6 +35,8 @@ SESSIONS = [
     "publish",
     "demo",
     "tests",
+    "others",
+    "full",
 ]
 
 
