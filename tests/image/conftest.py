@@ -1,7 +1,7 @@
 """These tests assume that they run inside the image, on its own Python, whoever the user is."""
 
 import json
-import sys
+import sysconfig
 from importlib.metadata import Distribution, distributions, files
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ def cell() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def installed() -> dict[str, Distribution]:
-    """What is installed, by normalised name."""
-    found = distributions(path=[path for path in sys.path if "site-packages" in path])
+    """What is installed, by normalised name; not what setuptools, imported, adds to ``sys.path``."""
+    found = distributions(path=[sysconfig.get_paths()["purelib"]])
     return {canonicalize_name(distribution.name): distribution for distribution in found}
 
 
