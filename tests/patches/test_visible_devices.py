@@ -5,6 +5,7 @@ would take of these. AMD's GPUs are found by a ``rocm-smi`` of these tests.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 NOSET_CUDA = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 NOSET_ROCR = "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES"
 RAY = importlib.metadata.version("ray").split("+")[0]
-VLLM_042 = importlib.util.find_spec("vllm.executor.ray_gpu_executor") is not None
+VLLM_042 = importlib.util.find_spec("vllm.executor") is not None  # later ones have it elsewhere
 AMD_RAY = pytest.mark.skipif(
     RAY != "2.12.0", reason="of the releases here only Ray 2.12.0 has this AMD support"
 )
