@@ -31,6 +31,7 @@ from scripts.remote import look
 from tests.bench.results import Row, parser, show
 from tests.registry import server
 
+BRIDGE = "rlhf-bench"
 START_SECONDS = 60
 PULL_SECONDS = 1800
 
@@ -50,7 +51,10 @@ def partner(cell: Cell, images: Mapping[str, Image]) -> str:
 
 @contextmanager
 def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
-    """A second Docker Engine, which keeps everything in ``folder`` and runs no container."""
+    """A second Docker Engine, which keeps everything in ``folder`` and runs no container.
+
+    It gets a bridge of its own: with none it would remove ``docker0``, the first engine's.
+    """
     socket, log = folder / "engine.sock", folder / "engine.log"
     command = [
         "dockerd",
@@ -58,10 +62,12 @@ def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
         f"--data-root={folder / 'data'}",
         f"--exec-root={folder / 'exec'}",
         f"--pidfile={folder / 'pid'}",
-        "--bridge=none",
+        f"--bridge={BRIDGE}",
         "--iptables=false",
     ]
     folder.mkdir()
+    subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], check=True)
+    subprocess.run(["ip", "address", "add", "192.0.2.1/30", "dev", BRIDGE], check=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
@@ -74,6 +80,7 @@ def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
     finally:
         process.terminate()
         process.wait()
+        subprocess.run(["ip", "link", "delete", BRIDGE], check=True)
 
 
 def pulled(client: docker.DockerClient, row: publish.Row, registry: server.Registry) -> tuple[float, float]:
