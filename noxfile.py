@@ -162,6 +162,7 @@ def full(session: nox.Session) -> None:
     for cell in (*expand(MATRIX), *stand_ins(MATRIX)):
         if not cell.sources:
             _suites(session, cell, required(cell))
+    registry(session, cell=DEFAULT)
 
 
 def _suites(session: nox.Session, cell: Cell, suites: Iterable[str]) -> None:
