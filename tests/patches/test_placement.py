@@ -219,6 +219,7 @@ finish([stage([8, 8, 8], ranks_in_order), stage([8, 8, 8], few_cpus, cpus=3)])
 )
 
 
+@pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(SECONDS)
 def test_engines_and_groups_are_planned(proves):
     proves(
@@ -228,6 +229,7 @@ def test_engines_and_groups_are_planned(proves):
     )
 
 
+@pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(SECONDS)
 def test_ranks_follow_nodes(proves):
     proves(
