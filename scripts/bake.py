@@ -24,7 +24,7 @@ from rich.console import Console
 
 from scripts import base, buildlog, engine, lock, patches, pip_config, sources, wheels
 from scripts.matrix import ROOT, Cell, Setting, find, load
-from scripts.model import STAND_IN, SourceBuild
+from scripts.model import STAND_IN, Layer, SourceBuild
 from scripts.pip_config import PipConfig
 from scripts.problem import Problem, run
 from scripts.turns import turn
@@ -193,19 +193,18 @@ def source_pin(cell: Cell, package: str, lock_text: str) -> str:
     return next(block for block in lock.blocks(lock_text) if block.split()[0] == pin)
 
 
-def place_beside(cell: Cell, layer: str, folder: Path) -> None:
+def place_beside(cell: Cell, layer: Layer, folder: Path) -> None:
     """Put the wheels of a layer that are unpacked beside the environment into ``folder/<where they go>``."""
     folder.mkdir(parents=True)
     for item in cell.beside:
-        if item.layer == layer:
+        if item.layer == layer.name:
             wheel = wheels.fetch_pristine(item.package, item.version, [item.sha256])
             place(wheel, folder / item.folder / wheel.name)
 
 
-def place_sources(cell: Cell, layer: str, lock_text: str, folder: Path) -> None:
+def place_sources(cell: Cell, layer: Layer, lock_text: str, folder: Path) -> None:
     """Put into ``folder`` what the source builds of a layer need: env, and recipes with their pin."""
-    named = next(item.packages for item in cell.layers if item.name == layer)
-    builds = [build for build in cell.build_from_source if build.package in named]
+    builds = [build for build in cell.build_from_source if build.package in layer.packages]
     settings = [f"{setting.name}='{setting.value}'" for build in builds for setting in build.env]
     write(folder / "env", "\n".join(settings) + "\n")
     for build in builds:
@@ -233,8 +232,8 @@ def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
         for wheel in local_wheels(texts[layer.name], [*config.find_links, PATCHED]):
             place(wheel, folder / "wheels" / layer.name / wheel.name)
         write(folder / "trim" / f"{layer.name}.txt", "".join(f"{t.action} {t.path}\n" for t in layer.trim))
-        place_beside(cell, layer.name, folder / "beside" / layer.name)
-        place_sources(cell, layer.name, lock_text, folder / "sources" / layer.name)
+        place_beside(cell, layer, folder / "beside" / layer.name)
+        place_sources(cell, layer, lock_text, folder / "sources" / layer.name)
     runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
     place(runtime, folder / "wheels" / "stack" / runtime.name)
     texts["stack"] = pinned(runtime)[1]

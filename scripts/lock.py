@@ -282,9 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--offline goes with --check: a lock cannot be written without the index")
     matrix = load()
     everything = not (options.cell or options.host)
-    cells = expand(matrix) if everything else [find(matrix, cell_id) for cell_id in options.cell]
+    cells = list(expand(matrix)) if everything else [find(matrix, cell_id) for cell_id in options.cell]
     left_out = [cell for cell in cells if everything and unlocked(cell)]
-    targets = [target(cell) for cell in cells if cell not in left_out]
+    cells = [cell for cell in cells if cell not in left_out]
+    targets = [target(cell) for cell in cells]
     if everything or options.host:
         targets.append(host_target(matrix, _read(PYPROJECT)))
     if options.check:
@@ -295,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return found
     for cell in left_out:
         print(f"{cell.id}: not locked; name it where {sources.packages(cell)} can be had")
-    for cell in (cell for cell in cells if cell not in left_out):
+    for cell in cells:
         sources.require_packages(cell)
     for item in targets:
         _write(item)

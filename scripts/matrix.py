@@ -25,6 +25,7 @@ from scripts.model import (
     Package,
     Pin,
     Setting,
+    StandIn,
     id_of,
     named,
     nearest,
@@ -111,7 +112,7 @@ def stand_ins(matrix: Matrix) -> tuple[Cell, ...]:
     """What stands in, for tests alone, for cells whose packages cannot be had everywhere."""
     variants = {variant.name: variant for variant in matrix.variants}
     return tuple(
-        _stand_in(matrix, entry, twin)
+        _stand_in(_resolve(matrix, entry), _resolve(matrix, twin), stand_in)
         for entry in matrix.cells
         if (stand_in := variants[entry.variant].stand_in)
         for twin in matrix.cells
@@ -176,11 +177,8 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
     )
 
 
-def _stand_in(matrix: Matrix, entry: CellEntry, twin_entry: CellEntry) -> Cell:
-    """The cell ``entry`` on the packages of its twin: Ray, OpenRLHF, patches and env defaults are its own."""
-    cell, twin = _resolve(matrix, entry), _resolve(matrix, twin_entry)
-    stand_in = named(matrix.variants, entry.variant).stand_in
-    assert stand_in is not None  # noqa: S101  (the caller looked)
+def _stand_in(cell: Cell, twin: Cell, stand_in: StandIn) -> Cell:
+    """``cell`` on the packages of its twin: Ray, OpenRLHF, patches and env defaults are its own."""
     return msgspec.structs.replace(
         twin,
         id=cell.id + STAND_IN,

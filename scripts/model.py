@@ -13,6 +13,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Suite = Literal["image", "patches", "cluster", "network", "demo"]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Line = Annotated[str, msgspec.Meta(pattern=r"^(?![\s\S]*[\r\n])")]
 
@@ -159,7 +160,7 @@ class Beside(_Struct, frozen=True):
 
     package: Name
     version: Name
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
     layer: Name
     folder: Name
     reason: Text
@@ -209,7 +210,7 @@ class Option(_Struct, frozen=True):
 
     name: Name
     version: Name
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
     recipe: Name
     reason: Text
     source: Text

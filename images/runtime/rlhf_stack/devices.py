@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 GPU_ID = "RLHF_STACK_GPU_ID"  # set for the child processes of an engine actor, never by users
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+VISIBLE = (visible.CUDA, visible.HIP, visible.ROCR)
 DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 Handle = tuple[Callable[..., "torch.Tensor"], tuple[Any, ...]]
@@ -149,8 +149,8 @@ def physical_gpu_id() -> str:
 
 def _visible_device(index: int) -> str:
     """What device ``index`` of this process is called where devices are made visible by a variable."""
-    visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
-    names = visible.split(",") if visible else []
+    listed = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
+    names = listed.split(",") if listed else []
     return names[index] if index < len(names) else str(index)
 
 

@@ -97,7 +97,8 @@ def lacking() -> list[str]:
         "Python.h": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     }
     if devices.is_gpu():
-        name, home = ("hipcc", cpp_extension.ROCM_HOME) if _is_hip() else ("nvcc", cpp_extension.CUDA_HOME)
+        compilers = {"cuda": ("nvcc", cpp_extension.CUDA_HOME), "rocm": ("hipcc", cpp_extension.ROCM_HOME)}
+        name, home = compilers[devices.kind()]
         found[name] = home and Path(home, "bin", name).exists()
     return [name for name, there in found.items() if not there]
 
@@ -129,12 +130,6 @@ def compiling(name: str, folder: Path, timeout: float = COMPILE_SECONDS) -> Iter
 def say(line: str) -> None:
     """One line on stderr."""
     print(f"rlhf-stack: {line}", file=sys.stderr, flush=True)
-
-
-def _is_hip() -> bool:
-    import torch
-
-    return torch.version.hip is not None
 
 
 def _acquired(file: IO[str]) -> bool:

@@ -29,6 +29,7 @@ PIN = "node:"
 SLIVER = 0.001  # of a node's own resource, and of a CPU for the actor that drives an engine
 SETTLE_SECONDS = 10.0
 POLL_SECONDS = 0.25
+NOT_YET = "enough is free, but Ray has not yet acted"
 
 
 def driver_cpus(gpus: float) -> float:
@@ -125,10 +126,7 @@ def unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, float]]) 
     """What ``bundles`` of a GPU and a CPU lack on ``nodes``; pinned ones on their own node."""
     pins = Counter(key.removeprefix(PIN) for bundle in bundles for key in bundle if key.startswith(PIN))
     if not pins:
-        return (
-            lack(nodes, Request((Group("all", 1, len(bundles)),)))
-            or "enough is free, but Ray has not yet acted"
-        )
+        return lack(nodes, Request((Group("all", 1, len(bundles)),))) or NOT_YET
     there = {node.address: node for node in nodes}
     lacks = []
     for address, wanted in pins.items():
@@ -139,7 +137,7 @@ def unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, float]]) 
             lacks.append(f"GPU is missing on {address}: {wanted} needed, {node.gpus:g} free")
         elif node.cpus < wanted:
             lacks.append(f"CPU is missing on {address}: {wanted} needed, {node.cpus:g} free")
-    return "; ".join(lacks) or "enough is free, but Ray has not yet acted"
+    return "; ".join(lacks) or NOT_YET
 
 
 def _nodes(free: bool) -> list[FreeNode]:
