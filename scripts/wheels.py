@@ -156,7 +156,7 @@ def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTI
     files = {
         str(path.relative_to(source)): Entry(path.read_bytes(), 0o644)
         for path in sorted((source / name).rglob("*"))
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.is_file() and path.suffix != ".pyc"
     }
     manifests = json.dumps([read_manifest(wheel) for wheel in patched], indent=1) + "\n"
     files[f"{name}/{EXPECTED}"] = Entry(manifests.encode(), 0o644)
@@ -167,10 +167,16 @@ def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTI
         f"Summary: {project['description']}",
         f"License: {project['license']['text']}",
         f"Requires-Python: {project['requires-python']}",
+        *(f"Requires-Dist: {requirement}" for requirement in project["dependencies"]),
+    ]
+    scripts = [
+        "[console_scripts]",
+        *(f"{name} = {function}" for name, function in project["scripts"].items()),
     ]
     wheel = ["Wheel-Version: 1.0", "Generator: rlhf-stacks", "Root-Is-Purelib: true", "Tag: py3-none-any"]
     files[f"{info}/METADATA"] = Entry(("\n".join(metadata) + "\n").encode(), 0o644)
     files[f"{info}/WHEEL"] = Entry(("\n".join(wheel) + "\n").encode(), 0o644)
+    files[f"{info}/entry_points.txt"] = Entry(("\n".join(scripts) + "\n").encode(), 0o644)
     return _write(files, info, out / f"{name}-{version}-py3-none-any.whl")
 
 

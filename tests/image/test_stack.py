@@ -41,7 +41,7 @@ def test_entry_point_shows_its_help(entry_point: str) -> None:
 def test_every_patch_is_present_and_unaltered() -> None:
     """What a patch made of a file is what lies there."""
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_stack.patches"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "rlhf_stack", "patches"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack import patches
+from rlhf_stack.cli import main
 
 MANIFEST = {
     "package": "pkg",
@@ -63,18 +64,18 @@ def test_the_command_fails_when_a_patch_is_not_there(
 ) -> None:
     monkeypatch.setattr(patches, "expected", lambda: [MANIFEST])
     monkeypatch.setattr(patches, "installed_checksum", lambda _, path: {"x.py": "2", "y.py": "p"}[path])
-    assert patches.main(["--json"]) == 1
-    assert [report["state"] for report in json.loads(capsys.readouterr().out)] == [
+    assert main(["patches", "--json"]) == 1
+    assert [report["state"] for report in json.loads(capsys.readouterr().out)["patches"]] == [
         "present",
         "missing",
         "missing",
     ]
-    assert patches.main([]) == 1
+    assert main(["patches"]) == 1
     assert "mend it" in capsys.readouterr().out
 
 
 def test_without_a_record_of_patches_nothing_counts_as_present(capsys: pytest.CaptureFixture[str]) -> None:
-    assert patches.main([]) == 1
+    assert main(["patches"]) == 1
     assert "not built with patched wheels" in capsys.readouterr().out
 
 

@@ -1,14 +1,13 @@
 """Whether the patches that this distribution was built with are in the packages that are installed.
 
 ``patched.json`` beside this file is written when the wheels are made: every patched package, and for every
-patch the files it changes with their checksums before and after. ``python -m rlhf_stack.patches`` compares.
+patch the files it changes with their checksums before and after. ``rlhf-stack patches`` compares.
 """
 
-import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.resources import files
 from pathlib import Path
@@ -94,36 +93,3 @@ def _state(chain: list[tuple[int, str, str]], number: int, current: str | None) 
     applied = contents.index(current)
     position = [changed for changed, _, _ in chain].index(number)
     return PRESENT if position < applied else MISSING
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Show each patch as present, missing or altered; exit 1 if one is not present."""
-    parser = argparse.ArgumentParser(prog="python -m rlhf_stack.patches", description=main.__doc__)
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
-    options = parser.parse_args(arguments)
-    manifests = expected()
-    reports = examine(manifests, installed_checksum)
-    if options.json:
-        print(json.dumps([asdict(report) for report in reports], indent=1))
-    else:
-        _show(manifests, reports)
-    return 0 if reports and all(report.state == PRESENT for report in reports) else 1
-
-
-def _show(manifests: list[dict[str, Any]], reports: list[Report]) -> None:
-    if not manifests:
-        print("this rlhf_stack was not built with patched wheels: nothing to compare with")
-    for manifest in manifests:
-        package = str(manifest["package"])
-        print(f"{package} {manifest['version']}+{manifest['label']}, installed {installed_version(package)}")
-        for report in reports:
-            if report.package == package:
-                print(f"  {report.state:8} {report.patch}: {report.title}")
-                if report.why:
-                    print(f"           in {report.why}")
-    if any(report.state != PRESENT for report in reports):
-        print("mend it: reinstall the packages of this image, or start from the image again")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

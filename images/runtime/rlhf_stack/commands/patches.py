@@ -1,0 +1,47 @@
+"""Say of each patch of this distribution whether it is present, missing or altered in this environment.
+
+Missing: the package was reinstalled over ours. Altered: somebody edited its files. Exit code 1 if one patch
+is not present, or if this rlhf_stack came without any.
+
+  rlhf-stack patches
+  rlhf-stack patches --json | jq '.patches[] | select(.state != "present")'
+"""
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from rlhf_stack import patches
+from rlhf_stack.output import show_json
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """``--json``."""
+    parser.add_argument("--json", action="store_true", help="rlhf-stack/patches/1: a list of `patches`")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show each patch; 1 if one is not present."""
+    manifests = patches.expected()
+    reports = patches.examine(manifests, patches.installed_checksum)
+    if options.json:
+        show_json("patches", 1, patches=[asdict(report) for report in reports])
+    else:
+        _show(manifests, reports)
+    return 0 if reports and all(report.state == patches.PRESENT for report in reports) else 1
+
+
+def _show(manifests: list[dict[str, Any]], reports: list[patches.Report]) -> None:
+    if not manifests:
+        print("this rlhf_stack was not built with patched wheels: nothing to compare with")
+    for manifest in manifests:
+        package = str(manifest["package"])
+        installed = patches.installed_version(package)
+        print(f"{package} {manifest['version']}+{manifest['label']}, installed {installed}")
+        for report in reports:
+            if report.package == package:
+                print(f"  {report.state:8} {report.patch}: {report.title}")
+                if report.why:
+                    print(f"           in {report.why}")
+    if any(report.state != patches.PRESENT for report in reports):
+        print("mend it: reinstall the packages of this image, or start from the image again")
