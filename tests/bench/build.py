@@ -6,7 +6,7 @@ The peer is what a user would write: the builder root, because DeepSpeed compile
 headline pins of the cell and the requirements of OpenRLHF that install without CUDA, by `pip install`; then
 the packages removed again that keep the stack from starting. Its image stays tagged as ``PEER`` for
 ``tests.bench.ready``. Ours is built as ``scripts.bake`` builds it, in a context of its own; the tag of the
-cell does not move.
+cell does not move. A cell whose vLLM is compiled from source has no such peer.
 
 - *cold*: no layer and no downloaded package is reused, by either. The machine's network takes part in it.
 - *unchanged*: built again at once.
@@ -41,6 +41,8 @@ FREE_MEGABYTES = 20_000
 UNLOADABLE = ("torchaudio", "torchcodec", "torchvision")
 # No wheel, and its source distribution asks for CUDA's compiler.
 UNBUILDABLE = ("flash-attn",)
+# Its setup.py downloads from where many builds do not reach: the peer gets an empty package of that name.
+UNREACHABLE = {"vllm-nccl-cu12": "2.18.1"}
 NOTES = [
     "cold: no layer and no downloaded package is reused, by either; plain pip compiles DeepSpeed's ops "
     "later, whenever they are first used",
@@ -101,6 +103,20 @@ RUN {mounts} \\
 {uninstall}"""
 
 
+def place_empty(name: str, version: str, folder: Path) -> None:
+    """Write a wheel that has a name and nothing else, so that pip does not look for another."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+
+
 def timed(what: str, command: Sequence[str], log: Path) -> float:
     """Seconds of a build; a `Problem` with what it printed last if it fails."""
     print(what, "...", file=sys.stderr, flush=True)
@@ -149,6 +165,8 @@ def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Pat
     asked, openrlhf = requirements(cell)
     for wheel in bake.local_wheels(lock.path(cell).read_text(encoding="utf-8"), pip_config.load().find_links):
         bake.place(wheel, folder / "wheels" / wheel.name)
+    for name in (item.name for item in cell.excluded if item.name in UNREACHABLE):
+        place_empty(name, UNREACHABLE[name], folder / "wheels")
     text = peer_dockerfile(asked, openrlhf, unloadable(cell))
     (folder / "Dockerfile").write_text(unseen(text), encoding="utf-8")
     build = [
@@ -169,6 +187,8 @@ def main() -> int:
     options = parser("build", __doc__).parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
+    if any(build.package == "vllm" for build in cell.build_from_source):
+        raise Problem(f"{cell.id} has no peer: its vLLM is compiled from source, which no `pip install` does")
     engine.need_space(FREE_MEGABYTES)
     config = pip_config.load()
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="bench-") as temporary:
