@@ -57,6 +57,11 @@ def expected() -> list[dict[str, Any]]:
     return found
 
 
+def slug(patch: str) -> str:
+    """The name of a patch without its number, which differs between versions of a package."""
+    return patch.split("-", 1)[1].removesuffix(".patch")
+
+
 def installed_checksum(package: str, path: str) -> str | None:
     """The sha256 of ``path`` (relative to site-packages) as ``package`` has it on disk."""
     try:
