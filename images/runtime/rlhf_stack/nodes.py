@@ -16,6 +16,7 @@ from typing import Any
 
 POLL_SECONDS = 0.2
 DASHBOARD = "http://127.0.0.1:8265"
+ASKS_FOR_A_TOKEN = (401, 403)  # so it is there
 
 
 @dataclass(frozen=True)
@@ -85,22 +86,36 @@ def _dashboard() -> str:
     try:
         with urllib.request.urlopen(f"{DASHBOARD}/api/jobs/", timeout=5):  # noqa: S310  (the scheme is http)
             return ""
+    except urllib.error.HTTPError as error:
+        return "" if error.code in ASKS_FOR_A_TOKEN else f"Ray's job server at {DASHBOARD} fails ({error})"
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         return f"Ray's job server at {DASHBOARD} does not answer ({error})"
 
 
-def wait(nodes: int, gpus: float, timeout: float) -> list[Node]:
-    """The nodes, once ``nodes`` of them and ``gpus`` are there and jobs can be submitted.
+def wait(
+    nodes: int, gpus: float, timeout: float, jobs: bool = True, check: Callable[[], None] = lambda: None
+) -> list[Node]:
+    """The nodes, once ``nodes`` of them and ``gpus`` are there and, if ``jobs``, jobs can be submitted.
 
-    Runs on the head. ``timeout`` in seconds; `NotReadyError` says what is missing.
+    ``timeout`` in seconds; `NotReadyError` says what is missing. ``check`` is called each time, to raise what
+    ends the wait before. Jobs can be submitted on the head alone.
     """
     import ray
 
+    def begun() -> str:
+        check()
+        return _connect()
+
+    def there() -> str:
+        check()
+        return missing(parse(ray.nodes()), nodes, gpus)
+
     deadline = time.monotonic() + timeout
-    _until(deadline, _connect)
+    _until(deadline, begun)
     try:
-        _until(deadline, lambda: missing(parse(ray.nodes()), nodes, gpus))
-        _until(deadline, _dashboard)
+        _until(deadline, there)
+        if jobs:
+            _until(deadline, _dashboard)
         return parse(ray.nodes())
     finally:
         ray.shutdown()

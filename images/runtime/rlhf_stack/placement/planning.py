@@ -6,7 +6,8 @@ few as there can be. What is left goes to the trainer, in blocks: ranks that tal
 parallelism times ring attention) stay on a node as long as there is room, and a group takes few nodes.
 
 How many engines fit is exact for any sizes: it is the sum of what fits on each node. How many blocks fit
-beside them is exact too, see ``packing``.
+beside them is exact too, see ``packing``. A run that needs all of some equal nodes is spread evenly, see
+``even``.
 """
 
 import math
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_stack import settings
+from rlhf_stack.placement.even import even_plan
 from rlhf_stack.placement.model import (
     ROUNDING,
     FreeNode,
@@ -82,6 +84,8 @@ def _place(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool) ->
     free = [node.bundles for node in nodes]
     if missing := lack(nodes, request):
         raise _NoRoom(missing)
+    if even := even_plan(free, request):
+        return even
     packing = Packing(free, request)
     engines = request.engines
     if engines is None or not engines.count:

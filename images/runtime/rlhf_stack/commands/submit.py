@@ -1,0 +1,163 @@
+"""Submit a run to the Ray cluster of this machine, if it can run there, and follow it to its end.
+
+Plans the run on what the cluster has free now, and refuses one that cannot be placed or does not fit, with
+the reason; the command then goes to Ray's job server as it is, its output comes here, and its exit code is
+that of this command (1 if Ray has none). A command that is no run of OpenRLHF is submitted without a plan.
+
+  rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
+  rlhf-stack submit --gpu-memory 80 --env WANDB_API_KEY --env NCCL_DEBUG=INFO -- python -m ...
+
+Ray's workers have the environment of the machine on which they run, and not that of this shell. The variables
+of rlhf_stack that are set here (RLHF_STACK_VERIFY_SYNC and its like) go along in the runtime_env, and so does
+each that --env names. Interrupted, the job goes on: `ray job logs -f` and `ray job stop` take its id.
+
+Exit code 3: the run does not fit and was not submitted. --force submits it all the same. --json prints
+rlhf-stack/submit/1 at the end, after the output of the job on stderr: `submitted`, `job`, `status`, `code`,
+`problems`.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_stack import commandline, settings
+from rlhf_stack.nodes import DASHBOARD
+from rlhf_stack.output import show_json
+from rlhf_stack.plan import asking
+from rlhf_stack.problem import Problem
+from rlhf_stack.start import token
+
+REFUSED = 3
+PREFIX = "RLHF_STACK_"
+OF_THE_IMAGE = (settings.ACCELERATOR, "RLHF_STACK_TOLD")  # set by it on every machine
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended; ``code`` is its exit code, if Ray tells one."""
+
+    job: str
+    status: str
+    code: int
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The cluster, what goes along, and the command line."""
+    parser.add_argument(
+        "--address", default=DASHBOARD, metavar="URL", help=f"of Ray's job server ({DASHBOARD})"
+    )
+    parser.add_argument(
+        "--ray", default="auto", metavar="ADDRESS", help="of the cluster, to plan on it (auto)"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0.0, metavar="GIB", help="judge the memory of GPUs too"
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable that goes along; repeatable",
+    )
+    parser.add_argument("--working-dir", metavar="FOLDER", help="a folder that Ray brings to every machine")
+    parser.add_argument("--force", action="store_true", help="submit what does not fit, too")
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/submit/1 (see above)")
+    asking.run_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, submit, follow; the job's exit code."""
+    os.environ.update(token.use(os.environ))  # before Ray is imported
+    words = asking.command_of(options)
+    environment = runtime_env(os.environ, options.env, options.working_dir)
+    problems = _problems(options, words)
+    for problem in problems:
+        print(f"rlhf-stack: {problem}", file=sys.stderr)
+    if problems and not options.force:
+        print("rlhf-stack: not submitted; --force submits it all the same", file=sys.stderr)
+        if options.json:
+            show_json("submit", 1, submitted=False, job=None, status=None, code=REFUSED, problems=problems)
+        return REFUSED
+    ended = _follow(options.address, words, environment, sys.stderr if options.json else sys.stdout)
+    if options.json:
+        show_json(
+            "submit",
+            1,
+            submitted=True,
+            job=ended.job,
+            status=ended.status,
+            code=ended.code,
+            problems=problems,
+        )
+    return ended.code
+
+
+def runtime_env(
+    environment: Mapping[str, str], named: Sequence[str], working_dir: str | None = None
+) -> dict[str, Any]:
+    """Ray's ``runtime_env`` for a job: rlhf_stack's settings in ``environment``, and what ``named`` says.
+
+    `Problem` for a variable that is named without a value and not set.
+    """
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PREFIX) and name not in OF_THE_IMAGE and value
+    }
+    for text in named:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in environment):
+            raise Problem(f"--env {text}: {name or 'it'} is not set here; give it as NAME=VALUE")
+        variables[name] = value if equals else environment[name]
+    return {"env_vars": variables} | ({"working_dir": working_dir} if working_dir else {})
+
+
+def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Why the run cannot go on the cluster as it is now; none of a command that is no run."""
+    try:
+        commandline.arguments_in(words)
+    except commandline.ArgumentsError:
+        return []
+    from rlhf_stack.plan import report
+
+    asked, _ = asking.asked_run(options)
+    machines = asking.of_ray(options.ray, options.gpu_memory)
+    return list(report(asked, machines, asking.shapes(asked, options)).problems)
+
+
+def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], output: Any) -> Ended:
+    """Submit, write the job's output to ``output``, and say how it ended."""
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        client = JobSubmissionClient(address)
+        job = client.submit_job(entrypoint=shlex.join(words), runtime_env=dict(environment))
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise Problem(
+            f"Ray's job server at {address}: {(str(error).splitlines() or ['no answer'])[0]}"
+        ) from None
+    print(f"rlhf-stack: job {job}", file=sys.stderr, flush=True)
+    try:
+        asyncio.run(_tail(client, job, output))
+    except KeyboardInterrupt:
+        print(f"rlhf-stack: job {job} goes on: ray job logs -f {job}, ray job stop {job}", file=sys.stderr)
+        raise
+    info = client.get_job_info(job)
+    status = str(getattr(info.status, "value", info.status))
+    if status not in ENDED:
+        raise Problem(f"the log of job {job} ended and it is {status}: ray job logs -f {job}")
+    if status != "SUCCEEDED":
+        print(f"rlhf-stack: job {job} {status.lower()}: {info.message or 'no reason'}", file=sys.stderr)
+    code = getattr(info, "driver_exit_code", None)
+    return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
+
+
+async def _tail(client: Any, job: str, output: Any) -> None:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", file=output, flush=True)

@@ -1,0 +1,71 @@
+"""What this machine has for a Ray node: GPUs, memory, shared memory, an address."""
+
+import contextlib
+import ipaddress
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_stack import amd, settings, visible
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+LIMITS = (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max"))
+ELSEWHERE = (
+    "192.0.2.1"  # an address for documentation, by which the kernel tells the way out: nothing is sent
+)
+
+
+@dataclass(frozen=True)
+class Here:
+    """``seen`` are the GPUs that a process sees under the variables in force, or None without a driver.
+
+    ``shared`` is what is free of ``/dev/shm`` and ``memory`` what this machine or container has, in bytes.
+    """
+
+    seen: tuple[str, ...] | None
+    memory: int
+    shared: int
+    address: str
+
+
+def look(environment: Mapping[str, str]) -> Here:
+    """This machine, under the variables in ``environment``."""
+    return Here(_seen(environment), _memory(), shutil.disk_usage(SHARED_MEMORY).free, own_address())
+
+
+def is_public(address: str) -> bool:
+    """Whether an address can be reached from the internet; a name is taken for one that cannot."""
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+def own_address() -> str:
+    """The address by which this machine reaches others, or that of the machine itself without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((ELSEWHERE, 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _seen(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The GPUs under the visible-devices variables; None where there is no GPU to be used."""
+    if settings.accelerator() == "cpu":
+        return None
+    kind: visible.Kind = "rocm" if amd.is_here() else "cuda"
+    count = amd.count() if kind == "rocm" else sum(1 for _ in NVIDIA.glob("*"))
+    return tuple(visible.seen(environment, kind, count)) if count else None
+
+
+def _memory() -> int:
+    """The smaller of the machine's memory and the container's limit."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(limit.read_text(encoding="ascii")))
+    return min(found)
