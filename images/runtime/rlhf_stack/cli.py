@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rlhf_stack import __version__, commands
 from rlhf_stack.problem import Problem
+from rlhf_stack.start import token
 
 CLOSING = """
 `rlhf-stack COMMAND --help` explains a command with examples. Every command takes --json. Exit codes: 0 all is
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a `Problem` is one line on stderr."""
     asked = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser(asked).parse_args(asked)
+    os.environ.update(token.use(os.environ))  # Ray reads it when it is imported
     try:
         code = commands.load(options.command).run(options)
         sys.stdout.flush()

@@ -30,7 +30,6 @@ from rlhf_stack.nodes import DASHBOARD
 from rlhf_stack.output import show_json
 from rlhf_stack.plan import asking
 from rlhf_stack.problem import Problem
-from rlhf_stack.start import token
 
 REFUSED = 3
 PREFIX = "RLHF_STACK_"
@@ -73,7 +72,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, submit, follow; the job's exit code."""
-    os.environ.update(token.use(os.environ))  # before Ray is imported
     words = asking.command_of(options)
     environment = runtime_env(os.environ, options.env, options.working_dir)
     problems = _problems(options, words)
@@ -153,9 +151,14 @@ def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], 
     if status not in ENDED:
         raise Problem(f"the log of job {job} ended and it is {status}: ray job logs -f {job}")
     if status != "SUCCEEDED":
-        print(f"rlhf-stack: job {job} {status.lower()}: {info.message or 'no reason'}", file=sys.stderr)
+        print(f"rlhf-stack: job {job} {status.lower()}: {_first(info.message)}", file=sys.stderr)
     code = getattr(info, "driver_exit_code", None)
     return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
+
+
+def _first(message: str | None) -> str:
+    """A message without the log that Ray repeats after it."""
+    return (message or "no reason").split(", last available logs")[0].splitlines()[0]
 
 
 async def _tail(client: Any, job: str, output: Any) -> None:

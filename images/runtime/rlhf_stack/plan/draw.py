@@ -46,7 +46,7 @@ def draw_machines(console: Console, machines: Sequence[Machine]) -> None:
     for machine in machines:
         console.print(_node(Node(machine, [Gpu(index) for index in range(machine.gpus)])))
     total = sum(machine.gpus for machine in machines)
-    console.print(f"{len(machines)} nodes, {total} GPUs")
+    console.print(f"nodes: {len(machines)}, GPUs: {total}")
 
 
 def as_json(report: Report, advice: Sequence[Advice], layout: Advice | None) -> dict[str, Any]:
@@ -85,7 +85,10 @@ def _node(node: Node) -> Panel:
     machine = node.machine
     title = f"{machine.address}: {len(node.gpus)} GPUs"
     of = f" of {gib(machine.memory)}" if machine.memory else ""
-    host = f"CPUs {node.cpus_needed:g} of {machine.cpus:g}, host memory {gib(node.memory_needed)}{of} GiB"
+    if not node.cpus_needed:
+        host = f"{machine.cpus:g} CPUs, host memory {gib(machine.memory)} GiB"
+    else:
+        host = f"CPUs {node.cpus_needed:g} of {machine.cpus:g}, host memory {gib(node.memory_needed)}{of} GiB"
     return Panel(table, title=title, title_align="left", subtitle=host, subtitle_align="left")
 
 
