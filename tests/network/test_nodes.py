@@ -52,6 +52,18 @@ def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_doctor_asks_every_node(start: Callable[..., Cluster]) -> None:
+    """And finds them alike, with no error."""
+    cluster = start()
+    command = ["sh", "-c", "rlhf-stack doctor --json --timeout 120 || test $? = 1"]
+    told = json.loads(cluster.output(cluster.head, command))
+    assert [finding for finding in told["findings"] if finding["severity"] == "error"] == []
+    asked = {finding["node"] for finding in told["findings"] if finding["id"] == "patches"}
+    assert asked == {node["address"] for node in cluster.addresses}
+    assert [f["severity"] for f in told["findings"] if f["id"] == "env-nodes"] == ["ok"]
+
+
+@pytest.mark.timeout(300)
 def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
     """While a command runs on the head, which would otherwise wait for the node that is gone."""
     cluster = start()

@@ -33,7 +33,7 @@ def is_here() -> bool:
 
 def count() -> int:
     """The GPUs that ``rocm-smi`` lists, or the kernel where that is absent, fails, hangs or prints none."""
-    return cards(_smi("-i", "--csv")) or _of_the_kernel()
+    return cards(_smi("-i", "--csv")) or kernel_count()
 
 
 def product() -> str | None:
@@ -95,7 +95,7 @@ def first_product(listing: str) -> str | None:
     return None
 
 
-def _of_the_kernel() -> int:
+def kernel_count() -> int:
     """The nodes of the amdkfd driver's topology that compute; one of a GPU that is not ours is unreadable."""
     found = 0
     for file in TOPOLOGY.glob("*/properties"):

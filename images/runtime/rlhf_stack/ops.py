@@ -118,13 +118,24 @@ def compiling(name: str, folder: Path, timeout: float = COMPILE_SECONDS) -> Iter
         while not _acquired(ours):
             _pause(deadline, f"another process compiles DeepSpeed's {name} in {folder}", timeout)
         left = folder / LOCK
-        while left.exists() and _is_open(left):
+        while left.exists() and is_held(left):
             _pause(deadline, f"a process that lives holds {left}", timeout)
         if left.exists():
             left.unlink(missing_ok=True)
             say(f"removed {left}: a process that was killed while it compiled left it")
         say(f"compiling DeepSpeed's {name}, about a minute, in {folder}")
         yield
+
+
+def left_locks(root: Path) -> list[Path]:
+    """The locks of torch below ``root`` that nobody holds; for each a later compilation waits for ever."""
+    return [lock for lock in sorted(root.glob(f"**/{LOCK}")) if not is_held(lock)]
+
+
+def extensions_folder() -> Path:
+    """Where torch compiles operators for this user."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(named) if named else Path.home() / ".cache" / "torch_extensions"
 
 
 def say(line: str) -> None:
@@ -147,7 +158,7 @@ def _pause(deadline: float, reason: str, timeout: float) -> None:
     time.sleep(POLL_SECONDS)
 
 
-def _is_open(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Whether a process of this machine, as far as this one may look, has a file open: its owner lives."""
     wanted = path.stat()
     for link in Path("/proc").glob("[0-9]*/fd/*"):

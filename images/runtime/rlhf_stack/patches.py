@@ -6,7 +6,7 @@ patch the files it changes with their checksums before and after. ``rlhf-stack p
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.resources import files
@@ -55,6 +55,16 @@ def expected() -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = json.loads(resource.read_text(encoding="utf-8"))
     return found
+
+
+def known(manifests: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> set[str]:
+    """The patches, by `slug`, that ``versions`` say they carry by their local version, such as "+stack.1"."""
+    return {
+        slug(patch["name"])
+        for manifest in manifests
+        if versions.get(str(manifest["package"])) == f"{manifest['version']}+{manifest['label']}"
+        for patch in manifest["patches"]
+    }
 
 
 def slug(patch: str) -> str:

@@ -1,0 +1,139 @@
+"""The processes of this machine (of this container, where it is one), and what they are to Ray.
+
+A process that belongs to somebody else shows its command at most: its environment is None then.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROC = Path("/proc")
+RAYLET, GCS, WORKER, DRIVER, HELPER, OTHER = "raylet", "gcs_server", "worker", "driver", "helper", "other"
+SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
+GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
+RESOURCES = re.compile(r"--static_resource_list=(\S+)")
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+HELPERS = ("ray/_private/log_monitor.py", "ray/dashboard/", "ray/autoscaler/_private/monitor.py")
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in what Ray's job server starts, and in all that this starts
+ZOMBIE = "Z"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process; ``started``, in clock ticks since the machine booted, and ``pid`` name it for good."""
+
+    pid: int
+    parent: int
+    uid: int
+    state: str
+    started: int
+    command: tuple[str, ...]
+    variables: Mapping[str, str] | None = field(default=None, repr=False)
+
+    @property
+    def role(self) -> str:
+        """What it is to Ray, as far as its command and its environment tell."""
+        first = self.command[0] if self.command else ""
+        if first.startswith("ray::"):
+            return HELPER if first.strip() in AGENTS else WORKER
+        if Path(first).name in (RAYLET, GCS):
+            return Path(first).name
+        if any(mark in word for word in self.command for mark in HELPERS):
+            return HELPER
+        return DRIVER if self.variables and JOB in self.variables else OTHER
+
+    @property
+    def session(self) -> str | None:
+        """The Ray session that its command names, such as "session_2026-11-21_18-46-39_814375_9"."""
+        found = SESSION.search(" ".join(self.command))
+        return found[0] if found else None
+
+    @property
+    def line(self) -> str:
+        """Its command in one line, for people."""
+        return " ".join(" ".join(self.command).split())
+
+
+def table(proc: Path = PROC) -> list[Process]:
+    """Every process that can be seen, by number; one that ends meanwhile is left out.
+
+    So are those of other containers, which the host's own processes see.
+    """
+    found, ours = [], _container(proc / "self")
+    for folder in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if _container(folder) in (ours, None):
+                found.append(_read(folder))
+    return found
+
+
+def children(of: Iterable[int], processes: Iterable[Process]) -> set[int]:
+    """``of`` and all that descends from them."""
+    below: dict[int, list[int]] = {}
+    for process in processes:
+        below.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    pending = list(of)
+    while pending:
+        pid = pending.pop()
+        if pid not in found:
+            found.add(pid)
+            pending += below.get(pid, [])
+    return found
+
+
+def gcs_address(processes: Iterable[Process]) -> str | None:
+    """The address of the cluster that a raylet of this machine is part of, or None without one."""
+    for process in processes:
+        found = GCS_ADDRESS.search(process.line) if process.role == RAYLET else None
+        if found:
+            return found[1]
+    return None
+
+
+def declared(processes: Iterable[Process]) -> dict[str, float]:
+    """The resources that the raylet of this machine was started with, such as ``GPU``; empty without one.
+
+    ``memory`` and ``object_store_memory`` are in bytes.
+    """
+    for process in processes:
+        found = RESOURCES.search(process.line) if process.role == RAYLET else None
+        if found:
+            words = found[1].split(",")
+            return {name: float(amount) for name, amount in zip(words[::2], words[1::2], strict=False)}
+    return {}
+
+
+def _read(folder: Path) -> Process:
+    # After the command in brackets, which may have any character: state, parent, ... and, as 20th, the start.
+    status = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    command = (folder / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
+    return Process(
+        pid=int(folder.name),
+        parent=int(status[1]),
+        uid=folder.stat().st_uid,
+        state=status[0],
+        started=int(status[19]),
+        command=tuple(command.split("\0")) if command else (),
+        variables=_variables(folder),
+    )
+
+
+def _container(folder: Path) -> str | None:
+    """What tells the processes of one container from those of another; None if it may not be read."""
+    try:
+        return str((folder / "ns" / "pid").readlink())
+    except PermissionError:
+        return None
+
+
+def _variables(folder: Path) -> dict[str, str] | None:
+    try:
+        content = (folder / "environ").read_bytes()
+    except PermissionError:
+        return None
+    pairs = (entry.partition(b"=") for entry in content.split(b"\0") if b"=" in entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

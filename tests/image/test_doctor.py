@@ -1,0 +1,115 @@
+"""What doctor says of this image, and of failures that are provoked in it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_SECONDS = 2.0
+PORT = "7391"
+GLOO = """
+import torch.distributed as group
+group.init_process_group("gloo", init_method="tcp://127.0.0.1:29577", rank=0, world_size=1)
+"""
+NO_CLUSTER = "import ray; ray.init(address='auto')"
+
+
+def doctor(*arguments: str, log: str = "") -> dict[str, Any]:
+    """What it answers as JSON."""
+    command = ["rlhf-stack", "doctor", "--json", *arguments]
+    done = subprocess.run(command, input=log, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def ids(answer: dict[str, Any]) -> list[str]:
+    return [finding["id"] for finding in answer["findings"]]
+
+
+@pytest.fixture
+def stopped() -> Iterator[None]:
+    """What a failed `ray start` leaves is ended; Ray's own log of it lies under /tmp."""
+    yield
+    subprocess.run(["ray", "stop", "--force"], capture_output=True, check=False)
+
+
+def test_the_image_as_it_is_has_no_error() -> None:
+    """Its versions, patches and variables; the machine under it may be small."""
+    found = {finding["id"]: finding for finding in doctor("--local")["findings"]}
+    assert [one for one in found.values() if one["severity"] == "error"] == []
+    assert [one for one in found.values() if one["sources"] and one["severity"] == "warning"] == []
+    assert found["patches"]["severity"] == "ok"
+
+
+def test_it_answers_at_once() -> None:
+    """Where no Ray node runs; the second start of two, as the first reads the disk."""
+    for _ in range(2):
+        start = time.monotonic()
+        doctor("--local")
+        took = time.monotonic() - start
+    assert took < START_SECONDS
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("stopped")
+def test_more_gpus_than_are_visible_are_explained() -> None:
+    """By what this Ray says of it."""
+    done = subprocess.run(
+        ["ray", "start", "--head", "--port", PORT, "--num-gpus", "3", "--include-dashboard", "false"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_TMPDIR": "/tmp"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert ids(doctor("--log", "-", log=done.stdout + done.stderr)) == ["more-gpus-declared-than-visible"]
+
+
+@pytest.mark.timeout(120)
+def test_an_interface_that_is_not_there_is_explained() -> None:
+    """By what this torch says of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", GLOO],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "eth9"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert ids(doctor("--log", "-", log=done.stderr)) == ["gloo-no-such-interface"]
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_that_is_not_there_is_explained(tmp_path: Path) -> None:
+    """By what this Ray says of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_CLUSTER],
+        env=os.environ | {"RAY_TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert ids(doctor("--log", "-", log=done.stderr)) == ["no-cluster"]
+
+
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path) -> None:
+    """One that is held is none of them."""
+    left, held = tmp_path / "a" / "lock", tmp_path / "b" / "lock"
+    for lock in (left, held):
+        lock.parent.mkdir()
+        lock.touch()
+    with held.open():
+        command = ["rlhf-stack", "doctor", "--json", "--local"]
+        environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found = [one for one in json.loads(done.stdout)["findings"] if one["id"] == "build-lock"]
+    assert [one["evidence"] for one in found] == [str(left)]
+    assert done.returncode == 3
