@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack import settings, sync
+from rlhf_stack.sync import backend, nccl
 
 
 class GetTimeoutError(Exception):
@@ -34,12 +35,19 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     torch = MagicMock()
     torch.version.cuda = "12.8"
     monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
+    monkeypatch.setattr(backend, "Members", lambda _host, _port, rank, world: members(rank, world))
     return fake
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_backends_that_work_are_taken(backend: str) -> None:
-    sync.check_backend(backend, with_ray=False)
+def members(rank: int, world: int) -> MagicMock:
+    """Ranks that have found each other."""
+    return MagicMock(rank=rank, world=world, who=lambda one: f"rank {one} on 10.0.0.1")
+
+
+@pytest.mark.parametrize("name", ["nccl", "gloo"])
+def test_backends_that_work_are_taken(name: str) -> None:
+    sync.check_backend(name, with_ray=False)
 
 
 def test_another_backend_is_refused_with_what_there_is() -> None:
@@ -55,13 +63,44 @@ def test_gloo_by_ray_is_refused_with_the_reason() -> None:
 def test_nccl_on_a_gpu_is_upstreams_communicator(vllm: MagicMock) -> None:
     vllm.PyNcclCommunicator.return_value.disabled = False
     group = sync.create_group("10.0.0.1", 1234, 2, 3, 0, "nccl")
-    vllm.StatelessProcessGroup.create.assert_called_once_with(
-        host="10.0.0.1", port=1234, rank=2, world_size=3, store_timeout=300
-    )
-    vllm.PyNcclCommunicator.assert_called_once_with(vllm.StatelessProcessGroup.create.return_value, device=0)
+    assert vllm.StatelessProcessGroup.call_args.kwargs["rank"] == 2
+    assert vllm.StatelessProcessGroup.call_args.kwargs["world_size"] == 3
+    vllm.PyNcclCommunicator.assert_called_once_with(vllm.StatelessProcessGroup.return_value, device=0)
     tensor, stream = MagicMock(), MagicMock()
     group.broadcast(tensor, src=0, stream=stream)
     vllm.PyNcclCommunicator.return_value.broadcast.assert_called_once_with(tensor, src=0, stream=stream)
+
+
+def test_nccl_sends_the_parts_of_a_bucket_that_have_bytes(vllm: MagicMock) -> None:
+    communicator = vllm.PyNcclCommunicator.return_value
+    communicator.disabled = False
+    group = sync.create_group("10.0.0.1", 1234, 0, 3, 0, "nccl")
+    parts = [MagicMock(), MagicMock(), MagicMock()]
+    for part, size in zip(parts, (7, 0, 9), strict=True):
+        part.numel.return_value = size
+    group.start(parts, "bucket 1")
+    assert [call.args[0] for call in communicator.broadcast.call_args_list] == [parts[0], parts[2]]
+
+
+def test_a_broadcast_of_nccl_that_does_not_end_is_aborted_and_an_error(
+    vllm: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "0.2")
+    ranks = members(0, 3)
+    ranks.failure.return_value = sync.SyncError("rank 2 does not answer")
+    ranks.watch.side_effect = lambda done: [None for _ in iter(lambda: done(0.01), True)]
+    monkeypatch.setattr(backend, "Members", lambda *_: ranks)
+    communicator = vllm.PyNcclCommunicator.return_value
+    communicator.disabled = False
+    group = sync.create_group("10.0.0.1", 1234, 0, 3, 0, "nccl")
+    group._stream.record_event.return_value.query.return_value = False  # type: ignore[attr-defined]
+    transfer = group.start([], "bucket 1")
+    with pytest.raises(sync.SyncError, match="rank 2 does not answer"):
+        transfer.finish()
+    what, error = ranks.failure.call_args.args
+    assert what == "nccl, bucket 1"
+    assert "stream" in str(error)
+    communicator.destroy.assert_called_once_with()
 
 
 def test_nccl_where_vllm_has_no_communicator_for_others_is_torchs(
@@ -74,15 +113,11 @@ def test_nccl_where_vllm_has_no_communicator_for_others_is_torchs(
     monkeypatch.setitem(sys.modules, "openrlhf.utils.distributed_util", upstream)
     monkeypatch.setenv(settings.SYNC_TIMEOUT, "7")
     group = sync.create_group("10.0.0.1", 1234, 2, 3, 0, "nccl")
-    assert group.__class__ is sync.TorchNcclGroup
-    upstream.init_process_group.assert_called_once_with(
-        backend="nccl",
-        init_method="tcp://10.0.0.1:1234",
-        timeout=timedelta(seconds=7),
-        world_size=3,
-        rank=2,
-        group_name="openrlhf",
-    )
+    assert group.__class__ is nccl.TorchNcclGroup
+    asked = upstream.init_process_group.call_args.kwargs
+    assert asked["backend"] == "nccl"
+    assert asked["timeout"] == timedelta(seconds=7)
+    assert (asked["rank"], asked["world_size"], asked["group_name"]) == (2, 3, "openrlhf")
 
 
 def test_a_communicator_that_would_do_nothing_is_an_error(vllm: MagicMock) -> None:
@@ -125,3 +160,67 @@ def test_an_engine_that_died_is_its_own_error(ray: MagicMock) -> None:
     ray.get.side_effect = RuntimeError("the engine's own error")
     with pytest.raises(RuntimeError, match="the engine's own error"):
         sync.wait_for_engines([engine("dead")])
+
+
+class Engine:
+    """An engine actor that is asked for its error, one answer after the other."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = list(answers)
+        self.sync_error = SimpleNamespace(remote=lambda: ("answer", self._answers.pop(0)))
+
+
+class Dead(Exception):
+    """Stands for ray.exceptions.RayActorError."""
+
+
+def simulated(ray: MagicMock, ready: dict[str, int]) -> None:
+    """A Ray in which the trainer's reference is ready after so many looks, and engines answer at once."""
+    looks = dict(ready)
+
+    def wait(references: list[object], **_: object) -> tuple[list[object], list[object]]:
+        done = []
+        for reference in references:
+            if isinstance(reference, str):
+                looks[reference] -= 1
+            if not isinstance(reference, str) or looks[reference] <= 0:
+                done.append(reference)
+        return done, [reference for reference in references if reference not in done]
+
+    def get(reference: object, **_: object) -> object:
+        if isinstance(reference, list):
+            return [get(one) for one in reference]
+        value = reference[1] if isinstance(reference, tuple) else f"{reference} done"
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    ray.exceptions.RayActorError = Dead
+    ray.wait.side_effect, ray.get.side_effect = wait, get
+
+
+def test_trainers_that_are_done_are_all_that_counts(ray: MagicMock) -> None:
+    simulated(ray, {"rank 0": 3, "rank 1": 1})
+    assert sync.wait_for_trainers(["rank 0", "rank 1"], [Engine(None, None, None)]) == [
+        "rank 0 done",
+        "rank 1 done",
+    ]
+
+
+def test_an_engines_error_ends_the_wait_for_a_trainer_that_is_stopped(ray: MagicMock) -> None:
+    simulated(ray, {"rank 0": 1000})
+    with pytest.raises(sync.SyncError, match="bucket 3: rank 0 does not answer"):
+        sync.wait_for_trainers(
+            ["rank 0"], [Engine(None, None), Engine(None, "bucket 3: rank 0 does not answer")]
+        )
+
+
+def test_a_dead_engine_ends_the_wait(ray: MagicMock) -> None:
+    simulated(ray, {"rank 0": 1000})
+    with pytest.raises(sync.SyncError, match="an engine is dead: killed"):
+        sync.wait_for_trainers(["rank 0"], [Engine(Dead("killed"))])
+
+
+def test_trainers_without_engines_are_awaited(ray: MagicMock) -> None:
+    simulated(ray, {"rank 0": 3})
+    assert sync.wait_for_trainers(["rank 0"], None) == ["rank 0 done"]

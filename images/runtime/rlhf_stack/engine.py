@@ -3,11 +3,13 @@
 import importlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from rlhf_stack import checksum, devices, settings
 from rlhf_stack.repeatable import RequestSeeds
+from rlhf_stack.sync.receiving import receive
+from rlhf_stack.throughput import Meter
 
 WORKERS = {"cuda": ("vllm.worker.worker", "Worker"), "cpu": ("vllm.worker.cpu_worker", "CPUWorker")}
 
@@ -18,6 +20,8 @@ class EngineHooks:
     llm: Any
     kwargs: dict[str, Any]
     _request_seeds: RequestSeeds
+    _meter: Meter
+    _sync_error: str | None = None
 
     def request_parameters(self, tokens: Sequence[int], parameters: Any) -> Any:
         """vLLM's ``SamplingParams`` for one request, with a seed of its own if runs have to be repeatable."""
@@ -26,6 +30,28 @@ class EngineHooks:
                 self._request_seeds = RequestSeeds(self.kwargs["seed"])
             parameters.seed = self._request_seeds.next(tokens)
         return parameters
+
+    async def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+        """One sync: what each worker said of it (``ranks``), and the work since the last one."""
+        try:
+            ranks = await self.call_workers("receive_weights", parameters, limit)
+        except Exception as error:
+            self._sync_error = str(error)
+            raise
+        return {"ranks": ranks, "work": self._metered().take()}
+
+    async def sync_error(self) -> str | None:
+        """Why a sync failed here, if one has."""
+        return self._sync_error
+
+    def measured(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The outputs of one of vLLM's requests, counted."""
+        return self._metered().measured(outputs)
+
+    def _metered(self) -> Meter:
+        if not hasattr(self, "_meter"):  # upstream's constructor calls no other
+            self._meter = Meter()
+        return self._meter
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""
@@ -94,6 +120,8 @@ class WorkerHooks:
     """A base of ``WorkerWrap``, which vLLM mixes into its worker class."""
 
     model_runner: Any
+    model_config: Any
+    _model_update_group: Any
     _weight_layout: checksum.Layout
 
     def where(self) -> dict[str, Any]:
@@ -110,6 +138,11 @@ class WorkerHooks:
         if ray.is_initialized():  # a Ray actor, and not a child process of one
             answer |= _own_place()
         return answer
+
+    def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+        """Take and load the trainer's ``parameters``; see `rlhf_stack.sync.receiving`."""
+        group, load = self._model_update_group, self.model_runner.model.load_weights
+        return receive(group, parameters, limit, devices.torch_device(), load, self.model_config.dtype)
 
     def weight_pieces(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
         """Which elements of the trainer's ``parameters`` (name, shape) this worker holds, with a checksum.

@@ -8,6 +8,7 @@ VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"
 SYNC_BACKEND = "RLHF_STACK_SYNC_BACKEND"
 SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
+SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines for which no node has room take GPUs of several
@@ -23,6 +24,10 @@ def flag(name: str) -> bool:
 
 def seconds(name: str, default: float) -> float:
     """The deadline in variable ``name`` in seconds; ValueError if it is not a positive number."""
+    return _positive(name, default, "seconds")
+
+
+def _positive(name: str, default: float, unit: str) -> float:
     value = os.environ.get(name, "")
     if not value:
         return default
@@ -31,7 +36,7 @@ def seconds(name: str, default: float) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise ValueError(f"{name}={value!r}: expected a number of seconds greater than 0")
+        raise ValueError(f"{name}={value!r}: expected a number of {unit} greater than 0")
     return number
 
 
@@ -43,6 +48,16 @@ def sync_backend(default: str) -> str:
 def sync_timeout() -> float:
     """Seconds that a rendezvous or one transfer of a weight sync may take (300, as vLLM's own store)."""
     return seconds(SYNC_TIMEOUT, 300.0)
+
+
+def sync_grace() -> float:
+    """Seconds, of `sync_timeout`, in which ranks whose transfer failed find out whom to blame."""
+    return min(5.0, sync_timeout() / 4)
+
+
+def sync_bucket() -> int:
+    """Bytes of the buckets in which weights are sent (32 MB); each process keeps two."""
+    return int(_positive(SYNC_BUCKET, 32.0, "megabytes") * 1_000_000)
 
 
 def engine_timeout() -> float:

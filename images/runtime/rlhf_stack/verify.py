@@ -9,9 +9,11 @@ from typing import Any
 
 from rlhf_stack import events, settings, sync
 from rlhf_stack.checksum import Difference, Piece, differences
+from rlhf_stack.sync.buckets import total
+from rlhf_stack.sync.report import report
+from rlhf_stack.sync.sending import ZERO_3, describe, section
 
 SHOWN = 5
-ZERO_3 = 3
 
 _indices = itertools.count()
 
@@ -35,15 +37,18 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     seconds = time.monotonic() - start
     is_root = torch.distributed.get_rank() == 0
     if is_root:
-        parameters = [parameter for _, parameter in _synced(trainer)]
-        size = sum(_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
+        described = [describe(name, parameter) for name, parameter in _synced(trainer)]
+        backend, size = _backend(trainer), total(described)
+        answers = getattr(getattr(trainer, "_model_update_group", None), "answers", [])
+        told = report(index, backend, size, seconds, answers)
         events.emit(
             "sync",
             index=index,
-            backend=_backend(trainer),
+            backend=backend,
             bytes=size,
             seconds=seconds,
-            parameters=len(parameters),
+            parameters=len(described),
+            **told,
         )
     if settings.flag(settings.VERIFY_SYNC):
         _verify(trainer, index, is_root)
@@ -63,7 +68,7 @@ def recorded(method: Callable[[Any], None]) -> Callable[[Any], None]:
 def _verify(trainer: Any, index: int, is_root: bool) -> None:
     import deepspeed
 
-    deepspeed_arguments = _section(trainer.strategy.args, "ds")
+    deepspeed_arguments = section(trainer.strategy.args, "ds")
     if getattr(deepspeed_arguments, "tensor_parallel_size", 1) > 1:
         raise NotImplementedError(
             f"{settings.VERIFY_SYNC}=1 does not know DeepSpeed's tensor parallelism "
@@ -73,7 +78,7 @@ def _verify(trainer: Any, index: int, is_root: bool) -> None:
     parameters = _synced(trainer)
     pieces: list[list[dict[str, list[Piece]]]] = []
     if is_root:
-        wanted = [(name, list(_shape(parameter))) for name, parameter in parameters]
+        wanted = [(name, list(describe(name, parameter).shape)) for name, parameter in parameters]
         answers = sync.wait(
             [engine.call_workers.remote("weight_pieces", wanted) for engine in trainer.vllm_engines],
             "the engines' checksums",
@@ -119,16 +124,6 @@ def _synced(trainer: Any) -> list[tuple[str, Any]]:
     """The parameters that upstream sends: all, or for a vision-language model those that are trained."""
     is_vlm = getattr(trainer.actor, "is_vlm", False)
     return [(n, p) for n, p in trainer.actor.model.module.named_parameters() if p.requires_grad or not is_vlm]
-
-
-def _section(arguments: Any, name: str) -> Any:
-    """A section of OpenRLHF's arguments; older releases have all of them in one."""
-    return getattr(arguments, name, arguments)
-
-
-def _shape(parameter: Any) -> Any:
-    """The whole parameter's torch.Size, also if ZeRO-3 keeps only a part of it here."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _backend(trainer: Any) -> str:

@@ -1,0 +1,212 @@
+"""Weights in buckets between real processes: what arrives, and what is said when a rank does not answer."""
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from rlhf_stack import settings, sync
+from rlhf_stack.sync.buckets import plan
+from rlhf_stack.sync.receiving import receive
+from rlhf_stack.sync.sending import Outbox, describe
+
+WORLD = 4
+LIMIT = 3 << 20
+FORK = multiprocessing.get_context("fork")
+torch.set_num_threads(1)  # those of OpenMP are not there after a fork
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.bool, torch.float8_e4m3fn]
+
+
+def weights(dtype, seed=0):
+    """Tensors of all kinds of shapes: empty, scalar, small, not contiguous, larger than a bucket."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def of(*shape):
+        return torch.randint(0, 2, size=shape, generator=generator).to(torch.float32).to(dtype)
+
+    whole = [of(7, 5), of(0), of(), of(3, 1000).t(), of(1 << 20), of(900, 1000), of(4 << 20), of(1)]
+    return [(f"w{index}", tensor) for index, tensor in enumerate(whole)]
+
+
+def nothing(_):
+    """What has no effect on a bucket."""
+
+
+def send(group, parameters, in_place=True, before=nothing):
+    described = [describe(name, tensor) for name, tensor in parameters]
+    with group.syncing():
+        outbox = Outbox(group, in_place)
+        for number, bucket in enumerate(plan(described, LIMIT)):
+            before(number)
+            outbox.put(number, bucket, [parameters[place.index][1] for place in bucket.places])
+        outbox.finish()
+
+
+def take(group, parameters, load):
+    """What an engine worker does; ``parameters`` are only described."""
+    content = [
+        (one.name, one.dtype, one.shape, one.size)
+        for one in (describe(name, tensor) for name, tensor in parameters)
+    ]
+    return receive(group, content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype)
+
+
+def as_bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Ranks:
+    """A process for each rank, which tells what it returns or raises."""
+
+    def __init__(self, target, world=WORLD):
+        self.results = FORK.Queue()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+
+        def run(rank):
+            try:
+                group = sync.create_group("127.0.0.1", port, rank, world, torch.device("cpu"), "gloo")
+                self.results.put((rank, target(rank, group)))
+            except Exception as error:
+                self.results.put((rank, error))
+
+        self.processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in range(world)]
+
+    def __enter__(self):
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def answers(self, count, seconds=60):
+        return dict(self.results.get(timeout=seconds) for _ in range(count))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place):
+    def exchange(rank, group):
+        equal = []
+        for number, dtype in enumerate(DTYPES):
+            sent = weights(dtype, seed=number)
+            if rank == 0:
+                send(group, sent, in_place)
+                continue
+            held = {}
+            take(group, sent, lambda views, held=held: held.update((n, v.clone()) for n, v in views))
+            same = [torch.equal(as_bits(held[n]), as_bits(t)) and held[n].shape == t.shape for n, t in sent]
+            equal.append(len(held) == len(sent) and all(same))
+        return equal
+
+    with Ranks(exchange) as ranks:
+        found = ranks.answers(WORLD)
+    assert found == {0: []} | {rank: [True] * len(DTYPES) for rank in range(1, WORLD)}
+
+
+@pytest.mark.timeout(60)
+def test_a_process_keeps_two_buckets_and_no_more():
+    parameters = [(f"w{index}", torch.ones(1 << 20, dtype=torch.uint8)) for index in range(12)]
+
+    def exchange(rank, group):
+        if rank == 0:
+            send(group, parameters, in_place=False)
+        else:
+            take(group, parameters, nothing)
+        return sum(tensor.numel() for tensor in group.buffers._held.values())
+
+    with Ranks(exchange) as ranks:
+        assert ranks.answers(WORLD) == dict.fromkeys(range(WORLD), 2 * LIMIT)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_says_how_long_it_loaded():
+    parameters = weights(torch.bfloat16)
+
+    def exchange(rank, group):
+        if rank == 0:
+            return send(group, parameters)
+        return take(group, parameters, lambda _: time.sleep(0.05 if rank == 2 else 0))
+
+    with Ranks(exchange) as ranks:
+        found = ranks.answers(WORLD)
+    assert found[2]["loading"] >= 0.05 * len(plan([describe(*one) for one in parameters], LIMIT))
+    assert found[2]["loading"] > found[1]["loading"]
+    assert [found[rank]["who"] for rank in (1, 2, 3)] == [f"rank {rank} on 127.0.0.1" for rank in (1, 2, 3)]
+
+
+@pytest.mark.timeout(60)
+def test_a_parameter_that_the_engine_would_round_is_refused(monkeypatch):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
+    parameters = [("w", torch.ones(4, dtype=torch.bfloat16)), ("b", torch.ones(4))]
+
+    def exchange(rank, group):
+        return (send if rank == 0 else take)(group, parameters, *([print] if rank else []))
+
+    with Ranks(exchange) as ranks:
+        found = ranks.answers(WORLD)
+    assert isinstance(found[0], sync.SyncError)
+    for rank in range(WORLD):
+        assert "b is float32 in the trainer and bfloat16 in the engine" in str(found[rank])
+
+
+@pytest.mark.timeout(60)
+def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "20")
+    parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(60)]
+
+    def load(rank, views):
+        if rank == 2 and views[0][0] == "w7":
+            raise ValueError("no such weight")
+
+    def exchange(rank, group):
+        if rank == 0:
+            send(group, parameters)
+        else:
+            take(group, parameters, lambda views: load(rank, views))
+
+    start = time.monotonic()
+    with Ranks(exchange) as ranks:
+        found = ranks.answers(WORLD, 40)
+    assert time.monotonic() - start < 15, "nobody waits for the deadline"
+    assert isinstance(found[2], ValueError)
+    for rank in (0, 1, 3):
+        assert isinstance(found[rank], sync.SyncError)
+        assert "rank 2 on 127.0.0.1: ValueError: no such weight" in str(found[rank])
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", range(WORLD))
+def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, victim, how):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
+    parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(100)]
+
+    def end():
+        os.kill(os.getpid(), how)
+
+    def exchange(rank, group):
+        if rank == 0:
+            send(group, parameters, before=lambda number: end() if victim == 0 and number == 50 else None)
+        else:
+            take(group, parameters, lambda views: end() if rank == victim and views[0][0] == "w50" else None)
+
+    start = time.monotonic()
+    with Ranks(exchange) as ranks:
+        found = ranks.answers(WORLD - 1, 30)
+    assert time.monotonic() - start < 8 + 5, "within the deadline, and some seconds to start"
+    assert set(found) == set(range(WORLD)) - {victim}
+    gone = f"rank {victim}{' (the trainer)' if victim == 0 else ''} on 127.0.0.1 does not answer"
+    for rank, error in found.items():
+        assert isinstance(error, sync.SyncError)
+        assert str(error).startswith(f"weight sync, rank {rank}")
+        assert gone in str(error)
+        assert re.search(r"gloo, bucket \d+ of 100 \(w\d+, 2097152 bytes\)", str(error)), error

@@ -1,0 +1,77 @@
+import pytest
+
+# A trainer and two engines that only note what is asked of them; that weights arrive is in tests/cluster.
+PROBE = """
+import contextlib
+
+import torch
+
+pretend_flash_attn()
+import ray
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+alone()
+calls, sent = [], []
+
+
+def method(name):
+    return types.SimpleNamespace(remote=lambda *_, **__: calls.append(name))
+
+
+class Group:
+    name, device, answers = "gloo", torch.device("cpu"), []
+
+    class buffers:
+        first = staticmethod(lambda size, number: torch.empty(size, dtype=torch.uint8))
+
+    def broadcast(self, tensor, src, stream):
+        sent.append(tensor)
+
+    def start(self, parts, what):
+        sent.extend(parts)
+        return types.SimpleNamespace(finish=lambda: None)
+
+    def syncing(self):
+        return contextlib.nullcontext()
+
+
+def engine():
+    return types.SimpleNamespace(**{name: method(name) for name in ("update_weight", "receive_weights")})
+
+
+class Trainer(ActorPPOTrainer):
+    def __init__(self):
+        layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(5)])
+        sections = {name: types.SimpleNamespace() for name in ("vllm", "ds")}
+        arguments = types.SimpleNamespace(zero_stage=2, **sections)
+        arguments.ds.zero_stage, arguments.ds.tensor_parallel_size = 2, 1
+        self.actor = types.SimpleNamespace(model=types.SimpleNamespace(module=layers))
+        self.strategy = types.SimpleNamespace(args=arguments)
+        self.use_cuda_ipc = False
+        self.vllm_engines = [engine(), engine()]
+        self._model_update_group = Group()
+
+
+for name in ("current_stream", "empty_cache", "synchronize"):
+    setattr(torch.cuda, name, lambda: None)
+ray.get = lambda references, **_: []
+trainer = Trainer()
+send = getattr(trainer, "broadcast_to_vllm", None) or trainer._broadcast_to_vllm
+send()
+parameters = list(trainer.actor.model.module.parameters())
+size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+assert sum(part.numel() * part.element_size() for part in sent) == size, "all bytes once"
+assert len(calls) == 2, f"{len(calls)} calls to 2 engines for {len(parameters)} parameters"
+print("one call to each engine for", len(parameters), "parameters")
+"""
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param("0.11", marks=pytest.mark.carries("openrlhf==0.11.2")),
+        pytest.param("0.5", marks=pytest.mark.carries("openrlhf==0.5.1")),
+    ],
+)
+def test_an_engine_is_asked_once_and_not_for_each_parameter(proves, release):  # noqa: ARG001
+    proves(PROBE, "20 calls to 2 engines for 10 parameters")

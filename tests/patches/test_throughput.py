@@ -1,0 +1,44 @@
+import pytest
+
+SECTIONS = """
+pretend_flash_attn()
+import asyncio
+
+from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+
+class Llm:
+    async def generate(self, prompt, parameters, request_id):
+        for length in (1, 5, 9):
+            yield types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[0] * length)])
+
+    async def collective_rpc(self, method, args):
+        return ["loaded"]
+
+
+Engine = RolloutRayActor.__ray_metadata__.modified_class
+engine = Engine.__new__(Engine)
+engine.llm, engine._mm_pad_token_ids = Llm(), None
+
+
+async def run():
+    parameters = types.SimpleNamespace(seed=None)
+    outputs = await asyncio.gather(*[engine.generate([1, 2], parameters) for _ in range(3)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 9, 9]
+    return await getattr(engine, "receive_weights", nobody)([], 1)
+
+
+async def nobody(parameters, limit):
+    return {"work": types.SimpleNamespace(tokens=0, seconds=0)}
+
+
+work = asyncio.run(run())["work"]
+assert work.tokens == 27, f"27 tokens were generated, {work.tokens} counted"
+assert work.seconds > 0
+print(work.tokens, "tokens counted")
+"""
+
+
+@pytest.mark.carries("openrlhf==0.11.2")
+def test_the_tokens_of_an_engine_are_counted(proves):
+    proves(SECTIONS, "27 tokens were generated, 0 counted")
