@@ -1,0 +1,52 @@
+"""What a sync reports is in the metrics that Ray's node exports for Prometheus."""
+
+import time
+import urllib.request
+
+import pytest
+import ray
+from rlhf_stack.sync import report
+from rlhf_stack.throughput import Work
+
+SECONDS = 90
+
+
+@ray.remote
+class Trainer:
+    """Reports a sync from an actor, as the trainer's rank 0 does."""
+
+    def report(self):
+        worker = {"rank": 1, "who": "rank 1 on 10.0.0.2", "seconds": 2.0, "loading": 0.5, "waiting": 1.5}
+        answers = [{"ranks": [worker], "work": Work(900, 3.0)}]
+        return report.report(0, "gloo", 5_000_000_000, 2.0, answers)
+
+
+def exported(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.split("{")[0]: line for line in lines if line.startswith("ray_rlhf_stack_")}
+
+
+@pytest.fixture
+def node(monkeypatch):
+    monkeypatch.setenv("RAY_METRICS_REPORT_INTERVAL_MS", "500")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield ray.nodes()[0]
+    ray.shutdown()
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_a_sync_is_in_the_metrics_of_the_node(node):
+    told = ray.get((trainer := Trainer.remote()).report.remote())
+    assert told["gigabytes_per_second"] == 2.5
+    assert told["slowest"]["who"] == "rank 1 on 10.0.0.2"
+    end = time.monotonic() + SECONDS
+    found = {}
+    while len(found) < len(report.METRICS) and time.monotonic() < end:
+        found = exported(node["MetricsExportPort"])
+        time.sleep(0.2)  # between two looks
+    del trainer
+    assert set(found) == {f"ray_{name}" for name in report.METRICS}
+    assert found["ray_rlhf_stack_sync_gigabytes_per_second"].endswith(" 2.5")
+    assert found["ray_rlhf_stack_engine_tokens_per_second"].endswith(" 300.0")
+    assert 'backend="gloo"' in found["ray_rlhf_stack_sync_seconds"].lower()
