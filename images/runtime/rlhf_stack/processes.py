@@ -16,7 +16,13 @@ SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 RESOURCES = re.compile(r"--static_resource_list=(\S+)")
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-HELPERS = ("ray/_private/log_monitor.py", "ray/dashboard/", "ray/autoscaler/_private/monitor.py")
+HELPERS = (
+    "ray/_private/log_monitor.py",
+    "ray/dashboard/",
+    "ray/_private/runtime_env/",
+    "ray.util.client.server",
+    "ray/autoscaler/_private/monitor.py",
+)
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in what Ray's job server starts, and in all that this starts
 ZOMBIE = "Z"
 

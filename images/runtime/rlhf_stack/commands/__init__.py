@@ -10,7 +10,15 @@ import argparse
 from importlib import import_module
 from typing import Protocol, cast
 
-NAMES = ("plan", "start", "submit", "profile", "doctor", "patches")  # in the order of an operator's day
+NAMES = (
+    "plan",
+    "start",
+    "submit",
+    "profile",
+    "doctor",
+    "reap",
+    "patches",
+)  # in the order of an operator's day
 
 
 class Command(Protocol):
