@@ -31,6 +31,7 @@ from scripts.problem import Problem, interrupt
 
 LABEL = "rlhf-stacks.owner"
 PORT = 6379
+STARTED = b"Ray runtime started"
 POLL_SECONDS = 0.5
 MEGABYTE = 1 << 20
 KILLED = 137
@@ -238,6 +239,17 @@ class Cluster:
             )
             self.containers.append(container)
             container.start()
+            if node.name == head:
+                self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        """Until Ray runs on the head: a node that finds it half started ends instead of waiting."""
+        deadline = time.monotonic() + self._timeout
+        while STARTED not in self.head.logs():
+            self.check()
+            if time.monotonic() > deadline:
+                raise Problem(f"the cluster did not come up: its head has no Ray after {self._timeout:.0f} s")
+            time.sleep(POLL_SECONDS)
 
     def _wait(self) -> list[dict[str, Any]]:
         gpus = sum(node.gpus for node in self._nodes)

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 NAMES = (
     "plan",
     "start",
+    "rehearse",
     "submit",
     "profile",
     "doctor",

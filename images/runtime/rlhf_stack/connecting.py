@@ -1,0 +1,22 @@
+"""The running Ray cluster that this machine belongs to, for commands that ask it something."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf_stack.problem import Problem
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Be a driver of the cluster while this lasts; a `Problem` if no Ray node runs on this machine."""
+    import ray
+
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        first = str(error).strip().splitlines()[0]
+        raise Problem(f"no Ray node runs on this machine ({first}): start one with ray start") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,95 @@
+"""What a rehearsal runs on each node: join a group, take part in one send, look at what arrived."""
+
+import ipaddress
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf_stack import devices, settings, sync
+from rlhf_stack.rehearse.model import Interface, Node
+
+if TYPE_CHECKING:
+    import torch
+
+REPEATS = 3  # the best of which shows what a link can do, where a mean shows what else ran
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw: its best ``seconds`` for ``bytes``, and whether it got what was sent."""
+
+    connect_seconds: float
+    seconds: float
+    bytes: int
+    equal: bool
+
+
+class Probe:
+    """An actor on one node. ``deadline`` in seconds holds for the rendezvous and for each transfer."""
+
+    def __init__(self, address: str, backend: str, deadline: float) -> None:
+        self._address, self._backend = address, backend
+        os.environ[settings.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
+
+    def describe(self) -> Node:
+        """This node, and its interfaces that are up."""
+        used = os.environ.get(f"{self._backend.upper()}_SOCKET_IFNAME", "")
+        return Node(self._address, socket.gethostname(), interfaces(), used)
+
+    def free_port(self) -> int:
+        """A port of this node's address on which nobody listens."""
+        with socket.socket() as listener:
+            listener.bind((self._address, 0))
+            return int(listener.getsockname()[1])
+
+    def transfer(self, host: str, port: int, rank: int, world: int, size: int) -> Outcome:
+        """Be rank ``rank`` of a group in which rank 0, on ``host``, sends ``size`` bytes in every dtype."""
+        import torch
+
+        start = time.monotonic()
+        group = sync.create_group(host, port, rank, world, devices.current_device(), self._backend)
+        connected = time.monotonic() - start
+        sent = [tensor.view(torch.uint8).to(group.device) for tensor in bucket(size)]
+        received = sent if rank == 0 else [torch.zeros_like(part) for part in sent]
+        taken = []
+        for _ in range(REPEATS):
+            with group.syncing():
+                group.start(received[:1], "the first part of the bucket").finish()  # all begin together
+                start = time.monotonic()
+                group.start(received, "the bucket").finish()
+                devices.synchronize()
+                taken.append(time.monotonic() - start)
+        equal = all(torch.equal(mine, theirs) for mine, theirs in zip(sent, received, strict=True))
+        return Outcome(connected, min(taken), sum(part.numel() for part in sent), equal)
+
+
+def bucket(size: int) -> "list[torch.Tensor]":
+    """About ``size`` random bytes in the dtypes in which weights are sent, the same on every node."""
+    import torch
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    count = max(4, size // len(dtypes) // 4 * 4)
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype)
+        for dtype in dtypes
+    ]
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """This machine's interfaces that are up and have an IPv4 address, but for loopback."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        for entry in addresses:
+            if entry.family is not socket.AF_INET or not entry.netmask or not states[name].isup:
+                continue
+            network = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
+            if not network.is_loopback:
+                speed = states[name].speed or None
+                found.append(Interface(name, entry.address, str(network), speed))
+    return tuple(found)

@@ -1,0 +1,112 @@
+"""What it costs that an engine straddles nodes: tokens a second, as upstream places engines and as we do.
+
+``python -m tests.bench.straddling [--megabits 100] [--plot FILE.png] [--json]``; about 5 minutes, as root.
+
+Two containers of the default cell with three fake GPUs each, two engines with tensor parallelism 2.
+Upstream's placement group gives three bundles to one node and one to the other, so its second engine
+straddles; ours does not. Each engine answers the same 16 requests for 64 tokens, alone; model, nodes and link
+are the same for both placements. What a container sends is limited, as a fabric is that is slow against GPUs:
+the CPUs here compute slowly, so that the link has to be slow too for the ratio of a real cluster.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from scripts import engine
+from scripts.cluster import Cluster, Node
+from scripts.demo import DATA
+from scripts.imagetests import built
+from scripts.matrix import find, load
+from scripts.problem import Problem, run
+from tests.bench.results import Row, parser, show
+from tests.network import links
+
+NODES = (Node("one", gpus=3), Node("two", gpus=3))
+SCRIPT = Path(__file__).with_name("straddling_engines.py")
+INSIDE = "/opt/bench.py"
+LAYERS = 8
+PLACED_BY = {"upstream": "as upstream places them", "ours": "as we do"}
+
+
+def measure(cluster: Cluster, placed_by: str) -> list[dict[str, Any]]:
+    """The engines of one placement: ``nodes``, ``tokens``, ``seconds``."""
+    print(f"engines {PLACED_BY[placed_by]} ...", file=sys.stderr, flush=True)
+    output = cluster.output(cluster.head, ["python", INSIDE, placed_by, f"{DATA}/model"])
+    engines: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return engines
+
+
+def rate(engine: dict[str, Any]) -> float:
+    """Tokens a second."""
+    return float(engine["tokens"] / engine["seconds"])
+
+
+def plot(file: Path, found: dict[str, list[dict[str, Any]]], megabits: int) -> None:
+    """Bars of each engine's tokens a second, by placement."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    labels, rates, colours = [], [], []
+    for placed_by, engines in found.items():
+        for index, one in enumerate(engines):
+            nodes = sorted(set(one["nodes"]))
+            labels.append(
+                f"{PLACED_BY[placed_by]}\nengine {index} on node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
+            )
+            rates.append(rate(one))
+            colours.append("tab:red" if len(nodes) > 1 else "tab:green")
+    bars = axes.barh(labels, rates, color=colours)
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"tokens/s, TP 2, {megabits} Mbit/s between the nodes")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
+
+
+def rows(upstream: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> list[Row]:
+    """Of each engine by its index."""
+    return [
+        Row(f"64 tokens for 16 requests, engine {index}", "s", mine["seconds"], theirs["seconds"])
+        for index, (mine, theirs) in enumerate(zip(ours, upstream, strict=True))
+    ]
+
+
+def main() -> int:
+    """The command line."""
+    options = parser("straddling", __doc__)
+    options.add_argument("--megabits", type=int, default=100, help="a second, that a node may send (100)")
+    options.add_argument("--plot", type=Path, help="also draw it, as PNG")
+    asked = options.parse_args()
+    if reason := links.obstacle():
+        raise Problem(f"the link between two containers cannot be limited: {reason}")
+    matrix, client = load(), engine.client()
+    cell = find(matrix, asked.cell or matrix.default)
+    mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
+    with Cluster(client, built(client, cell), NODES, options=mounts) as cluster:
+        for container in cluster.containers:
+            cluster.output(
+                container, ["python", "-m", "rlhf_stack.tiny", "--out", DATA, "--layers", str(LAYERS)]
+            )
+            links.slow_down(container, asked.megabits)
+        found = {placed_by: measure(cluster, placed_by) for placed_by in PLACED_BY}
+    if asked.plot:
+        plot(asked.plot, found, asked.megabits)
+    where = "; ".join(
+        f"{PLACED_BY[placed_by]}: {', '.join('+'.join(one['nodes']) for one in engines)}"
+        for placed_by, engines in found.items()
+    )
+    show(
+        rows(found["upstream"], found["ours"]),
+        [f"nodes of each engine's workers, {where}", f"{asked.megabits} Mbit/s between the nodes"],
+        asked.json,
+        "upstream",
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run(engine.asked(main))

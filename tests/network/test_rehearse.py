@@ -1,0 +1,127 @@
+"""A rehearsal on three containers, whose links are cut and slowed one after the other."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import docker
+import pytest
+
+from scripts.cluster import Cluster, Node
+from scripts.matrix import Cell
+from tests.network import links
+
+NODES = (Node("head", gpus=1), Node("left", gpus=1), Node("right", gpus=1))
+SLOW_MEGABITS = 80  # 0.01 GB/s, where the bridge of one machine has several
+
+
+@pytest.fixture(scope="module")
+def cluster(client: docker.DockerClient, cell: Cell) -> Iterator[Cluster]:
+    """Three nodes for all tests of this file, each of which leaves the links as they were."""
+    if reason := links.obstacle():
+        pytest.skip(reason)
+    with Cluster(client, cell.tag, NODES) as running:
+        yield running
+
+
+@pytest.fixture
+def after(cluster: Cluster) -> Iterator[ExitStack]:
+    """Puts links right at the end of a test."""
+    del cluster
+    with ExitStack() as stack:
+        yield stack
+
+
+def rehearse(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report, and what it said meanwhile, of a rehearsal that is started on the head."""
+    command = [
+        "docker",
+        "exec",
+        str(cluster.head.id),
+        "rlhf-stack",
+        "rehearse",
+        "--json",
+        "--size",
+        "8",
+        *arguments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def by_hosts(report: dict[str, Any]) -> dict[frozenset[str], dict[str, Any]]:
+    """The links of a report by the host names of their ends."""
+    hosts = [node["host"] for node in report["nodes"]]
+    return {frozenset((hosts[link["first"]], hosts[link["second"]])): link for link in report["links"]}
+
+
+def address(cluster: Cluster, name: str) -> str:
+    """Of a node by its name."""
+    return next(str(node["address"]) for node in cluster.addresses if node["host"] == name)
+
+
+@pytest.mark.timeout(300)
+def test_links_that_are_well(cluster: Cluster) -> None:
+    """Every pair, and then the whole group, with a rate of each; how high it is, is not asked."""
+    code, report, said = rehearse(cluster, "--floor", "0.0001")
+    assert code == (0 if report["is_well"] else 1)
+    assert report["schema"] == "rlhf-stack/rehearse/1"
+    assert {frozenset(pair) for pair in (("head", "left"), ("head", "right"), ("left", "right"))} == set(
+        by_hosts(report)
+    )
+    assert {link["verdict"] for link in report["links"]} <= {"ok", "slow"}
+    assert all(link["forth"] > 0 and link["back"] > 0 for link in report["links"])
+    assert len(report["group"]["receivers"]) == len(NODES)
+    assert report["group"]["wrong"] == []
+    assert said.count("round ") == len(NODES)
+
+
+@pytest.mark.timeout(300)
+def test_a_dead_link_is_named_and_others_are_well(cluster: Cluster, after: ExitStack) -> None:
+    """Two workers that both reach the head, so Ray knows of nothing."""
+    left, right = cluster.containers[1:]
+    for receiver, sender in ((left, "right"), (right, "left")):
+        links.block(receiver, address(cluster, sender))
+        after.callback(links.unblock, receiver)
+    code, report, _ = rehearse(cluster, "--timeout", "5")
+    assert code == 1
+    verdicts = {hosts: link["verdict"] for hosts, link in by_hosts(report).items()}
+    assert verdicts.pop(frozenset(("left", "right"))) == "cannot talk"
+    assert set(verdicts.values()) <= {"ok", "slow"}
+    broken = by_hosts(report)[frozenset(("left", "right"))]
+    assert "GLOO_SOCKET_IFNAME" in broken["remedy"]
+    assert "left to right" in broken["why"]
+    assert report["group"] is None
+
+
+@pytest.mark.timeout(300)
+def test_a_link_that_is_blocked_one_way(cluster: Cluster, after: ExitStack) -> None:
+    """The right node may connect to the left one, and not the other way."""
+    right = cluster.containers[2]
+    links.block(right, address(cluster, "left"), only_new=True)
+    after.callback(links.unblock, right)
+    code, report, _ = rehearse(cluster, "--timeout", "5")
+    assert code == 1
+    broken = by_hosts(report)[frozenset(("left", "right"))]
+    assert broken["verdict"] in ("one way", "cannot talk")
+    assert "open all ports" in broken["remedy"] or "GLOO_SOCKET_IFNAME" in broken["remedy"]
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_node_is_named(cluster: Cluster, after: ExitStack) -> None:
+    """What it sends is slow, what it is sent is not."""
+    right = cluster.containers[2]
+    links.slow_down(right, SLOW_MEGABITS)
+    after.callback(links.speed_up, right)
+    code, report, _ = rehearse(cluster, "--floor", "0.03")
+    assert code == 1
+    found = by_hosts(report)
+    others = found[frozenset(("head", "left"))]
+    for name in ("head", "left"):
+        link = found[frozenset((name, "right"))]
+        assert link["verdict"] == "slow"
+        assert f"right to {name}" in link["why"]
+        assert min(link["forth"], link["back"]) < min(others["forth"], others["back"])
