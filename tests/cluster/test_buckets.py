@@ -74,6 +74,7 @@ class Ranks:
                 self.results.put((rank, target(rank, group)))
             except Exception as error:
                 self.results.put((rank, error))
+            signal.pause()  # until it is killed, with its group
 
         self.processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in range(world)]
 
@@ -190,7 +191,10 @@ def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, victim, how):
     monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
     parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(100)]
 
+    gone_at = FORK.Value("d", 0.0)
+
     def end():
+        gone_at.value = time.monotonic()
         os.kill(os.getpid(), how)
 
     def exchange(rank, group):
@@ -199,10 +203,9 @@ def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, victim, how):
         else:
             take(group, parameters, lambda views: end() if rank == victim and views[0][0] == "w50" else None)
 
-    start = time.monotonic()
     with Ranks(exchange) as ranks:
-        found = ranks.answers(WORLD - 1, 30)
-    assert time.monotonic() - start < 8 + 5, "within the deadline, and some seconds to start"
+        found = ranks.answers(WORLD - 1, 60)
+    assert time.monotonic() - gone_at.value < 8 + 4, "the deadline, and some seconds for a busy machine"
     assert set(found) == set(range(WORLD)) - {victim}
     gone = f"rank {victim}{' (the trainer)' if victim == 0 else ''} on 127.0.0.1 does not answer"
     for rank, error in found.items():

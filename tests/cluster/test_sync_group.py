@@ -1,17 +1,22 @@
 """The gloo group between real processes: what arrives, and what happens when somebody does not."""
 
 import multiprocessing
+import os
+import signal
 import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from rlhf_stack import devices, settings, sync
+from rlhf_stack.sync import backend, choice
 
 WORLD = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
 FORK = multiprocessing.get_context("fork")
+KEPT = []  # groups, so that a rank that is done does not leave while another still joins
 
 
 def free_port():
@@ -29,6 +34,7 @@ def together(target, ranks=range(WORLD), seconds=60):
             results.put((rank, target(rank, port)))
         except BaseException as error:
             results.put((rank, error))
+        signal.pause()  # until it is killed
 
     processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in ranks]
     for process in processes:
@@ -45,8 +51,10 @@ def content(dtype):
     return (torch.arange(24) % 7).reshape(2, 3, 4).to(dtype)
 
 
-def join(rank, port):
-    return sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "gloo")
+def join(rank, port, name="gloo"):
+    group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), name)
+    KEPT.append(group)
+    return group
 
 
 @pytest.mark.timeout(90)
@@ -93,7 +101,7 @@ def test_the_default_group_is_neither_made_nor_touched():
 @pytest.mark.timeout(90)
 def test_a_cpu_takes_gloo_for_nccl_and_says_so(caplog):
     def exchange(rank, port):
-        group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "nccl")
+        group = join(rank, port, "nccl")
         return group.name, caplog.text
 
     if devices.is_gpu():
@@ -101,6 +109,42 @@ def test_a_cpu_takes_gloo_for_nccl_and_says_so(caplog):
     found = together(exchange)
     assert [found[rank][0] for rank in range(WORLD)] == ["gloo"] * WORLD
     assert "needs GPUs" in found[0][1]
+
+
+@pytest.mark.timeout(90)
+def test_auto_takes_gloo_without_gpus_and_every_rank_says_why(capfd):
+    def exchange(rank, port):
+        return join(rank, port, "auto").name
+
+    if devices.is_gpu():
+        pytest.skip("this image is for GPUs")
+    assert together(exchange) == dict.fromkeys(range(WORLD), "gloo")
+    said = capfd.readouterr().out
+    for rank in ("rank 0 (the trainer)", "rank 1", "rank 2"):
+        reason = "auto takes gloo: rank 0 (the trainer) on 127.0.0.1 has no GPU"
+        assert f"weight sync, {rank} on 127.0.0.1: {reason}" in said
+
+
+@pytest.mark.timeout(90)
+def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, capfd):
+    def pretended(members, _device):
+        """Stands for an NCCL group, which this machine cannot have: rank 1 cannot join, the others wait."""
+        if members.rank == 1:
+            raise sync.SyncError("unhandled system error")
+        members.connection().wait(["what rank 1 never sets"], timedelta(seconds=60))
+
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
+    monkeypatch.setattr(choice, "_own_facts", lambda: choice.Facts(str(os.getpid()), ""))
+    monkeypatch.setattr(backend, "_nccl", pretended)
+
+    def exchange(rank, port):
+        group = join(rank, port, "auto")
+        tensor = torch.full((3,), float(rank))
+        group.broadcast(tensor, src=0, stream=None)
+        return group.name, tensor.tolist()
+
+    assert together(exchange) == dict.fromkeys(range(WORLD), ("gloo", [0.0] * 3))
+    assert "rank 1 on 127.0.0.1: unhandled system error" in capfd.readouterr().out
 
 
 @pytest.mark.timeout(60)

@@ -49,15 +49,16 @@ class Parsed(Exception):
 
 
 def strategy(arguments):
-    raise Parsed(arguments.vllm_sync_backend)
+    raise Parsed(getattr(arguments, "vllm_sync_backend", None) or arguments.vllm.sync_backend)
 
 
 os.environ["RLHF_STACK_SYNC_BACKEND"] = "gloo"
+import ray
+ray.is_initialized = lambda: True
 openrlhf.utils.get_strategy = strategy
 found = []
-for given in ([], ["--vllm_sync_backend", "nccl"]):
-    models = ["--pretrain", "a", "--reward_pretrain", "b"]
-    sys.argv = ["train_ppo_ray", *models, "--vllm_num_engines", "1", *given]
+for given in ([], [FLAG, "nccl"]):
+    sys.argv = ["train_ppo_ray", *MODELS, *given]
     try:
         runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
     except Parsed as parsed:
@@ -108,9 +109,25 @@ def test_gloo_means_gloo_and_weights_arrive(proves):
     proves(PROBE, r"received: \{.*False|NCCL|CUDA|_queue.Empty")
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
-def test_the_default_backend_is_that_of_the_image(proves):
-    proves(DEFAULT, r"without and with a flag: \['nccl', 'nccl'\]")
+@pytest.mark.parametrize(
+    ("flag", "models"),
+    [
+        pytest.param(
+            "--vllm.sync_backend",
+            ["--actor.model_name_or_path", "a", "--reward.remote_url", "b", "--vllm.num_engines", "1"],
+            marks=pytest.mark.carries("openrlhf==0.11.2"),
+            id="0.11",
+        ),
+        pytest.param(
+            "--vllm_sync_backend",
+            ["--pretrain", "a", "--reward_pretrain", "b", "--vllm_num_engines", "1"],
+            marks=pytest.mark.carries("openrlhf==0.5.1"),
+            id="0.5",
+        ),
+    ],
+)
+def test_the_default_backend_is_that_of_the_image(proves, flag, models):
+    proves(f"FLAG, MODELS = {flag!r}, {models!r}\n{DEFAULT}", r"without and with a flag: \['nccl', 'nccl'\]")
 
 
 @pytest.mark.carries("openrlhf==0.5.1")

@@ -45,13 +45,14 @@ def members(rank: int, world: int) -> MagicMock:
     return MagicMock(rank=rank, world=world, who=lambda one: f"rank {one} on 10.0.0.1")
 
 
-@pytest.mark.parametrize("name", ["nccl", "gloo"])
-def test_backends_that_work_are_taken(name: str) -> None:
+@pytest.mark.parametrize("name", ["nccl", "gloo", "auto"])
+def test_backends_that_work_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ACCELERATOR, "cpu")
     sync.check_backend(name, with_ray=False)
 
 
 def test_another_backend_is_refused_with_what_there_is() -> None:
-    with pytest.raises(sync.SyncError, match=r"weight sync backend mpi: expected one of nccl, gloo"):
+    with pytest.raises(sync.SyncError, match=r"weight sync backend mpi: expected one of nccl, gloo, auto"):
         sync.check_backend("mpi", with_ray=False)
 
 

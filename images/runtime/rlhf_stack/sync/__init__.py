@@ -4,7 +4,7 @@ Rank 0 is the trainer; the workers of engine i with tensor parallelism T have th
 The group stands beside the default group of each process and never touches it.
 """
 
-from rlhf_stack.sync.backend import check_backend, create_group
+from rlhf_stack.sync.backend import check_backend, create_group, of_run
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.waiting import wait, wait_for_engines, wait_for_trainers
@@ -13,6 +13,7 @@ __all__ = [
     "SyncError",
     "check_backend",
     "create_group",
+    "of_run",
     "send",
     "wait",
     "wait_for_engines",

@@ -1,9 +1,12 @@
 """Which group carries the weights."""
 
 import logging
+from collections.abc import Mapping
+from importlib.metadata import distributions
 from typing import Any
 
-from rlhf_stack import devices
+from rlhf_stack import devices, knownbad
+from rlhf_stack.sync import choice
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
@@ -12,7 +15,15 @@ from rlhf_stack.sync.nccl import NcclGroup, TorchNcclGroup
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("nccl", "gloo")
+BACKENDS = ("nccl", "gloo", "auto")
+BAD_FOR_NCCL = ("vllm-second-nccl-group",)  # rows of `rlhf_stack.knownbad`
+
+
+def of_run(arguments: Any) -> str:
+    """The backend that OpenRLHF's arguments name; ``auto`` on shared GPUs is upstream's handles (nccl)."""
+    backend = str(getattr(arguments.vllm, "sync_backend", "nccl"))
+    shared = arguments.train.colocate_all and not arguments.train.async_enable
+    return "nccl" if backend == "auto" and shared else backend
 
 
 def check_backend(backend: str, with_ray: bool) -> None:
@@ -22,25 +33,43 @@ def check_backend(backend: str, with_ray: bool) -> None:
     """
     if backend not in BACKENDS:
         raise SyncError(f"weight sync backend {backend}: expected one of {', '.join(BACKENDS)}")
-    if with_ray and backend == "gloo":
+    if with_ray and backend != "nccl":
         raise SyncError(
-            "--vllm.sync_with_ray does not work with --vllm.sync_backend gloo: Ray builds its gloo group in "
-            "the default group, which vLLM's workers already own; leave out --vllm.sync_with_ray"
+            f"--vllm.sync_with_ray does not work with --vllm.sync_backend {backend}: Ray builds its gloo "
+            "group in the default group, which vLLM's workers already own; leave out --vllm.sync_with_ray"
+        )
+    if backend == "nccl" and devices.is_gpu():
+        refuse_bad_versions({found.name: found.version for found in distributions()})
+
+
+def refuse_bad_versions(versions: Mapping[str, str]) -> None:
+    """`SyncError` when a sync over NCCL is known not to work with these ``versions``, by distribution."""
+    rows = [row for row in knownbad.load() if row.id in BAD_FOR_NCCL]
+    for finding in knownbad.judge(rows, knownbad.Environment(versions)):
+        raise SyncError(
+            f"weight sync over nccl is known not to work here: {finding.what} ({finding.evidence}; "
+            f"{', '.join(finding.sources)}); use {finding.remedy}, or --vllm.sync_backend gloo"
         )
 
 
 def create_group(host: str, port: int, rank: int, world: int, device: Any, backend: str) -> WeightGroup:
     """Join the group of ``world`` ranks whose rank 0 listens on ``host``:``port``.
 
-    ``device`` is where the weights are. NCCL needs a GPU, so a CPU takes gloo and says so.
+    ``device`` is where the weights are. NCCL needs a GPU, so a CPU takes gloo and says so; ``auto`` takes
+    NCCL where it works between all ranks, else gloo.
     """
     check_backend(backend, with_ray=False)
     members = Members(host, port, rank, world)
+    if backend == "auto":
+        return choice.create(members, lambda: _nccl(members, device))
     if backend == "nccl" and devices.is_gpu():
-        from vllm.distributed import utils
-
-        nccl = NcclGroup if hasattr(utils, "StatelessProcessGroup") else TorchNcclGroup
-        return nccl(members, device)
+        return _nccl(members, device)
     if backend == "nccl" and rank == 0:
         logger.warning("weight sync uses gloo: backend nccl needs GPUs and this image has none")
     return GlooGroup(members)
+
+
+def _nccl(members: Members, device: Any) -> WeightGroup:
+    from vllm.distributed import utils
+
+    return (NcclGroup if hasattr(utils, "StatelessProcessGroup") else TorchNcclGroup)(members, device)

@@ -61,7 +61,7 @@ class GlooGroup:
         options._timeout = timedelta(seconds=settings.sync_timeout() - settings.sync_grace())
         options._threads = THREADS
         options._devices = [gloo_device(members.address)]
-        store = dist.PrefixStore("gloo", members.store)
+        store = dist.PrefixStore("gloo", members.connection())
         try:
             self._group: Any = dist.ProcessGroupGloo(store, self.rank, members.world, options)
         except RuntimeError as error:

@@ -26,6 +26,7 @@ class Members:
         import torch.distributed as dist
 
         self.rank, self.world = rank, world
+        self._host, self._port = host, port
         self._seconds = settings.sync_timeout()
         self._sync = 0
         self._blamed = False
@@ -55,6 +56,13 @@ class Members:
                 "engine workers: look for their errors in the log"
             ) from error
         return [self.store.get(key).decode() for key in keys]
+
+    def connection(self) -> Any:
+        """Another connection to the store, for a backend: it may wait in it, which blocks the connection."""
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=self._seconds)
+        return dist.TCPStore(self._host, self._port, None, False, limit, wait_for_workers=False)
 
     @contextmanager
     def syncing(self) -> Iterator[None]:

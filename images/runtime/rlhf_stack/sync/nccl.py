@@ -87,11 +87,13 @@ class NcclGroup(_OnStream):
     """Upstream's own: vLLM's PyNcclCommunicator, which here may not be switched off unnoticed."""
 
     def __init__(self, members: Members, device: Any) -> None:
+        import torch.distributed as dist
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
         super().__init__(members, device)
-        group = StatelessProcessGroup(rank=members.rank, world_size=members.world, store=members.store)
+        store = dist.PrefixStore("nccl", members.connection())
+        group = StatelessProcessGroup(rank=members.rank, world_size=members.world, store=store)
         joining = Background(lambda: PyNcclCommunicator(group, device=device))
         if not joining.done(settings.sync_timeout() - settings.sync_grace()):
             raise members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
@@ -127,7 +129,7 @@ class TorchNcclGroup(_OnStream):
         self._group = init_process_group(
             backend="nccl",
             timeout=timedelta(seconds=settings.sync_timeout()),
-            store=dist.PrefixStore("nccl", members.store),
+            store=dist.PrefixStore("nccl", members.connection()),
             world_size=members.world,
             rank=members.rank,
             group_name="openrlhf",
