@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import END_SECONDS, MARK, ended, marked
 from rlhf_stack import events, settings
 
-MARK = "RLHF_STACK_TEST_RUN"
 TWO_NODES = Path(__file__).with_name("two_nodes.py")
-END_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -33,28 +32,6 @@ class Run:
     def of(self, event: str) -> list[dict[str, Any]]:
         """The events of one kind."""
         return [found for found in self.events if found["event"] == event]
-
-
-def marked(mark: str) -> dict[int, str]:
-    """The processes, by id, that were started with ``mark`` in their environment; zombies have ended."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes()
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if f"{MARK}={mark}".encode() in environment.split(b"\0") and command:
-            found[int(folder.name)] = command.strip()
-    return found
-
-
-def ended(mark: str, seconds: float) -> list[str]:
-    """The commands of the marked processes that still run after ``seconds``."""
-    end = time.monotonic() + seconds
-    while (found := marked(mark)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return list(found.values())
 
 
 @pytest.fixture

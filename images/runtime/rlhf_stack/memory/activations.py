@@ -48,7 +48,7 @@ def training_peak(shape: Shape, work: Pass) -> int:
     It is reached either where the gradient of the logits is made, or in a layer that is computed again.
     """
     logits = 0 if work.valued else work.tokens * shape.vocabulary
-    head = logits * (HALF + HALF if work.narrow_logits else FULL + FULL)
+    head = logits * (3 * HALF if work.narrow_logits else 3 * FULL)
     again = _layer(shape, work) if work.checkpointing else 0
     gradient = work.tokens * HALF * (2 * shape.mlp_width + shape.hidden)
     return saved(shape, work) + max(head, again + gradient - _head(shape, work))
@@ -57,8 +57,8 @@ def training_peak(shape: Shape, work: Pass) -> int:
 def forward_peak(shape: Shape, work: Pass) -> int:
     """The most that a pass without gradients needs at a time."""
     logits = 0 if work.valued else work.tokens * shape.vocabulary
-    head = logits * (HALF + HALF if work.narrow_logits else HALF + FULL) + _boundary(shape, work)
-    layer = work.tokens * HALF * (3 * shape.mlp_width + 2 * shape.hidden)
+    head = logits * (2 * HALF if work.narrow_logits else 2 * FULL)
+    layer = work.tokens * HALF * (3 * shape.mlp_width + 5 * shape.hidden)
     return max(head, layer + _scores(shape, work))
 
 

@@ -65,16 +65,16 @@ def states(parameters: int, zero: Zero, trained: int | None = None) -> States:
         if zero.offload_weights:
             return States(buffers=min(HALF * parameters, HALF * LIVE), host=weights)
         return States(weights, buffers=_live(parameters, zero))
-    own = share(trained, zero.ranks)  # DeepSpeed splits the optimiser of 16-bit weights at every stage
+    if zero.stage == 0:
+        return States(weights, HALF * trained, FULL * trained * (1 + MOMENTS), 0, FULL * trained)
+    own = share(trained, zero.ranks)
     kept = FULL * own * (1 + MOMENTS)
-    if zero.stage == 0 or (zero.stage == 1 and zero.wide_gradients):
-        return States(weights, (HALF + FULL) * trained, kept)
     wide = FULL if zero.wide_gradients else HALF
     gradients = HALF * trained if zero.stage == 1 else wide * own
     bucket = HALF * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
     buffers = bucket + _live(parameters, zero)
     if zero.offload:
-        return States(weights, gradients, 0, buffers, 0, kept + FULL * own)
+        return States(weights, gradients, 0, buffers, 0, kept + (FULL + HALF) * own)
     step = FULL * (min(own, SUBGROUP) if zero.stage == 3 else own)
     return States(weights, gradients, kept, buffers, step)
 

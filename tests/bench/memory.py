@@ -1,0 +1,66 @@
+"""What rlhf_stack.memory estimates against what torch, DeepSpeed and vLLM allocate for small models.
+
+``python -m tests.bench.memory [--cell CELL] [--kind KIND] [--json]``; some minutes, in a container of the
+cell. *ours* is the estimate; a ratio of 1.02 says that 2 % more was allocated. ``tests/image/measured.py``
+measures, and ``tests/image/test_memory.py`` holds the same figures to limits.
+"""
+
+import json
+from typing import Any
+
+import docker
+
+from scripts import engine
+from scripts.cluster import LABEL, owner, removed_at_the_end
+from scripts.imagetests import built
+from scripts.matrix import ROOT, find, load
+from scripts.problem import Problem, run
+from tests.bench.results import Row, parser, show
+
+KINDS = ("activations", "states", "cache")
+SECONDS = 1500.0
+MEGABYTE = 1e6
+
+
+def measured(client: docker.DockerClient, image: str, kind: str) -> list[dict[str, Any]]:
+    """The rows of one kind, from a container of ``image``."""
+    container = client.containers.create(
+        image,
+        ["python", "/opt/tests/image/measured.py", kind],
+        environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        volumes={str(ROOT / "tests"): {"bind": "/opt/tests", "mode": "ro"}},
+        labels={LABEL: owner()},
+        shm_size=1 << 30,
+        working_dir="/tmp",
+    )
+    with removed_at_the_end([container]):
+        container.start()
+        code = container.wait(timeout=SECONDS)["StatusCode"]
+        output = container.logs(stdout=True, stderr=False).decode()
+        if code:
+            raise Problem(f"{kind} in {image}: {container.logs(tail=1).decode(errors='replace').strip()}")
+    rows: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return rows
+
+
+def main() -> int:
+    """The command line."""
+    arguments = parser("memory", __doc__)
+    arguments.add_argument("--kind", choices=KINDS, action="append", help="only this; repeatable")
+    options = arguments.parse_args()
+    matrix = load()
+    cell = find(matrix, options.cell or matrix.default)
+    client = engine.client()
+    image = built(client, cell)
+    found = [one for kind in options.kind or KINDS for one in measured(client, image, kind)]
+    rows = [
+        Row(str(one["name"]), "MB", one["estimated"] / MEGABYTE, one["measured"] / MEGABYTE) for one in found
+    ]
+    worst = max(rows, key=lambda row: abs((row.ratio or 1) - 1))
+    note = f"{cell.id}: at most {abs((worst.ratio or 1) - 1):.1%} off ({worst.name})"
+    show(rows, [note], options.json, "allocated")
+    return 0
+
+
+if __name__ == "__main__":
+    run(engine.asked(main))

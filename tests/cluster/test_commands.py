@@ -1,0 +1,181 @@
+"""rlhf-stack start, plan and submit on a Ray of their own, with a token where that Ray knows them."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from processes import END_SECONDS, MARK, ended, marked
+from rlhf_stack import settings, tiny, tiny_run
+from rlhf_stack.start import token
+
+SECONDS = 400
+SECOND_ADDRESS = "127.0.1.2"
+GPUS = 4
+REFUSED = 3
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+class Shell:
+    """Commands of ``rlhf-stack`` with an environment, a home and a mark of their own."""
+
+    def __init__(self, folder):
+        self.mark = Path(folder).name
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environment |= {MARK: self.mark, "HOME": folder, "RAY_TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
+
+    def run(self, *words, **variables):
+        return subprocess.run(
+            words,
+            env=self.environment | variables,
+            cwd=self.environment["HOME"],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+    def stack(self, *arguments, **variables):
+        return self.run(sys.executable, "-m", "rlhf_stack", *arguments, **variables)
+
+
+@pytest.fixture(scope="module")
+def shell():
+    """A shell whose processes are all ended afterwards."""
+    folder = tempfile.mkdtemp(prefix="rl")  # short: Ray's sockets are below it
+    made = Shell(folder)
+    yield made
+    for number in marked(made.mark):
+        os.kill(number, signal.SIGKILL)
+    assert ended(made.mark, END_SECONDS) == []
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def head(shell):
+    """What ``start --head`` said, of a node with four places for processes."""
+    done = shell.stack(
+        "start",
+        "--head",
+        *("--num-gpus", str(GPUS), "--num-cpus", "8", "--port", free_port()),
+        *("--object-store-memory", "100000000", "--expect-nodes", "1", "--expect-gpus", str(GPUS)),
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def command(shell):
+    """A run that fits: what ``train_ppo_ray`` of this OpenRLHF trains in one step, on a tiny model."""
+    folder = Path(shell.environment["HOME"], "tiny")
+    folder.mkdir()
+    tiny.make(folder, seed=0, steps=1)
+    arguments = tiny_run.train_arguments("separate", folder, 1, seed=0)
+    return ["python", "-m", "openrlhf.cli.train_ppo_ray", *arguments]
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_head_declares_what_was_asked_and_asks_for_a_token_where_ray_can(shell, head):
+    assert [node["gpus"] for node in head["nodes"]] == [GPUS]
+    assert head["nodes"][0]["cpus"] == 8
+    assert head["token"] == token.is_known()
+    assert head["ray_start"][head["ray_start"].index("--dashboard-host") + 1] == "127.0.0.1"
+    assert token.path(shell.environment).is_file() == token.is_known()
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_stranger_without_the_token_is_turned_away(shell, head, tmp_path):
+    if not head["token"]:
+        pytest.skip("this Ray has no tokens")
+    stranger = shell.run("ray", "status", HOME=str(tmp_path))
+    assert stranger.returncode != 0
+    assert "InvalidAuthToken" in stranger.stderr
+    joining = shell.stack("start", "--join", head["nodes"][0]["address"], "--dry-run", HOME=str(tmp_path))
+    assert joining.returncode == 2
+    assert "this machine has none" in joining.stderr
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_plan_on_the_running_cluster_says_that_the_run_fits(shell, head, command):
+    done = shell.stack("plan", "--ray", "auto", "--json", "--", *command)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    told = json.loads(done.stdout)
+    assert told["fits"]
+    assert [node["address"] for node in told["nodes"]] == [head["nodes"][0]["address"]]
+    assert {role["role"] for role in told["roles"]} >= {"actor"}
+    assert told["gpus_needed"] == sum(bool(gpu["holds"]) for gpu in told["nodes"][0]["gpus"])
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_exit_code_of_a_job_is_that_of_submit(shell, head):
+    del head
+    seen = "print('seen', os.environ['RLHF_STACK_VERIFY_SYNC'], os.environ['OWN'])"
+    code = f"import os; {seen}; raise SystemExit(7)"
+    variables = {settings.VERIFY_SYNC: "1"}
+    done = shell.stack("submit", "--env", "OWN=mine", "--", "python", "-c", code, **variables)
+    assert "seen 1 mine" in done.stdout
+    assert done.returncode == (7 if "exit code 7" in done.stderr else 1)
+    assert "failed" in done.stderr
+    assert shell.stack("submit", "--", "true").returncode == 0
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, command):
+    del head
+    more = "--vllm_num_engines" if "--pretrain" in command else "--vllm.num_engines"
+    done = shell.stack("submit", "--json", "--", *command, more, "9")
+    assert done.returncode == REFUSED, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert not told["submitted"]
+    assert told["problems"]
+
+
+@pytest.mark.timeout(SECONDS + 40)
+def test_a_run_that_fits_is_submitted_followed_and_trained(shell, head, command):
+    del head
+    done = shell.stack("submit", "--", *command)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+
+
+@pytest.mark.timeout(SECONDS)
+def test_another_machine_joins_and_sees_both(shell, head):
+    """The last of these: the others have a cluster of one node."""
+    done = shell.stack(
+        "start",
+        *("--join", address_of(head)),
+        *("--node-ip-address", SECOND_ADDRESS, "--num-gpus", "2", "--num-cpus", "2"),
+        *("--object-store-memory", "100000000", "--expect-nodes", "2", "--json"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    nodes = json.loads(done.stdout)["nodes"]
+    assert {node["address"] for node in nodes} == {head["nodes"][0]["address"], SECOND_ADDRESS}
+    assert sum(node["gpus"] for node in nodes) == GPUS + 2
+
+
+@pytest.mark.timeout(SECONDS)
+def test_nodes_that_do_not_come_are_missed_in_time(shell, head):
+    done = shell.stack(
+        "start",
+        *("--join", address_of(head), "--node-ip-address", "127.0.1.3", "--num-gpus", "1", "--num-cpus", "1"),
+        *("--object-store-memory", "100000000", "--expect-nodes", "9", "--timeout", "3"),
+    )
+    assert done.returncode == 1
+    assert "of 9 nodes joined" in done.stderr
+
+
+def address_of(head):
+    """Where the head listens."""
+    words = head["ray_start"]
+    return f"{head['nodes'][0]['address']}:{words[words.index('--port') + 1]}"

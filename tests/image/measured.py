@@ -1,0 +1,285 @@
+"""What torch, DeepSpeed and vLLM really allocate for small models, beside what rlhf_stack.memory says.
+
+``python measured.py {activations,states,cache}`` prints JSON: a list of name, estimated and measured bytes.
+On a CPU, where the allocator of torch is watched as it is, and the states of DeepSpeed are real tensors of
+two real ranks. ``tests/image/test_memory.py`` judges the differences, ``tests/bench/memory.py`` shows them.
+"""
+
+import gc
+import inspect
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+RANKS = 2
+SECONDS = 240
+SIZES = {"layers": 4, "hidden": 256, "intermediate": 704, "heads": 4, "kv_heads": 2, "vocabulary": 4096}
+SEQUENCES, LENGTH = 2, 128
+PASSES = {  # name: attention, checkpointing, sizes that differ
+    "sdpa": ("sdpa", False, {}),
+    "eager": ("eager", False, {}),
+    "sdpa, checkpointing": ("sdpa", True, {}),
+    "sdpa, small vocabulary": ("sdpa", False, {"vocabulary": 512, "layers": 8}),
+}
+ENGINES = {"a": SIZES, "few heads": SIZES | {"layers": 2, "kv_heads": 4}}
+CACHE_GIB = 1
+
+
+def main() -> int:
+    """One kind of measurement."""
+    kind = sys.argv[1]
+    rows = {"activations": activations, "states": all_states, "cache": cache, "rank": one_rank}[kind]()
+    print(json.dumps(rows))
+    return 0
+
+
+def row(name, estimated, measured):
+    """One line of the result."""
+    return {"name": name, "estimated": estimated, "measured": measured}
+
+
+def config_of(sizes, attention="sdpa"):
+    """A Qwen2 of such sizes, whose query, key and value have a bias."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=sizes["vocabulary"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        attn_implementation=attention,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def shape_of(sizes):
+    """The same model for the estimate."""
+    from rlhf_stack.memory import Shape
+
+    return Shape(**sizes, head_dim=sizes["hidden"] // sizes["heads"], qkv_bias=True)
+
+
+def model_of(sizes, attention="sdpa"):
+    """The model in 16 bits, with random weights."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM._from_config(config_of(sizes, attention), torch_dtype=torch.bfloat16)
+    model.config.use_cache = False
+    return model.train()
+
+
+def watched(call):
+    """What ``call`` leaves allocated, its result alive, and the most that it had, in bytes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = call()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    clock = "start_ns" if hasattr(events[0], "start_ns") else "start_us"
+    now = peak = 0
+    for event in sorted(events, key=lambda event: getattr(event, clock)()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    del result
+    return now, peak
+
+
+def activations():
+    """OpenRLHF's own actor: what a forward pass keeps, and the peaks of training and of inference."""
+    import torch
+    from openrlhf.models import Actor
+    from rlhf_stack.memory import Pass, forward_peak, saved, training_peak
+
+    torch.set_num_threads(1)
+    newer = "action_mask" in inspect.signature(Actor.forward).parameters
+    rows = []
+    for name, (attention, checkpointing, changes) in PASSES.items():
+        sizes = SIZES | changes
+        actor = Actor(model_of(sizes, attention))
+        actor.packing_samples = False
+        if checkpointing:
+            actor.gradient_checkpointing_enable()
+        tokens = torch.randint(0, sizes["vocabulary"], (SEQUENCES, LENGTH))
+        mask = torch.ones_like(tokens)
+
+        def forward(actor=actor, tokens=tokens, mask=mask):
+            answers = LENGTH - 1
+            if newer:
+                return actor(tokens, torch.ones(SEQUENCES, answers), attention_mask=mask, return_output=True)
+            return actor(tokens, answers, mask, return_output=True)
+
+        def train(forward=forward):
+            forward()[0].mean().backward()
+
+        def infer(forward=forward):
+            with torch.no_grad():
+                forward()
+
+        train()  # the gradients stay, so that they are not counted again
+        shape = shape_of(sizes)
+        work = Pass(SEQUENCES, LENGTH, checkpointing, attention, narrow_logits=not newer)
+        rows += [
+            row(f"{name}: saved", saved(shape, work), watched(forward)[0]),
+            row(f"{name}: training peak", training_peak(shape, work), watched(train)[1]),
+        ]
+        if not checkpointing:
+            rows.append(row(f"{name}: forward peak", forward_peak(shape, work), watched(infer)[1]))
+    return rows
+
+
+def stages():
+    """The ways in which OpenRLHF configures DeepSpeed: stage, offloading, and gradients in 32 bits."""
+    from importlib.metadata import version
+
+    wide = version("openrlhf").startswith("0.5")
+    return [
+        (stage, offload, wide) for stage in (1, 2, 3) for offload in (False, True) if not offload or stage > 1
+    ]
+
+
+def all_states():
+    """The bytes of all tensors of a DeepSpeed engine on two ranks, after a step and with gradients."""
+    import subprocess
+
+    rows = []
+    for stage, offload, wide in stages():
+        with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+            free.close()
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
+            asked = {
+                "STAGE": str(stage),
+                "OFFLOAD": str(int(offload)),
+                "WIDE": str(int(wide)),
+                "HOME": folder,
+            }
+            ranks = []
+            for rank in range(RANKS):
+                environment = os.environ | common | asked | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, __file__, "rank"]
+                ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            try:
+                outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.kill()
+        rows += json.loads(outputs[0].splitlines()[-1])
+    return rows
+
+
+def one_rank():
+    """A rank of `all_states`: two steps of training, and the difference to what was there before."""
+    import deepspeed
+    import torch
+    from rlhf_stack.memory import Zero, states
+
+    torch.set_num_threads(1)
+    stage, offload, wide = int(os.environ["STAGE"]), os.environ["OFFLOAD"] == "1", os.environ["WIDE"] == "1"
+    model = model_of(SIZES)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    before = allocated() - 2 * parameters
+    deepspeed.init_distributed("gloo")
+    engine = deepspeed_engine(model, stage, offload, wide)
+
+    def train():
+        tokens = torch.randint(0, SIZES["vocabulary"], (1, 8))
+        engine.backward(engine(tokens).logits.float().pow(2).mean())
+
+    train()
+    engine.step()
+    train()
+    with_gradients = allocated() - before
+    engine.step()
+    after_step = allocated() - before
+    found = states(parameters, Zero(stage, RANKS, offload, wide_gradients=wide))
+    name = f"ZeRO {stage}{', offload' if offload else ''}"
+    bucket = engine.zero_reduce_bucket_size() * 2
+    rows = [row(f"{name}: after a step", found.held - found.gradients + found.host, after_step)]
+    rows.append(row(f"{name}: with gradients", found.held + found.host, with_gradients))
+    for one in rows:  # a bucket that is kept is counted among the buffers
+        one["measured"] -= bucket if one["measured"] > bucket else 0
+    torch.distributed.barrier()
+    return rows
+
+
+def allocated():
+    """Bytes of the storages of all tensors that Python knows, each once."""
+    import torch
+
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def deepspeed_engine(model, stage, offload, wide):
+    """DeepSpeed as OpenRLHF configures it, with the optimiser that this distribution takes."""
+    import deepspeed
+    from rlhf_stack import ops
+
+    gradients = "fp32" if wide else None
+    asked = {"adam_offload": offload, "stage": stage, "zpg": 1, "grad_accum_dtype": gradients}
+    batch = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": RANKS}
+    try:
+        from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config
+    except ModuleNotFoundError:
+        from openrlhf.utils.deepspeed_utils import get_train_ds_config
+
+        optimizer = ops.adam(offload)(model.parameters(), lr=1e-5)
+        config = get_train_ds_config(False, **asked) | batch
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    adam = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
+    section = ops.optimizer({"type": "AdamW", "params": adam}, offload)
+    config = get_train_ds_config(False, **asked, optim_config=section) | batch
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def cache():
+    """The blocks of vLLM's own cache on a CPU, of a size in GiB that a variable says."""
+    from rlhf_stack.memory import Engine
+    from rlhf_stack.memory.engine import blocks, token_bytes
+
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)
+    rows = []
+    for name, sizes in ENGINES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            config_of(sizes).save_pretrained(folder)
+            config = json.loads(Path(folder, "config.json").read_text())
+            Path(folder, "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+            found, block = engine_blocks(folder)
+        shape = shape_of(sizes)
+        engine = Engine(1, 1.0, LENGTH, block)
+        size = token_bytes(shape, 1) * block
+        rows.append(row(f"cache, {name}", blocks(shape, engine, CACHE_GIB << 30) * size, found * size))
+    return rows
+
+
+def engine_blocks(folder):
+    """How many blocks an engine has, and how many tokens each."""
+    from vllm import LLM
+
+    llm = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=LENGTH,
+    )
+    engine = llm.llm_engine
+    cache_config = getattr(engine, "cache_config", None) or engine.vllm_config.cache_config
+    return cache_config.num_gpu_blocks, cache_config.block_size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
