@@ -1,5 +1,6 @@
 """rlhf_stack.start: the ray start for a machine, and who may join."""
 
+import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,18 @@ def test_clients_use_a_token_where_ray_knows_them(tmp_path: Path, monkeypatch: p
     assert token.use(environment | {token.MODE: "disabled"}) == {}
     monkeypatch.setattr(token, "is_known", lambda: False)
     assert token.use(environment) == {}
+
+
+def test_a_head_is_waited_for_and_missed_in_time() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(Problem, match=f"no head answers at {address} after 0.3 s"):
+            machine.wait_for(address, 0.3)
+        listening.listen()
+        machine.wait_for(address, 5)
+    with pytest.raises(Problem, match=r"no head answers at 10\.0\.0\.1:x"):
+        machine.wait_for("10.0.0.1:x", 60)
 
 
 def test_this_machine_has_memory_and_an_address() -> None:

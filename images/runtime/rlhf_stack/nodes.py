@@ -6,6 +6,7 @@ submitted; exit code 1 and one line that says what is missing if they are not in
 
 import argparse
 import json
+import os
 import sys
 import time
 import urllib.error
@@ -13,6 +14,8 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from rlhf_stack.start import token
 
 POLL_SECONDS = 0.2
 DASHBOARD = "http://127.0.0.1:8265"
@@ -130,6 +133,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=float, required=True, help="how many GPUs in all")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     options = parser.parse_args()
+    os.environ.update(token.use(os.environ))  # Ray reads it when it is imported
     try:
         nodes = wait(options.nodes, options.gpus, options.timeout)
     except NotReadyError as error:

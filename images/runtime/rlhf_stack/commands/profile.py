@@ -9,8 +9,8 @@ and no recomputation that is not needed, sleep where GPUs are shared, the engine
   eval "$(rlhf-stack profile --nodes 2 --gpus 8 --gpu-memory 80 --apply -- python -m ...)"
 
 --apply prints the whole command line with the settings in it, and nothing else. --json prints
-rlhf-stack/profile/1: `fits`, `settings` (a flag or a variable, and its reason) and
-`command_line`.
+rlhf-stack/profile/1: `fits`, `settings` (a flag or a variable, whether it is to be left out, and its reason)
+and `command_line`.
 """
 
 import argparse
@@ -41,13 +41,15 @@ def run(options: argparse.Namespace) -> int:
     tuned = tune(asked, machines, asking.shapes(asked, options))
     words = applied(asking.command_of(options), tuned)
     if options.json:
-        settings = [{"setting": one.text, "reason": one.reason} for one in tuned.settings]
+        settings = [
+            {"setting": one.text, "dropped": one.dropped, "reason": one.reason} for one in tuned.settings
+        ]
         show_json("profile", 1, fits=tuned.fits, settings=settings, command_line=words)
     elif options.apply and tuned.fits:
         print(shlex.join(words))
     else:
         for one in tuned.settings:
-            print(f"{one.text:45} {one.reason}")
+            print(f"{'no ' if one.dropped else ''}{one.text:45} {one.reason}")
         for problem in tuned.problems:
             print(f"problem: {problem}")
     return 0 if tuned.fits else 1

@@ -33,8 +33,8 @@ from typing import Any
 from rlhf_stack.output import show_json
 from rlhf_stack.problem import Problem
 from rlhf_stack.start import token
-from rlhf_stack.start.command import LOOPBACK, PORT, Asked, command
-from rlhf_stack.start.machine import look
+from rlhf_stack.start.command import LOOPBACK, PORT, Asked, command, with_port
+from rlhf_stack.start.machine import look, wait_for
 
 ENTRYPOINT = "rlhf-entrypoint"  # puts the image's environment in force, and becomes the command
 START_SECONDS = 180.0
@@ -60,7 +60,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--expect-nodes", type=int, metavar="N", help="wait for N nodes, this one included")
     parser.add_argument("--expect-gpus", type=float, default=0.0, metavar="N", help="and for N GPUs in all")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for that (300)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for that, and for the head to answer (300)",
+    )
     parser.add_argument("--block", action="store_true", help="stay until Ray ends")
     parser.add_argument("--dry-run", action="store_true", help="print the ray start, and start nothing")
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/start/1 (see above)")
@@ -89,6 +95,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if with_token and options.head and token.ensure(environment):
         _say(f"made a token in {token.path(environment)}: the other machines need the same")
+    if options.join:
+        wait_for(with_port(options.join), options.timeout)
     os.environ.update(environment)  # Ray reads the mode when it is imported
     return _start(started, options, with_token)
 

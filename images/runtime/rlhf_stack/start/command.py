@@ -38,12 +38,17 @@ def command(asked: Asked, here: Here, token: bool) -> list[str]:
     if asked.join is None:
         found += ["--head", "--port", str(asked.port), "--dashboard-host", asked.dashboard]
     else:
-        found += ["--address", asked.join if ":" in asked.join else f"{asked.join}:{PORT}"]
+        found += ["--address", with_port(asked.join)]
     found += ["--num-gpus", str(gpus(asked.gpus, here))]
     found += ["--object-store-memory", str(object_store(asked.object_store, here))]
     if asked.cpus is not None:
         found += ["--num-cpus", str(asked.cpus)]
     return [*found, *(["--block"] if asked.block else [])]
+
+
+def with_port(address: str) -> str:
+    """An address of a head, with Ray's own port if it has none."""
+    return address if ":" in address else f"{address}:{PORT}"
 
 
 def gpus(asked: int | None, here: Here) -> int:

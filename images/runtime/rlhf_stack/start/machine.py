@@ -5,11 +5,13 @@ import ipaddress
 import os
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_stack import amd, settings, visible
+from rlhf_stack.problem import Problem
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -17,6 +19,8 @@ LIMITS = (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgr
 ELSEWHERE = (
     "192.0.2.1"  # an address for documentation, by which the kernel tells the way out: nothing is sent
 )
+
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,20 @@ def is_public(address: str) -> bool:
         return ipaddress.ip_address(address).is_global
     except ValueError:
         return False
+
+
+def wait_for(address: str, seconds: float) -> None:
+    """Until something listens at ``address``, HOST:PORT; `Problem` after ``seconds``."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), max(0.1, deadline - time.monotonic())):
+                return
+        except (OSError, ValueError, OverflowError) as error:
+            if isinstance(error, ValueError | OverflowError) or time.monotonic() > deadline:
+                raise Problem(f"no head answers at {address} after {seconds:g} s: {error}") from None
+        time.sleep(POLL_SECONDS)
 
 
 def own_address() -> str:
