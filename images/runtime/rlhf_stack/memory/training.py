@@ -74,7 +74,8 @@ def states(parameters: int, zero: Zero, trained: int | None = None) -> States:
     bucket = HALF * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
     buffers = bucket + _live(parameters, zero)
     if zero.offload:
-        return States(weights, gradients, 0, buffers, 0, kept + (FULL + HALF) * own)
+        here = 0 if zero.stage == 3 else gradients
+        return States(weights, here, 0, buffers, 0, kept + (FULL + HALF) * own)
     step = FULL * (min(own, SUBGROUP) if zero.stage == 3 else own)
     return States(weights, gradients, kept, buffers, step)
 
