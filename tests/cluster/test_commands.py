@@ -142,13 +142,6 @@ def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, com
     assert told["problems"]
 
 
-@pytest.mark.timeout(SECONDS + 40)
-def test_a_run_that_fits_is_submitted_followed_and_trained(shell, head, command):
-    del head
-    done = shell.stack("submit", "--", *command)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-
-
 @pytest.mark.timeout(SECONDS)
 def test_another_machine_joins_and_sees_both(shell, head):
     """The last of these: the others have a cluster of one node."""

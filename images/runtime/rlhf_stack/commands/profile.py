@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(words))
     else:
         for one in tuned.settings:
-            print(f"{'no ' if one.dropped else ''}{one.text:45} {one.reason}")
+            print(f"{('no ' if one.dropped else '') + one.text:45} {one.reason}")
         for problem in tuned.problems:
             print(f"problem: {problem}")
     return 0 if tuned.fits else 1

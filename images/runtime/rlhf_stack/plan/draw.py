@@ -124,11 +124,16 @@ def _needs(report: Report) -> Table:
         table.add_row(
             need.role,
             str(ranks[need.role]),
-            f"{need.parameters / 1e9:.2f}B",
+            _count(need.parameters),
             *map(gib, sizes),
             gib(need.host),
         )
     return table
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def _engine(report: Report) -> Group | Text:
