@@ -114,6 +114,14 @@ def patches(session: nox.Session, cell: str) -> None:
 
 @nox.session
 @for_cell
+def knownbad(session: nox.Session, cell: str) -> None:
+    """Probe the rows of the known-bad database, and report those that no longer hold."""
+    session.env["PYTHONPATH"] = "images/runtime"
+    _with_docker(session, "scripts.knownbad", cell)
+
+
+@nox.session
+@for_cell
 def registry(session: nox.Session, cell: str) -> None:
     """Push to a registry on this machine, pull from it, build FROM the image; test what comes out."""
     _with_docker(session, "scripts.hosttests", "registry", cell, *session.posargs)

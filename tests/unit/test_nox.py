@@ -30,6 +30,7 @@ SESSIONS = [
     "cluster",
     "network",
     "patches",
+    "knownbad",
     "registry",
     "catalogue",
     "publish",
