@@ -7,13 +7,13 @@ from rlhf_stack.problem import Problem
 
 
 @contextmanager
-def connected() -> Iterator[None]:
-    """Be a driver of the cluster while this lasts; a `Problem` if no Ray node runs on this machine."""
+def connected(address: str = "auto") -> Iterator[None]:
+    """Be a driver of the cluster, by default of this machine, for a while; a `Problem` if none answers."""
     import ray
 
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise Problem(f"no Ray node runs on this machine ({first}): start one with ray start") from None
     try:

@@ -10,16 +10,8 @@ import argparse
 from importlib import import_module
 from typing import Protocol, cast
 
-NAMES = (
-    "plan",
-    "start",
-    "rehearse",
-    "submit",
-    "profile",
-    "doctor",
-    "reap",
-    "patches",
-)  # in the order of an operator's day
+# In the order of an operator's day.
+NAMES = ("plan", "start", "rehearse", "submit", "profile", "top", "doctor", "reap", "patches")
 
 
 class Command(Protocol):

@@ -3,12 +3,11 @@ deadline."""
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
+from rlhf_stack.connecting import connected
 from rlhf_stack.doctor import gather
 from rlhf_stack.doctor.facts import Answer
-from rlhf_stack.problem import Problem
 
 
 def ask(address: str, timeout: float) -> list[Answer]:
@@ -19,7 +18,7 @@ def ask(address: str, timeout: float) -> list[Answer]:
     import ray
 
     deadline = time.monotonic() + timeout
-    with _connected(address):
+    with connected(address):
         nodes = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
         starts = _round_trips(nodes, deadline)
         answers = _wait({_on(node, _facts): node for node in nodes}, deadline)
@@ -71,19 +70,3 @@ def _wait(tasks: dict[Any, str], deadline: float) -> dict[str, Any]:
         with contextlib.suppress(ray.exceptions.RayError):
             found[tasks[task]] = ray.get(task)
     return found
-
-
-@contextlib.contextmanager
-def _connected(address: str) -> Iterator[None]:
-    import ray
-
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except (ConnectionError, RuntimeError) as error:
-        raise Problem(
-            f"the Ray cluster at {address} does not answer: {str(error).splitlines()[0]}"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -1,0 +1,67 @@
+"""What `rlhf-stack top` shows of a node: what was reported to Ray's metrics, events, and what waits."""
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+import ray
+from rlhf_stack import events, settings
+from rlhf_stack.sync import report
+from rlhf_stack.throughput import Work
+
+SECONDS = 120
+
+
+@ray.remote
+class Trainer:
+    """Reports a sync from an actor, as the trainer's rank 0 does."""
+
+    def report(self):
+        worker = {"rank": 1, "who": "rank 1 on 10.0.0.2", "seconds": 2.0, "loading": 0.5, "waiting": 1.5}
+        answers = [{"ranks": [worker], "work": Work(tokens, 3.0)} for tokens in (900, 300)]
+        return report.report(0, "gloo", 5_000_000_000, 2.0, answers)
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_METRICS_REPORT_INTERVAL_MS", "500")
+    monkeypatch.setenv(settings.EVENTS, str(tmp_path))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+def top():
+    done = subprocess.run(
+        ["rlhf-stack", "top", "--json"], env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.usefixtures("node")
+def test_what_a_run_reports_is_shown():
+    trainer = Trainer.options(num_cpus=0).remote()
+    ray.get(trainer.report.remote())
+    events.phase("models up")
+    events.step(3, {"reward": 0.5})
+    group = ray.util.placement_group([{"GPU": 4, "CPU": 1}] * 2)
+    end = time.monotonic() + SECONDS
+    now = top()
+    while not (now["engines"] and now["waiting"]) and time.monotonic() < end:
+        now = top()
+    assert (now["schema"], now["phase"], now["step"], now["sync"]) == (
+        "rlhf-stack/top/1",
+        "models up",
+        3,
+        2.5,
+    )
+    assert [(one["tokens_per_second"], one["ratio"]) for one in now["engines"]] == [
+        (300.0, 1.5),
+        (100.0, 0.5),
+    ]
+    assert [one["bundles"] for one in now["waiting"]] == [["2 x {CPU 1, GPU 4}"]]
+    ray.util.remove_placement_group(group)
