@@ -55,6 +55,7 @@ class Trainer(ActorPPOTrainer):
 for name in ("current_stream", "empty_cache", "synchronize"):
     setattr(torch.cuda, name, lambda: None)
 ray.get = lambda references, **_: []
+torch.distributed.broadcast = lambda tensor, *_, **__: sent.append(tensor)  # as OpenRLHF 0.5 sends
 trainer = Trainer()
 send = getattr(trainer, "broadcast_to_vllm", None) or trainer._broadcast_to_vllm
 send()

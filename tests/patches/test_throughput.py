@@ -38,7 +38,31 @@ assert work.seconds > 0
 print(work.tokens, "tokens counted")
 """
 
+FLAT = """
+pretend_flash_attn()
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor
+
+Engine = LLMRayActor.__ray_metadata__.modified_class
+engine = Engine.__new__(Engine)
+output = types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[0] * 9)])
+worker = types.SimpleNamespace(receive_weights=lambda parameters, limit: "loaded")
+executor = types.SimpleNamespace(driver_worker=worker)
+engine.llm = types.SimpleNamespace(
+    generate=lambda *_, **__: [output] * 3, llm_engine=types.SimpleNamespace(model_executor=executor)
+)
+assert engine.generate(prompt_token_ids=[[1, 2]] * 3) == [output] * 3
+work = engine.receive_weights([], 1)["work"]
+assert work.tokens == 27, f"27 tokens were generated, {work.tokens} counted"
+assert work.seconds > 0
+print(work.tokens, "tokens counted")
+"""
+
 
 @pytest.mark.carries("openrlhf==0.11.2")
 def test_the_tokens_of_an_engine_are_counted(proves):
     proves(SECTIONS, "27 tokens were generated, 0 counted")
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_the_tokens_of_a_blocking_engine_are_counted(proves):
+    proves(FLAT, "has no attribute 'receive_weights'")

@@ -14,14 +14,24 @@ from rlhf_stack.throughput import Meter
 WORKERS = {"cuda": ("vllm.worker.worker", "Worker"), "cpu": ("vllm.worker.cpu_worker", "CPUWorker")}
 
 
-class EngineHooks:
+class _Measured:
+    """What an engine actor keeps; upstream's constructor calls no other."""
+
+    _meter: Meter
+    _sync_error: str | None = None
+
+    def _metered(self) -> Meter:
+        if not hasattr(self, "_meter"):
+            self._meter = Meter()
+        return self._meter
+
+
+class EngineHooks(_Measured):
     """A base of ``RolloutRayActor``, which drives one asynchronous vLLM engine in ``self.llm``."""
 
     llm: Any
     kwargs: dict[str, Any]
     _request_seeds: RequestSeeds
-    _meter: Meter
-    _sync_error: str | None = None
 
     def request_parameters(self, tokens: Sequence[int], parameters: Any) -> Any:
         """vLLM's ``SamplingParams`` for one request, with a seed of its own if runs have to be repeatable."""
@@ -48,11 +58,6 @@ class EngineHooks:
         """The outputs of one of vLLM's requests, counted."""
         return self._metered().measured(outputs)
 
-    def _metered(self) -> Meter:
-        if not hasattr(self, "_meter"):  # upstream's constructor calls no other
-            self._meter = Meter()
-        return self._meter
-
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""
         results: list[Any] = await self.llm.collective_rpc(method, args=arguments)
@@ -63,7 +68,7 @@ class EngineHooks:
         return [_own_place() | worker for worker in await self.call_workers("where")]
 
 
-class BlockingEngineHooks:
+class BlockingEngineHooks(_Measured):
     """A base of ``LLMRayActor``, which drives one ``vllm.LLM`` in ``self.llm`` (vLLM 0.4).
 
     Nothing here is asynchronous: one such method would make Ray run all of the actor's in an event loop.
@@ -71,6 +76,30 @@ class BlockingEngineHooks:
 
     llm: Any
     _request_seeds: RequestSeeds
+
+    def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+        """See `EngineHooks.receive_weights`."""
+        try:
+            ranks = self.call_workers("receive_weights", parameters, limit)
+        except Exception as error:
+            self._sync_error = str(error)
+            raise
+        return {"ranks": ranks, "work": self._metered().take()}
+
+    def sync_error(self) -> str | None:
+        """Why a sync failed here, if one has."""
+        return self._sync_error
+
+    def generate_counted(self, *arguments: Any, **options: Any) -> Any:
+        """``LLM.generate``, whose tokens are counted."""
+        meter, tokens = self._metered(), 0
+        meter.begin()
+        try:
+            outputs = self.llm.generate(*arguments, **options)
+            tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        finally:
+            meter.end(tokens)
+        return outputs
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""
