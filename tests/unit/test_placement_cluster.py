@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.placement import cluster
-from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, Request
+from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, PlacementError, Request
 from rlhf_stack.placement.openrlhf import request_of, upstream_order
 
 
@@ -77,6 +77,50 @@ def test_roles_that_a_run_does_not_have_take_nothing() -> None:
     assert request_of(args) == (Request((ACTOR,), None, block=4, spare_cpus=1), {"actor": "actor"})
 
 
+def flat(**changes: Any) -> Any:
+    """OpenRLHF 0.5's arguments: four roles, two engines."""
+    roles = {"actor": (2, 4), "ref": (2, 4), "critic": (1, 1), "reward": (1, 1)}
+    sizes = {f"{name}_num_nodes": nodes for name, (nodes, _) in roles.items()}
+    sizes |= {f"{name}_num_gpus_per_node": gpus for name, (_, gpus) in roles.items()}
+    options = {
+        "colocate_actor_ref": False,
+        "colocate_critic_reward": False,
+        "critic_pretrain": "m",
+        "reward_pretrain": "m",
+        "remote_rm_url": None,
+        "vllm_num_engines": 2,
+        "vllm_tensor_parallel_size": 4,
+    }
+    return SimpleNamespace(**(sizes | options | changes))
+
+
+FLAT_ENGINES = Engines(2, 4, apart=True)
+SPREAD = Group("actor", 2, 4, spread=True)
+
+
+def test_roles_of_the_older_openrlhf_are_spread_where_it_spreads_them() -> None:
+    request, roles = request_of(flat())
+    apart = (SPREAD, Group("ref", 2, 4, spread=True), Group("critic", 1, 1), Group("reward", 1, 1))
+    assert request == Request(apart, FLAT_ENGINES)
+    assert roles == {group.name: group.name for group in apart}
+    request, roles = request_of(flat(colocate_actor_ref=True, colocate_critic_reward=True))
+    assert request == Request((SPREAD, Group("critic", 1, 1, spread=True)), FLAT_ENGINES)
+    assert roles == {"actor": "actor", "ref": "actor", "critic": "critic", "reward": "critic"}
+
+
+def test_every_reward_model_of_the_older_openrlhf_has_a_group_and_one_at_most_shares_the_critics() -> None:
+    _, roles = request_of(flat(reward_pretrain="a,b", critic_pretrain=None, colocate_critic_reward=True))
+    assert roles == {name: name for name in ("actor", "ref", "reward", "reward1")}
+    with pytest.raises(PlacementError, match="room for one reward model"):
+        request_of(flat(reward_pretrain="a,b", colocate_critic_reward=True))
+
+
+def test_a_reward_function_of_the_older_openrlhf_needs_a_cpu_and_no_group() -> None:
+    request, roles = request_of(flat(remote_rm_url=["http://rewards"], vllm_num_engines=0))
+    assert (request.engines, request.spare_cpus) == (None, 1)
+    assert set(roles) == {"actor", "ref", "critic"}
+
+
 def test_engines_are_cut_where_the_nodes_end() -> None:
     assert cluster.cut(list("AAAABBBB"), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert cluster.cut(list("ABBBBAAA"), 4) == [[0, 5, 6, 7], [1, 2, 3, 4]]
@@ -116,6 +160,13 @@ def test_what_any_group_waits_for_is_named() -> None:
     )
     assert cluster.unplaced([FreeNode("a", 2, 8, 8)], bundles) == "4 GPUs are asked for and 2 are free"
     assert cluster.unplaced([FreeNode("a", 8, 8, 8)], bundles).startswith("enough is free")
+
+
+def test_nodes_that_a_group_of_whole_nodes_lacks_are_counted() -> None:
+    bundles = [{"GPU": 4, "CPU": 4}] * 2
+    nodes = [FreeNode("a", 6, 8, 8), FreeNode("b", 2, 8, 8)]
+    expected = "2 nodes with 4 GPUs and CPUs each are asked for, 1 have them free"
+    assert cluster.unplaced(nodes, bundles) == expected
 
 
 def test_a_driver_without_a_gpu_asks_for_a_sliver_of_a_cpu() -> None:

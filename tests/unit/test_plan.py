@@ -133,11 +133,11 @@ def test_offloading_below_stage_3_is_told_to_do_nothing() -> None:
     )
 
 
-def test_the_older_generation_places_by_itself() -> None:
-    asked = run(release="0.5.1", engines=Engines(3, 4), model="big", actor=2)
+def test_the_older_generation_is_planned_too() -> None:
+    asked = run(release="0.5.1", engines=Engines(3, 4, apart=True), model="big", actor=2)
     found = report(asked, alike(2, 8, 80, 64, 0), SHAPES)
-    assert not found.planned
-    assert found.upstream.engines == (found.ours.engines if found.ours else None)
+    assert found.ours is not None
+    assert found.ours.straddling == ()
 
 
 @pytest.mark.parametrize("memory", [24, 40, 80])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from rlhf_stack.placement.model import ENGINES, Engines, Group
+from rlhf_stack.problem import Problem
 from rlhf_stack.runs import is_flat, run_of
 
 FLAT: dict[str, Any] = {
@@ -105,12 +106,12 @@ def test_sections_came_with_a_release(release: str, expected: bool) -> None:
 def test_roles_of_their_own_have_gpus_of_their_own() -> None:
     run = run_of("0.5.1", flat())
     assert run.request.groups == (
-        Group("actor", 2, 4),
-        Group("ref", 1, 2),
-        Group("critic", 1, 4),
-        Group("reward", 1, 2),
+        Group("actor", 2, 4, spread=True),
+        Group("ref", 1, 2, spread=True),
+        Group("critic", 1, 4, spread=True),
+        Group("reward", 1, 2, spread=True),
     )
-    assert run.request.engines == Engines(2, 4)
+    assert run.request.engines == Engines(2, 4, apart=True)
     assert run.request.size == 8 + 2 + 4 + 2 + 8
     assert run.order == ("actor", "ref", "critic", "reward", ENGINES)
     assert run.length == 3072
@@ -135,6 +136,11 @@ def test_several_reward_models_are_several_roles() -> None:
         ("reward1", "jury"),
     ]
     assert run.request.size == 8 + 2 + 4 + 2 + 2 + 8
+
+
+def test_two_reward_models_do_not_fit_beside_the_critic() -> None:
+    with pytest.raises(Problem, match="room for one reward model"):
+        run_of("0.5.1", flat(reward_pretrain="judge,jury", colocate_critic_reward=True))
 
 
 def test_a_reward_from_elsewhere_and_no_critic_take_nothing() -> None:

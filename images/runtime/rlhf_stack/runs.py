@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_stack.memory import Zero
-from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
-from rlhf_stack.placement.openrlhf import CONTROLLER_CPUS, request_of, upstream_order
+from rlhf_stack.placement.model import ENGINES, PlacementError, Request
+from rlhf_stack.placement.openrlhf import DIGITS, request_of, upstream_order
+from rlhf_stack.problem import Problem
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
 UTILIZATION_OF_VLLM_0_4 = 0.9  # OpenRLHF 0.5 has no flag for it, and takes vLLM's own
@@ -62,7 +63,7 @@ class Run:
 
     @property
     def flat(self) -> bool:
-        """Whether its flags have no sections, as before OpenRLHF 0.9; nothing is planned there."""
+        """Whether its flags have no sections, as before OpenRLHF 0.9."""
         return is_flat(self.release)
 
     @property
@@ -88,7 +89,10 @@ def is_flat(release: str) -> bool:
 
 def run_of(release: str, values: Any) -> Run:
     """The run that the parsed arguments ``values`` of OpenRLHF ``release`` ask for."""
-    return _flat(release, values) if is_flat(release) else _sections(release, values)
+    try:
+        return _flat(release, values) if is_flat(release) else _sections(release, values)
+    except PlacementError as error:
+        raise Problem(str(error)) from None
 
 
 def _sections(release: str, args: Any) -> Run:
@@ -143,36 +147,22 @@ def _role(name: str, group: str, own: Any, model: str, offloaded: bool) -> Role:
 
 
 def _flat(release: str, args: Any) -> Run:
-    def size(name: str) -> tuple[int, int]:
-        return getattr(args, f"{name}_num_nodes"), getattr(args, f"{name}_num_gpus_per_node")
-
-    placed = [(ACTOR, ACTOR, args.pretrain, False)]
-    together = ACTOR if args.colocate_actor_ref else REF
-    placed.append((REF, together, args.pretrain, args.ref_reward_offload))
-    if args.critic_pretrain:
-        placed.append((CRITIC, CRITIC, args.critic_pretrain, False))
-    if not args.remote_rm_url:
-        shared = CRITIC if args.critic_pretrain and args.colocate_critic_reward else None
-        for index, model in enumerate(args.reward_pretrain.split(",")):
-            name = f"{REWARD}{index or ''}"
-            placed.append((name, shared or name, model, args.ref_reward_offload))
-    kinds = {name: name.rstrip("0123456789") for name, *_ in placed}
-    groups = tuple(
-        Group(name, *size(kinds[name])) for name in dict.fromkeys(group for _, group, *_ in placed)
-    )
-    engines = (
-        Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size) if args.vllm_num_engines else None
-    )
+    request, groups = request_of(args)
+    rewards = [] if args.remote_rm_url else args.reward_pretrain.split(",")
+    models = {ACTOR: args.pretrain, REF: args.pretrain, CRITIC: args.critic_pretrain}
+    models |= {f"{REWARD}{index or ''}": model for index, model in enumerate(rewards)}
     roles = []
-    for name, group, model, offloaded in placed:
-        nodes, gpus = size(kinds[name])
-        trained, valued = kinds[name] in (ACTOR, CRITIC), kinds[name] in (CRITIC, REWARD)
-        roles.append(Role(name, group, nodes * gpus, str(model), trained, valued, offloaded))
+    for name, group in groups.items():
+        kind = name.rstrip(DIGITS)
+        ranks = getattr(args, f"{kind}_num_nodes") * getattr(args, f"{kind}_num_gpus_per_node")
+        trained, valued = kind in (ACTOR, CRITIC), kind in (CRITIC, REWARD)
+        offloaded = args.ref_reward_offload and not trained
+        roles.append(Role(name, group, ranks, str(models[name]), trained, valued, offloaded))
     return Run(
         release=release,
         roles=tuple(roles),
-        request=Request(groups, engines, 1, CONTROLLER_CPUS),
-        order=(*(group.name for group in groups), *([ENGINES] if engines else [])),
+        request=request,
+        order=(*(group.name for group in request.groups), *([ENGINES] if request.engines else [])),
         zero=Zero(
             args.zero_stage,
             1,

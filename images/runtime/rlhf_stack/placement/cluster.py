@@ -48,18 +48,23 @@ def nodes_now() -> list[FreeNode]:
 def reserve(request: Request) -> dict[str, Any]:
     """Ray placement groups by name for all of ``request``, bundles in rank order, each on its planned node.
 
-    `PlacementError`, before anything is started and with nothing left reserved, says why there is no place.
+    Engines that are apart are a list of groups. `PlacementError`, before anything is started and with nothing
+    left reserved, says why there is no place.
     """
     import ray
 
     nodes, found = _plan_on_free(request)
     _tell(nodes, request, found)
     made: dict[str, Any] = {}
+    apart = bool(request.engines and request.engines.apart)
+    bundles_by_name = {name: bundles for name, bundles in found.bundles.items() if bundles}
+    if apart:
+        del bundles_by_name[ENGINES]
+        bundles_by_name |= {f"engine {index}": bundles for index, bundles in enumerate(found.engines)}
     try:
-        for name, bundles in found.bundles.items():
+        for name, bundles in bundles_by_name.items():
             pinned = [{"GPU": 1, "CPU": 1, PIN + nodes[node].address: SLIVER} for node in bundles]
-            if pinned:
-                made[name] = ray.util.placement_group(pinned, strategy="PACK")
+            made[name] = ray.util.placement_group(pinned, strategy="PACK")
         end = time.monotonic() + settings.placement_timeout()
         for name, group in made.items():
             _wait(group, name, max(1.0, end - time.monotonic()))
@@ -67,12 +72,14 @@ def reserve(request: Request) -> dict[str, Any]:
         for group in made.values():
             ray.util.remove_placement_group(group)
         raise
+    if apart:
+        made[ENGINES] = [made.pop(f"engine {index}") for index in range(len(found.engines))]
     return made
 
 
-def reserve_engines(count: int, size: int) -> Any:
-    """A placement group for ``count`` engines of ``size`` GPUs and nothing else."""
-    return reserve(Request(engines=Engines(count, size)))[ENGINES]
+def reserve_engines(count: int, size: int, apart: bool = False) -> Any:
+    """A placement group for ``count`` engines of ``size`` GPUs and nothing else; ``apart``: one for each."""
+    return reserve(Request(engines=Engines(count, size, apart=apart)))[ENGINES]
 
 
 def wait(group: Any, what: str) -> None:
@@ -81,10 +88,14 @@ def wait(group: Any, what: str) -> None:
 
 
 def rank_bundles(group: Any) -> list[int]:
-    """The bundle of each rank, so that ranks that follow each other share nodes as far as possible."""
+    """The bundle of each rank, so that ranks that follow each other share nodes as far as possible.
+
+    A bundle of several GPUs has as many ranks.
+    """
     if _is_pinned(group):
         return list(range(group.bundle_count))
-    return [bundle for bundles in by_node(_bundle_nodes(group)).values() for bundle in bundles]
+    order = [bundle for bundles in by_node(_bundle_nodes(group)).values() for bundle in bundles]
+    return [bundle for bundle in order for _ in range(_gpus(group.bundle_specs[bundle]))]
 
 
 def engine_bundles(group: Any, index: int, size: int) -> list[int]:
@@ -123,10 +134,18 @@ def cut(nodes: Sequence[str], size: int) -> list[list[int]]:
 
 
 def unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, float]]) -> str:
-    """What ``bundles`` of a GPU and a CPU lack on ``nodes``; pinned ones on their own node."""
+    """What ``bundles`` of as many CPUs as GPUs lack on ``nodes``; pinned ones on their own node."""
     pins = Counter(key.removeprefix(PIN) for bundle in bundles for key in bundle if key.startswith(PIN))
     if not pins:
-        return lack(nodes, Request((Group("all", 1, len(bundles)),))) or NOT_YET
+        gpus = [_gpus(bundle) for bundle in bundles]
+        if missing := lack(nodes, Request((Group("all", 1, sum(gpus)),))):
+            return missing
+        able = sum(node.bundles >= max(gpus) for node in nodes)
+        if max(gpus) > 1 and able < len(gpus):
+            return (
+                f"{len(gpus)} nodes with {max(gpus)} GPUs and CPUs each are asked for, {able} have them free"
+            )
+        return NOT_YET
     there = {node.address: node for node in nodes}
     lacks = []
     for address, wanted in pins.items():
@@ -223,11 +242,17 @@ def _wait(group: Any, what: str, seconds: float) -> None:
     nodes = _nodes(free=True)
     ray.util.remove_placement_group(group)
     raise PlacementError(
-        f"the placement group of {what} ({group.bundle_count} bundles of a GPU and a CPU) has no place after "
+        f"the placement group of {what} ({group.bundle_count} bundles for "
+        f"{sum(_gpus(bundle) for bundle in group.bundle_specs)} GPUs and as many CPUs) has no place after "
         f"{time.monotonic() - start:.0f} s ({settings.PLACEMENT_TIMEOUT}); Ray says "
         f"{stats.get('scheduling_state', 'nothing')}: {unplaced(nodes, group.bundle_specs)}\n"
         f"  free: {free_resources(nodes)}"
     )
+
+
+def _gpus(bundle: Mapping[str, float]) -> int:
+    """The GPUs of a bundle."""
+    return int(bundle["GPU"])
 
 
 def _is_pinned(group: Any) -> bool:

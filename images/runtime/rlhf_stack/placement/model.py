@@ -28,11 +28,15 @@ class FreeNode:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one role, or of roles that share GPUs, as OpenRLHF counts them."""
+    """The ranks of one role, or of roles that share GPUs, as OpenRLHF counts them.
+
+    ``spread``: each of its ``nodes`` has to be another one; else only their number of GPUs counts.
+    """
 
     name: str
     nodes: int
     gpus_per_node: int
+    spread: bool = False
 
     @property
     def size(self) -> int:
@@ -42,11 +46,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Engines:
-    """``count`` engines of ``size`` GPUs; ``shares`` names the group whose GPUs they use, if any."""
+    """``count`` engines of ``size`` GPUs; ``shares`` names the group whose GPUs they use, if any.
+
+    ``apart``: each has a placement group of its own in Ray, all of which vLLM 0.4 uses.
+    """
 
     count: int
     size: int
     shares: str | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,11 @@ def largest(nodes: Sequence[FreeNode]) -> int:
 def fitting(free: Iterable[int], size: int) -> int:
     """How many units of ``size`` bundles fit, each on one node."""
     return sum(bundles // size for bundles in free)
+
+
+def across(nodes: Sequence[int], block: int) -> int:
+    """How many blocks of ranks, given the node of each rank, are not on one node."""
+    return sum(len(set(one)) > 1 for one in chunks(nodes, block))
 
 
 def chunks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ what, as long as the larger goes first. Else the best split is searched, node by
 import bisect
 from collections.abc import Sequence
 
-from rlhf_stack.placement.model import ENGINES, Engines, Plan, Request, chunks, fitting
+from rlhf_stack.placement.model import ENGINES, Engines, Plan, Request, across, chunks, fitting
 
 
 class Packing:
@@ -54,9 +54,8 @@ class Packing:
             whole = [node for node, count in sorted(self._blocks[group.name].items()) for _ in range(count)]
             shared = self._engine_nodes if group.name == shares else []
             bundles[group.name] = (*shared, *whole, *self._take(self._waiting[group.name]))
-            blocks = chunks(bundles[group.name], self._request.block)
-            if across := sum(len(set(block)) > 1 for block in blocks):
-                split[group.name] = across
+            if count := across(bundles[group.name], self._request.block):
+                split[group.name] = count
         if self._engines.count and not shares:
             bundles[ENGINES] = tuple(self._engine_nodes)
         nodes = tuple(chunks(self._engine_nodes, self._engines.size))

@@ -5,6 +5,7 @@ whenever that is possible for all engines, and an engine that is larger than eve
 few as there can be. What is left goes to the trainer, in blocks: ranks that talk all the time (tensor
 parallelism times ring attention) stay on a node as long as there is room, and a group takes few nodes.
 
+Groups whose nodes have to differ go first, where they leave room for the most engines, see ``spreading``.
 How many engines fit is exact for any sizes: it is the sum of what fits on each node. How many blocks fit
 beside them is exact too, see ``packing``. A run that needs all of some equal nodes is spread evenly, see
 ``even``.
@@ -22,10 +23,12 @@ from rlhf_stack.placement.model import (
     PlacementError,
     Plan,
     Request,
+    across,
     fitting,
     largest,
 )
 from rlhf_stack.placement.packing import Packing
+from rlhf_stack.placement.spreading import spread
 
 SHOWN_NODES = 16
 
@@ -86,6 +89,27 @@ def _place(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool) ->
         raise _NoRoom(missing)
     if even := even_plan(free, request):
         return even
+    apart = spread(free, request)
+    if apart is None:
+        raise _NoRoom(f"not enough nodes have so many GPUs left: {_spread_groups(request)}")
+    for node in (node for group in apart.values() for node in group):
+        free[node] -= 1
+    others = tuple(group for group in request.groups if group.name not in apart)
+    found = _pack(nodes, free, replace(request, groups=others), allow_straddle)
+    split = {name: count for name, group in apart.items() if (count := across(group, request.block))}
+    return replace(found, bundles=apart | found.bundles, split=split | found.split)
+
+
+def _spread_groups(request: Request) -> str:
+    return ", ".join(
+        f"{group.name} wants {group.nodes} nodes with {group.gpus_per_node} each"
+        for group in request.groups
+        if group.spread
+    )
+
+
+def _pack(nodes: Sequence[FreeNode], free: list[int], request: Request, allow_straddle: bool) -> Plan:
+    """A place for what may share nodes as it likes, on the ``free`` bundles of each node."""
     packing = Packing(free, request)
     engines = request.engines
     if engines is None or not engines.count:

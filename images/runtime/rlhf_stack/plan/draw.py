@@ -56,7 +56,6 @@ def as_json(report: Report, advice: Sequence[Advice], layout: Advice | None) -> 
         "fits": not report.problems,
         "openrlhf": run.release,
         "gpus_needed": report.gpus_needed,
-        "planned": report.planned,
         "nodes": [_node_values(node) for node in report.nodes],
         "roles": [_need_values(report, need) for need in report.needs.values()],
         "engine": _engine_values(report),
@@ -155,11 +154,9 @@ def _summary(report: Report) -> list[Text]:
     lines = [Text(f"{report.gpus_needed} GPUs needed, {there} there")]
     count = len(report.upstream.engines)
     across = f"{len(report.upstream.straddling)} of {count} engines straddle nodes"
-    if report.planned and report.ours:
+    if count and report.ours:
         ours = f"{len(report.ours.straddling)} of {len(report.ours.engines)}"
         lines.append(Text(f"OpenRLHF as released: {across}; placed by rlhf_stack: {ours}"))
-    elif count:
-        lines.append(Text(f"this OpenRLHF places by itself: {across}"))
     return lines
 
 

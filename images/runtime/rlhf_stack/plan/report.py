@@ -51,8 +51,7 @@ class Node:
 class Report:
     """All that is known of a run before it starts. ``problems`` is empty if it can go.
 
-    ``ours`` is None where nothing could be placed. ``planned`` is whether this OpenRLHF asks rlhf_stack where
-    to go; one that does not goes where ``upstream`` says.
+    ``ours`` is None where nothing could be placed.
     """
 
     run: Run
@@ -61,7 +60,6 @@ class Report:
     engine: KvCache | None
     ours: Plan | None
     upstream: UpstreamLayout
-    planned: bool
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -99,7 +97,6 @@ def report(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         engine if smallest else None,
         ours,
         upstream,
-        not run.flat,
         tuple(problems),
         tuple(notes),
     )
@@ -107,12 +104,9 @@ def report(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
 
 def _placed(run: Run, free: Sequence[FreeNode]) -> tuple[Plan | None, UpstreamLayout, str]:
     """What this distribution does, what upstream does, and why nothing can be placed, if so."""
-    if run.flat:
-        upstream = separate_layout(free, run.request)
-        if upstream.pending:
-            return None, upstream, f"there is no place for {upstream.pending}: Ray would wait for it for ever"
-        return Plan(upstream.bundles, upstream.engines, upstream.straddling), upstream, ""
-    upstream = upstream_layout(free, run.request, run.order)
+    upstream = (
+        separate_layout(free, run.request) if run.flat else upstream_layout(free, run.request, run.order)
+    )
     try:
         return plan(free, run.request), upstream, ""
     except PlacementError as error:
@@ -227,7 +221,7 @@ def _notes(run: Run, upstream: UpstreamLayout, gpu_memory: int, memory: bool) ->
         found.append("the memory of a GPU is not known (--gpu-memory): whether it is enough was not judged")
     if not memory:
         found.append("the memory of the hosts is not known (--memory): whether it is enough was not judged")
-    if not run.flat and upstream.pending:
+    if upstream.pending:
         found.append(f"OpenRLHF as released would wait for ever for the GPUs of {upstream.pending}")
     if run.zero.stage != 3 and any(role.offloaded for role in run.roles):
         found.append("offloading the reference or reward model does nothing below ZeRO stage 3")
