@@ -1,13 +1,14 @@
 import pytest
 
-PROBE = """
+# An engine that dies at its start, and models that take long to load or to train.
+DEAD = """
 import time
 import ray
 
 pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 
-ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
 real_get = ray.get
 
 
@@ -33,16 +34,37 @@ def load():
     time.sleep(600)
 
 
+def some(**given):
+    return types.SimpleNamespace(**given)
+
+
+def engines(*_, **__):
+    return [Dead.remote()]
+
+
+train_ppo_ray.get_strategy = lambda _: some(print=lambda *_: None)
+train_ppo_ray.create_vllm_engines = engines
+
+
+def run(args):
+    try:
+        train_ppo_ray.train(args)
+    except ray.exceptions.RayActorError as error:
+        assert "libnuma.so.1 is missing" in str(error), error
+        print("the trainer ends at once with the engine's reason")
+    finally:
+        ray.shutdown()
+"""
+
+SECTIONS = (
+    DEAD
+    + """
 class Models:
     def __init__(self, *_, **__):
         pass
 
     def async_init_model_from_pretrained(self, *_):
         return [load.remote()]
-
-
-def some(**given):
-    return types.SimpleNamespace(**given)
 
 
 none = some(num_nodes=1, num_gpus_per_node=1, model_name_or_path=None, remote_url="r")
@@ -64,15 +86,7 @@ steps = some(get_max_steps=some(remote=lambda: ray.put(1)))
 trainer = types.ModuleType("openrlhf.trainer.ppo_trainer")
 trainer.PPOTrainer = some(remote=lambda *_, **__: steps)
 sys.modules["openrlhf.trainer.ppo_trainer"] = trainer
-train_ppo_ray.get_strategy = lambda _: some(print=lambda *_: None)
 train_ppo_ray.RayActorGroup = Models
-
-
-def engines(*_, **__):
-    return [Dead.remote()]
-
-
-train_ppo_ray.create_vllm_engines = engines
 
 
 class Counted(int):
@@ -82,16 +96,43 @@ class Counted(int):
 
 
 args.vllm.num_engines = Counted(0)
-try:
-    train_ppo_ray.train(args)
-except ray.exceptions.RayActorError as error:
-    assert "libnuma.so.1 is missing" in str(error), error
-    print("the trainer ends at once with the engine's reason")
-finally:
-    ray.shutdown()
+run(args)
 """
+)
+
+FLAT = (
+    DEAD
+    + """
+class Models:
+    def __init__(self, *_, **__):
+        pass
+
+    def async_init_model_from_pretrained(self, *_):
+        return []
+
+    def async_fit_actor_model(self, *_, **__):
+        return [load.remote()]
 
 
+train_ppo_ray.PPORayActorGroup = Models
+sizes = {f"{role}_num_{what}": 1 for role in ("actor", "ref") for what in ("nodes", "gpus_per_node")}
+args = some(
+    **sizes, colocate_actor_ref=True, colocate_critic_reward=False, critic_pretrain=None, pretrain="m",
+    remote_rm_url=["r"], zero_stage=2, seed=0, max_len=64, vllm_num_engines=1, vllm_tensor_parallel_size=1,
+    enable_prefix_caching=False, enforce_eager=True,
+)
+run(args)
+"""
+)
+
+
+@pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(200)
 def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
-    proves(PROBE, "does not know that an engine is dead")
+    proves(SECTIONS, "does not know that an engine is dead")
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.timeout(200)
+def test_an_engine_that_dies_ends_the_older_trainer_too(proves):
+    proves(FLAT, "does not know that an engine is dead")

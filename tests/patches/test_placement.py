@@ -1,72 +1,17 @@
 """Where upstream's own code puts ranks and engines, on Ray's nodes with GPUs that are not there."""
 
+from pathlib import Path
+
 import pytest
 
 SECONDS = 400
+STAGE = Path(__file__).with_name("stage.py").read_text(encoding="utf-8")
 
-# Upstream's trainer up to where the models would be loaded; actors are recorded and not started.
-STAGE = """
-import itertools
-import time
-import ray
-from ray.cluster_utils import Cluster
-from ray.util.placement_group import PlacementGroup, placement_group_table
-
+# Upstream's trainer up to where the models would be loaded.
+SECTIONS = """
 pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 from openrlhf.trainer.ray import launcher, vllm_engine
-
-NODES, GPUS, CPUS = 3, 8, 32
-cluster = Cluster()
-for index in range(NODES):
-    address = {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
-    limits = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster.add_node(num_cpus=CPUS, num_gpus=GPUS, **limits, **address)
-ray.init(address=cluster.address, log_to_driver=False)
-NODE_IDS = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes()}
-PINS = sorted(NODE_IDS)
-os.environ["RLHF_STACK_PLACEMENT_TIMEOUT"] = "5"
-
-
-class Planned(Exception):
-    pass
-
-
-real_get = ray.get
-
-
-def get(what, *, timeout=None):
-    # A wait without a deadline ends here after some seconds, and says that it had none.
-    try:
-        return real_get(what, timeout=timeout or 20)
-    except ray.exceptions.GetTimeoutError:
-        raise TimeoutError("waited for ever" if timeout is None else "waited to the deadline") from None
-
-
-ray.get = get
-
-
-class Recorded:
-    # Stands for an actor class of upstream: what it is asked to be is kept, and nothing is started.
-    def __init__(self, role):
-        self.role, self.__name__, self.made = role, role, []
-
-    def options(self, **options):
-        def remote(*_, **arguments):
-            self.made.append((options, arguments))
-            address = types.SimpleNamespace(remote=lambda: ray.put(("127.0.0.1", 1)))
-            return types.SimpleNamespace(get_master_addr_port=address)
-
-        return types.SimpleNamespace(remote=remote)
-
-    def where(self):
-        # The node of the bundle that each actor was given, in the order in which they were made.
-        return [node_of(options["scheduling_strategy"]) for options, _ in self.made]
-
-
-def node_of(strategy, bundle=None):
-    index = strategy.placement_group_bundle_index if bundle is None else bundle
-    return placement_group_table(strategy.placement_group)["bundles_to_node_id"][index]
 
 
 def role(nodes, gpus):
@@ -96,29 +41,6 @@ def arguments(actor, engines=None, ref=None, critic=None, block=1):
     )
 
 
-def stage(free, run, cpus=CPUS):
-    # What happens where ``free`` GPUs are left on the nodes: "" or what went wrong.
-    taken = [{"GPU": GPUS - left, "CPU": CPUS - cpus, f"node:{pin}": 0.001} for left, pin in zip(free, PINS)]
-    taken = [{name: amount for name, amount in bundle.items() if amount} for bundle in taken]
-    others = ray.util.placement_group(taken)
-    assert others.wait(30)
-    before = set(ray.util.placement_group_table())
-
-    try:
-        return run()
-    finally:
-        for number in set(ray.util.placement_group_table()) - before | {others.id.hex()}:
-            if ray.util.placement_group_table()[number]["state"] != "REMOVED":
-                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
-        until = itertools.count()
-        while ray.available_resources().get("GPU") != NODES * GPUS and next(until) < 200:
-            time.sleep(0.05)
-
-
-def stop(*_, **__):
-    raise Planned
-
-
 def train(args):
     # Upstream's train() with recorded actors: them by role.
     actors = {name: Recorded(name) for name in ("actor", "ref", "critic", "reward", "engine")}
@@ -145,18 +67,11 @@ def straddling(engines):
         if len({node_of(strategy, bundle) for bundle in given["bundle_indices"]}) > 1:
             found.append(index)
     return found
-
-
-def finish(problems):
-    ray.shutdown()
-    cluster.shutdown()
-    problems = [problem for problem in problems if problem]
-    print("; ".join(problems) or "no engine straddles, no group of ranks, and what has no place is an error")
-    sys.exit(bool(problems))
 """
 
 ENGINES = (
     STAGE
+    + SECTIONS
     + """
 def three_of_six():
     actors = train(arguments(role(1, 1), (3, 4)))
@@ -194,6 +109,7 @@ finish(problems)
 
 RANKS = (
     STAGE
+    + SECTIONS
     + """
 def ranks_in_order():
     # A script's own group, which is not planned, as upstream's trainer makes one for each role.

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from rlhf_stack import engine, repeatable, settings
+from rlhf_stack import engine, repeatable, settings, starting
 
 
 class Parameters:
@@ -61,14 +61,22 @@ def test_the_worker_class_is_that_of_the_accelerator(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, module: str, name: str
 ) -> None:
     fake = ModuleType(module)
-    setattr(fake, name, int)
+
+    class Worker:
+        """vLLM's own."""
+
+    class Ours(Worker):
+        """OpenRLHF's, in its place."""
+
+    setattr(fake, name, Worker)
     for folder in ("vllm", "vllm.worker"):
         monkeypatch.setitem(sys.modules, folder, ModuleType(folder))
     monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.setenv(settings.ACCELERATOR, accelerator)
-    assert engine.worker_class() is int
-    engine.use_worker_class(bool)
-    assert engine.worker_class() is bool
+    assert issubclass(engine.worker_class(), Worker)
+    assert issubclass(engine.worker_class(), starting.ToldStart)
+    engine.use_worker_class(Ours)
+    assert getattr(fake, name) is Ours
 
 
 def items(*sequences: list[int]) -> list[Any]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from rlhf_stack import checksum, devices, settings
+from rlhf_stack import checksum, devices, settings, starting
 from rlhf_stack.repeatable import RequestSeeds
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.throughput import Meter
@@ -57,6 +57,16 @@ class EngineHooks(_Measured):
     def measured(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """The outputs of one of vLLM's requests, counted."""
         return self._metered().measured(outputs)
+
+    def unfinished_work(self) -> int:
+        """Tokens that the engine's requests need at most: of prompts not read yet, and of answers."""
+        states = self.llm.output_processor.request_states.values()
+        return sum(
+            (state.prompt_len if state.is_prefilling else 0)
+            + state.max_tokens_param
+            - state.detokenizer.num_output_tokens()
+            for state in states
+        )
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""
@@ -127,9 +137,9 @@ class BlockingEngineHooks(_Measured):
 
 
 def worker_class() -> Any:
-    """The class of vLLM 0.4 whose instances are an engine's workers on this accelerator."""
+    """A class of the workers of an engine of vLLM 0.4 on this accelerator, whose start is told."""
     module, name = WORKERS[devices.device_type()]
-    return getattr(importlib.import_module(module), name)
+    return type("ToldWorker", (starting.ToldStart, getattr(importlib.import_module(module), name)), {})
 
 
 def use_worker_class(replacement: type) -> None:

@@ -24,13 +24,22 @@ class StartError(RuntimeError):
     """An engine that is not up in time; the text has the step of each of its ranks."""
 
 
-def begin(index: int | None) -> None:
-    """The actor of engine ``index`` starts: its processes inherit whose they are."""
-    if index is not None:
-        import ray
+def begin(index: int | None) -> str | None:
+    """The actor of engine ``index`` starts: its children inherit whose they are; what others `join` by."""
+    if index is None:
+        return None
+    import ray
 
-        os.environ[ENGINE] = f"{ray.get_runtime_context().get_job_id()}/{index}"
-        report("actor started", None, 0.0)
+    own = f"{ray.get_runtime_context().get_job_id()}/{index}"
+    join(own)
+    report("actor started", None, 0.0)
+    return own
+
+
+def join(engine: str | None) -> None:
+    """This process is one of the engine for which `begin` returned ``engine``: a worker that Ray started."""
+    if engine is not None:
+        os.environ[ENGINE] = engine
 
 
 @contextmanager
@@ -53,6 +62,22 @@ def report(name: str, rank: int | None, seconds: float) -> None:
     tell(f"{who} on {told['host']}: {name}" + (f" after {seconds:.1f} s" if seconds else ""))
     key, value = f"{job}/{who}".encode(), json.dumps(told).encode()
     _store().internal_kv_put(key, value, True, NAMESPACE, timeout=STORE_SECONDS)
+
+
+class ToldStart:
+    """A base that stands before vLLM's own worker class: the first steps of a worker's start are told."""
+
+    rank: int
+
+    def init_device(self) -> Any:
+        """The device, and the rendezvous with the other ranks."""
+        with step("device and rendezvous", self.rank):
+            return super().init_device()  # type: ignore[misc]
+
+    def load_model(self, *arguments: Any, **options: Any) -> Any:
+        """The weights."""
+        with step("model loaded", self.rank):
+            return super().load_model(*arguments, **options)  # type: ignore[misc]
 
 
 def wait(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:

@@ -12,18 +12,8 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
 
 
-class ToldWorker(Base):  # type: ignore[misc]
+class ToldWorker(starting.ToldStart, Base):  # type: ignore[misc]
     """Each method is upstream's."""
-
-    def init_device(self) -> Any:
-        """The device, and the rendezvous with the other ranks."""
-        with starting.step("device and rendezvous", self.rank):
-            return super().init_device()
-
-    def load_model(self, *arguments: Any, **options: Any) -> Any:
-        """The weights."""
-        with starting.step("model loaded", self.rank):
-            return super().load_model(*arguments, **options)
 
     def compile_or_warm_up_model(self) -> Any:
         """The last step of a worker."""

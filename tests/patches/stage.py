@@ -1,0 +1,99 @@
+# After preamble.py, the beginning of every probe of placement: three Ray nodes with GPUs that are not there.
+import itertools
+import os
+import sys
+import time
+import types
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+NODES, GPUS, CPUS, MEGABYTE = 3, 8, 32, 1 << 20
+cluster = Cluster()
+for index in range(NODES):
+    address = {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
+    limits = {"object_store_memory": 80 * MEGABYTE, "include_dashboard": False}
+    cluster.add_node(num_cpus=CPUS, num_gpus=GPUS, **limits, **address)
+ray.init(address=cluster.address, log_to_driver=False)
+NODE_IDS = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes()}
+PINS = sorted(NODE_IDS)
+os.environ["RLHF_STACK_PLACEMENT_TIMEOUT"] = "5"
+
+
+class Planned(Exception):
+    pass
+
+
+real_get = ray.get
+
+
+def get(what, *, timeout=None):
+    # A wait without a deadline ends here after some seconds, and says that it had none.
+    try:
+        return real_get(what, timeout=timeout or 20)
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError("waited for ever" if timeout is None else "waited to the deadline") from None
+
+
+ray.get = get
+
+
+class Handle:
+    # Stands for an actor: every method answers at once, with an address and a port.
+    def __getattr__(self, _):
+        return types.SimpleNamespace(remote=lambda *_, **__: ray.put(("127.0.0.1", 1)))
+
+
+class Recorded:
+    # Stands for an actor class of upstream: what it is asked to be is kept, and nothing is started.
+    def __init__(self, role):
+        self.role, self.__name__, self.made = role, role, []
+
+    def options(self, **options):
+        def remote(*_, **arguments):
+            self.made.append((options, arguments))
+            return Handle()
+
+        return types.SimpleNamespace(remote=remote)
+
+    def where(self):
+        # The node of the bundle that each actor was given, in the order in which they were made.
+        return [node_of(options["scheduling_strategy"]) for options, _ in self.made]
+
+
+def node_of(strategy, bundle=None):
+    index = strategy.placement_group_bundle_index if bundle is None else bundle
+    return placement_group_table(strategy.placement_group)["bundles_to_node_id"][index]
+
+
+def stage(free, run, cpus=CPUS):
+    # What happens where ``free`` GPUs are left on the nodes: "" or what went wrong.
+    pinned = [(left, f"node:{address}") for left, address in zip(free, PINS, strict=True)]
+    taken = [{"GPU": GPUS - left, "CPU": CPUS - cpus, pin: 0.001} for left, pin in pinned]
+    taken = [{name: amount for name, amount in bundle.items() if amount} for bundle in taken]
+    others = ray.util.placement_group(taken)
+    assert others.wait(30)
+    before = set(ray.util.placement_group_table())
+
+    try:
+        return run()
+    finally:
+        for number in set(ray.util.placement_group_table()) - before | {others.id.hex()}:
+            if ray.util.placement_group_table()[number]["state"] != "REMOVED":
+                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
+        until = itertools.count()
+        while ray.available_resources().get("GPU") != NODES * GPUS and next(until) < 200:
+            time.sleep(0.05)
+
+
+def stop(*_, **__):
+    raise Planned
+
+
+def finish(problems):
+    ray.shutdown()
+    cluster.shutdown()
+    problems = [problem for problem in problems if problem]
+    print("; ".join(problems) or "nothing straddles, and what has no place is an error")
+    sys.exit(bool(problems))
