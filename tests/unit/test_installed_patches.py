@@ -74,6 +74,22 @@ def test_the_command_fails_when_a_patch_is_not_there(
     assert "mend it" in capsys.readouterr().out
 
 
+def test_a_package_that_was_replaced_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patches, "expected", lambda: [MANIFEST])
+    monkeypatch.setattr(patches, "installed_version", lambda _: "1.0")
+    monkeypatch.setattr(patches, "installed_checksum", lambda _, path: {"x.py": "2", "y.py": "r"}[path])
+    patches.warn_of_changes()
+    assert (main(["patches", "--changes"]), capsys.readouterr().out, caplog.text) == (0, "", "")
+    monkeypatch.setattr(patches, "installed_checksum", lambda _, path: {"x.py": "0", "y.py": "p"}[path])
+    patches.warn_of_changes()
+    assert main(["patches", "--changes"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("rlhf-stack: pkg 1.0 is not this image's 1.0+stack.1: 3 of 3 patches")
+    assert line.removeprefix("rlhf-stack: ") in caplog.text
+
+
 def test_without_a_record_of_patches_nothing_counts_as_present(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["patches"]) == 1
     assert "not built with patched wheels" in capsys.readouterr().out

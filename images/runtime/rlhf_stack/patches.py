@@ -13,8 +13,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rlhf_stack.log import warn
+
 PRESENT, MISSING, ALTERED = "present", "missing", "altered"
 RESOURCE = "patched.json"
+MEND = "reinstall the packages of this image, or start from the image again"
 WORST = (PRESENT, MISSING, ALTERED)
 
 
@@ -87,6 +90,29 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def changes() -> list[str]:
+    """A line for each package that is not as this distribution patched it: replaced, or edited."""
+    lines = []
+    manifests = expected()
+    reports = examine(manifests, installed_checksum)
+    for manifest in manifests:
+        package = str(manifest["package"])
+        lost = [report for report in reports if report.package == package and report.state != PRESENT]
+        if lost:
+            lines.append(
+                f"{package} {installed_version(package)} is not this image's {manifest['version']}+"
+                f"{manifest['label']}: {len(lost)} of {len(manifest['patches'])} patches are not in it "
+                f"({lost[0].patch}, ...), so what they cure is back; {MEND} (rlhf-stack patches shows all)"
+            )
+    return lines
+
+
+def warn_of_changes() -> None:
+    """Warn in the log of a run of each package that is not as this distribution patched it."""
+    for line in changes():
+        warn(line)
 
 
 def _chains(manifest: dict[str, Any]) -> dict[str, list[tuple[int, str, str]]]:

@@ -16,12 +16,19 @@ from rlhf_stack.output import show_json
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """``--json``."""
+    """``--json`` and ``--changes``."""
     parser.add_argument("--json", action="store_true", help="rlhf-stack/patches/1: a list of `patches`")
+    parser.add_argument(
+        "--changes", action="store_true", help="a line for each package that was replaced or edited, if any"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Show each patch; 1 if one is not present."""
+    if options.changes:
+        lines = patches.changes()
+        print("".join(f"rlhf-stack: {line}\n" for line in lines), end="")
+        return 1 if lines else 0
     manifests = patches.expected()
     reports = patches.examine(manifests, patches.installed_checksum)
     if options.json:
@@ -44,4 +51,4 @@ def _show(manifests: list[dict[str, Any]], reports: list[patches.Report]) -> Non
                 if report.why:
                     print(f"           in {report.why}")
     if any(report.state != patches.PRESENT for report in reports):
-        print("mend it: reinstall the packages of this image, or start from the image again")
+        print(f"mend it: {patches.MEND}")

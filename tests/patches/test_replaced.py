@@ -1,0 +1,64 @@
+"""A user who installs a package over ours is told: in the log of a run, and when a container starts."""
+
+import os
+import subprocess
+
+import pytest
+
+PROBE = """
+import logging
+
+pretend_flash_attn()
+import openrlhf.cli.train_ppo_ray as train_ppo_ray
+from rlhf_stack import patches
+
+# Another package of this cell as if it had been installed anew: its record is found first, and no files.
+other = next(found["package"] for found in patches.expected() if found["package"] != "openrlhf")
+record = Path("replaced", f"{other.replace('-', '_')}-1.dist-info", "METADATA")
+record.parent.mkdir(parents=True)
+record.write_text(f"Metadata-Version: 2.1\\nName: {other}\\nVersion: 1\\n")
+sys.path.insert(0, str(Path("replaced").resolve()))
+told = []
+logging.getLogger("rlhf_stack").addHandler(types.SimpleNamespace(level=0, handle=told.append))
+
+
+class Begun(Exception):
+    pass
+
+
+def stop(*_, **__):
+    raise Begun
+
+
+train_ppo_ray._validate_args = lambda _: None
+train_ppo_ray.get_strategy = stop
+train_ppo_ray.ray = types.SimpleNamespace(is_initialized=lambda: True)
+try:
+    train_ppo_ray.train(types.SimpleNamespace())
+except Begun:
+    pass
+lines = [found.getMessage() for found in told]
+assert any(line.startswith(f"{other} 1 is not this image's") for line in lines), "a run says nothing of it"
+print(f"a run tells that {other} was replaced")
+"""
+
+
+def test_a_run_tells_of_a_package_that_was_replaced(proves):
+    proves(PROBE, "a run says nothing of it")
+
+
+@pytest.mark.timeout(120)
+def test_a_container_that_starts_tells_of_packages_that_were_replaced():
+    """With the packages as released first on the path, which pip would have put in place of ours."""
+    pristine = os.environ["RLHF_STACK_PRISTINE"]
+    done = subprocess.run(
+        ["rlhf-entrypoint", "sh", "-c", "exit 7"],
+        env=os.environ | {"PYTHONPATH": pristine},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (7, "")
+    assert "rlhf-stack: openrlhf " in done.stderr
+    assert "rlhf-stack patches shows all" in done.stderr
