@@ -5,7 +5,6 @@ A cell's facts hold for the lock, the patches and the versions that its image wa
 
 import hashlib
 import json
-import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +21,13 @@ from scripts.cluster import LABEL, owner, removed_at_the_end
 from scripts.matrix import ROOT, Cell
 from scripts.patches import Series
 from scripts.problem import Problem
+from scripts.proofs import Proved, proofs_of
 
 CATALOGUE = ROOT / "images" / "catalogue.json"
 INSIDE = ROOT / "scripts" / "inside.py"
 SECONDS = 600
 # The digest of a layer in which nothing changed: it has no size of its own in an image's history.
 EMPTY = "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef"
-CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Exit|Timeout|Expired))\b")
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -46,13 +45,6 @@ class Suite(msgspec.Struct, frozen=True):
     failed: int
     skipped: int
     seconds: float
-
-
-class Proved(msgspec.Struct, frozen=True):
-    """How the tests of a patch ended on the package as released, and on the patched one."""
-
-    pristine: str
-    patched: str
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -127,31 +119,6 @@ def shared(cell: str, facts: Mapping[str, Facts]) -> int | None:
     own = facts[cell].layers
     others = {layer.digest for name, other in facts.items() if name != cell for layer in other.layers}
     return sum(layer.size for layer in own if layer.digest in others) if own else None
-
-
-def proofs_of(series: Iterable[Series], proofs: Sequence[records.Proof]) -> dict[str, Proved]:
-    """How each patch was proved, by ``package/name``; those whose test did not run are left out."""
-    found = {}
-    for s in series:
-        for patch in s.patches:
-            runs = [proof for proof in proofs if proof.file == patch.header["Test"]]
-            if runs:
-                found[f"{s.package}/{patch.name}"] = Proved(
-                    pristine=_ended(proof.pristine for proof in runs),
-                    patched=_ended(proof.patched for proof in runs),
-                )
-    return found
-
-
-def _ended(outcomes: Iterable[str]) -> str:
-    """``exit 1: ImportError: ...`` as what it came to, without a text that names places."""
-    outcomes = list(outcomes)
-    failed = [outcome for outcome in outcomes if not outcome.startswith("exit 0")]
-    causes = sorted({cause[1] for outcome in failed if (cause := CAUSE.search(outcome))})
-    words = ["passes"] if len(failed) < len(outcomes) else []
-    if failed:
-        words.append(f"fails ({', '.join(causes)})" if causes else "fails")
-    return ", ".join(words)
 
 
 def look_inside(client: docker.DockerClient, image: Image) -> dict[str, Any]:

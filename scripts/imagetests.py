@@ -17,9 +17,10 @@ from typing import Any
 
 import docker
 import docker.errors
+from rich.console import Console
 from uv import find_uv_bin
 
-from scripts import engine, lock, records, wheels
+from scripts import engine, lock, proofs, records, wheels
 from scripts.bake import series_of
 from scripts.cluster import LABEL, owner, removed_at_the_end, sweep
 from scripts.matrix import ROOT, Cell, find, load
@@ -195,6 +196,9 @@ def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
     with tally as counted:
         for setting in SUITES[run.suite]:
             run_suite(client, cell, run, setting, counted)
+        if run.suite == "patches" and not run.arguments:
+            proved = proofs.report(cell, series_of(cell), counted.proofs, Console())
+            counted.code = counted.code or proved
     return 1 if counted.code else 0
 
 

@@ -43,6 +43,7 @@ def checks() -> dict[str, list[str]]:
         "catalogue": [*python, "scripts.catalogue", "--check", "--offline"],
         "schema": [*python, "scripts.matrix", "schema", "--check"],
         "patches": [*python, "scripts.patches"],
+        "hunks": [*python, "scripts.hunks"],
         "locks": [*python, "scripts.lock", "--check", "--offline"],
     }
 

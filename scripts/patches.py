@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,7 @@ FIELDS = (
     "Test",
     "Review-By",
 )
+NOT_APPLIED = "no"
 DATES = ("Last-Update", "Review-By")
 PATCH_NAME = re.compile(r"^\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch$")
 REVISION = re.compile(r"^Revision: ([1-9]\d*)$")
@@ -99,6 +101,13 @@ def parse_patch(name: str, text: str) -> Patch:
             date.fromisoformat(header[field])
         except ValueError:
             raise Problem(f"{name}: {field}: {header[field]!r}: expected a date such as 2026-11-21") from None
+    try:
+        applied = header["Applied-Upstream"]
+        Version("0" if applied == NOT_APPLIED else applied)
+    except InvalidVersion:
+        raise Problem(
+            f"{name}: Applied-Upstream: {applied!r}: expected no, or a release such as 0.12.0"
+        ) from None
     files = tuple(dict.fromkeys(TARGET.findall(diff)))
     if not files:
         raise Problem(f"{name}: the diff changes no file (expected lines '+++ b/<path in site-packages>')")
@@ -135,6 +144,12 @@ def check(series: Series, today: date, tests: set[str]) -> list[str]:
             problems.append(
                 f"{where}: Review-By {patch.review_by} has passed: see whether upstream has it by now; "
                 "drop the patch, or set a new date"
+            )
+        applied = patch.header["Applied-Upstream"]
+        if applied != NOT_APPLIED and Version(applied) <= Version(series.version):
+            problems.append(
+                f"{where}: upstream has it since {applied} (Applied-Upstream), the pin is {series.version}: "
+                "drop the patch, or correct the field"
             )
         expected = f"{series.package}=={series.version}"
         if patch.header["Applies-To"] != expected:

@@ -20,7 +20,7 @@ import tempfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,16 +120,14 @@ def build_patched_wheel(pristine: Path, sha256: str, series: Series, out: Path) 
         return target
     files = _read(pristine)
     info, data = f"{distribution}-{version}.dist-info", f"{distribution}-{version}.data"
-    prefix = next(
-        (f"{data}/{kind}/" for kind in ("purelib", "platlib") if _has(files, f"{data}/{kind}/")), ""
-    )
+    prefix = site_packages(pristine.name, files)
     manifest = {
         "package": series.package,
         "version": version,
         "label": series.label,
         "pristine": {"file": pristine.name, "sha256": sha256},
         "inputs": inputs,
-        "patches": [_apply(files, prefix, patch) for patch in series.patches],
+        "patches": [apply(files, prefix, patch) for patch in series.patches],
     }
     files = {name.replace(f"{data}/", f"{distribution}-{local}.data/", 1): e for name, e in files.items()}
     files = {
@@ -207,7 +205,15 @@ def make_wheels(packages: Sequence[str], lock: Path, out: Path) -> list[Path]:
     return [*wheels, build_runtime_wheel(out, wheels)]
 
 
-def _apply(files: Files, prefix: str, patch: Patch) -> dict[str, object]:
+def site_packages(wheel: str, names: Iterable[str]) -> str:
+    """Where, in a wheel of that file name with files of these ``names``, is what goes into site-packages."""
+    distribution, version, _ = _split(wheel)
+    folders = [f"{distribution}-{version}.data/{kind}/" for kind in ("purelib", "platlib")]
+    names = list(names)
+    return next((folder for folder in folders if any(name.startswith(folder) for name in names)), "")
+
+
+def apply(files: Files, prefix: str, patch: Patch) -> dict[str, object]:
     """Apply one patch to ``files`` in place; what it changed, for the manifest."""
     record = []
     with tempfile.TemporaryDirectory() as directory:
@@ -291,10 +297,6 @@ def _write(files: Files, info: str, target: Path) -> Path:
             archive.writestr(member, files[name].content)
     unfinished.replace(target)
     return target
-
-
-def _has(files: Files, prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in files)
 
 
 def _epoch() -> int:

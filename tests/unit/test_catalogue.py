@@ -10,9 +10,9 @@ from scripts import catalogue, facts, inside, rendering
 from scripts.bake import series_of
 from scripts.facts import Facts, Layer, Suite
 from scripts.matrix import Cell, expand, load
-from scripts.patches import load_all
 from scripts.problem import Problem
-from scripts.records import Proof, required
+from scripts.proofs import Proved
+from scripts.records import required
 
 CELLS = expand(load())
 CELL = next(cell for cell in CELLS if cell.is_default)
@@ -32,7 +32,7 @@ def measured(cell: Cell) -> Facts:
         lock=facts.lock_digest(cell),
         series=facts.series_digest(series_of(cell)),
         patches=("openrlhf/0001-x.patch",),
-        proofs={"openrlhf/0001-x.patch": facts.Proved("fails (ImportError)", "passes")},
+        proofs={"openrlhf/0001-x.patch": Proved("fails (ImportError)", "passes")},
         architectures={"torch": ("sm_80", "sm_90")},
         suites={"image": Suite("passed", 72, 0, 2, 130.0)},
     )
@@ -168,23 +168,6 @@ def test_shared_bytes_are_those_of_layers_that_another_cell_has() -> None:
     assert facts.shared("one", {"one": one}) == 0
     assert facts.shared("one", {"one": one, "other": other}) == SHARED.size
     assert facts.shared("one", {"one": msgspec.structs.replace(one, layers=()), "other": other}) is None
-
-
-def test_each_patch_has_the_outcomes_of_its_own_test() -> None:
-    series = load_all()[0]
-    first = series.patches[0]
-    file = first.header["Test"]
-    proofs = [
-        Proof(file, "a", "exit 1: ImportError: no /a/path", "exit 0: ok"),
-        Proof(file, "b", "exit 1: [rank0]: AssertionError: x", "exit 0: ok"),
-        Proof("tests/patches/test_other.py", "c", "exit 0: it is not needed", "exit 1: no"),
-    ]
-    found = facts.proofs_of([series], proofs)
-    assert found[f"{series.package}/{first.name}"] == facts.Proved(
-        "fails (AssertionError, ImportError)", "passes"
-    )
-    assert len(found) == sum(patch.header["Test"] == file for patch in series.patches)
-    assert facts.proofs_of([series], []) == {}
 
 
 def fatbin(*entries: tuple[int, int]) -> bytes:

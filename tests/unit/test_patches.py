@@ -61,6 +61,11 @@ def test_a_date_is_a_date() -> None:
         patches.parse_patch(NAME, text({"Review-By": "soon"}))
 
 
+def test_what_upstream_has_is_a_release() -> None:
+    with pytest.raises(Problem, match="Applied-Upstream: 'main': expected no, or a release"):
+        patches.parse_patch(NAME, text({"Applied-Upstream": "main"}))
+
+
 def test_a_diff_must_change_something() -> None:
     with pytest.raises(Problem, match="changes no file"):
         patches.parse_patch(NAME, text(diff=""))
@@ -114,6 +119,17 @@ def test_a_patch_is_carried_until_its_review_date(days: int) -> None:
     found = patches.check(series(), today, {"tests/patches/test_it.py"})
     assert bool(found) == (days > 0)
     assert all("Review-By 2027-05-21 has passed" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("release", "dropped"), [("0.9", True), ("1.0", True), ("1.0.1", False), ("1.10", False)]
+)
+def test_a_patch_that_the_pinned_release_has_is_to_be_dropped(release: str, dropped: bool) -> None:
+    one = series({"Applied-Upstream": release})
+    found = patches.check(one, date(2027, 1, 1), {"tests/patches/test_it.py"})
+    assert [f"since {release}" in problem and "drop the patch" in problem for problem in found] == [
+        True
+    ] * dropped
 
 
 def test_a_patch_for_another_version_is_told() -> None:

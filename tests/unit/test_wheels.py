@@ -14,7 +14,12 @@ from scripts.problem import Problem
 
 ORIGINAL = "one\ntwo\nthree\nfour\nfive\nsix\n"
 DIFF = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -2,3 +2,3 @@\n two\n-three\n+THREE\n four\n"
-HEADER = "".join(f"{name}: {'2027-05-21' if name in patches.DATES else 'x'}\n" for name in patches.FIELDS)
+VALUES = (
+    dict.fromkeys(patches.FIELDS, "x")
+    | dict.fromkeys(patches.DATES, "2027-05-21")
+    | {"Applied-Upstream": "no"}
+)
+HEADER = "".join(f"{name}: {value}\n" for name, value in VALUES.items())
 
 
 def series(*diffs: str, revision: int = 1) -> patches.Series:
