@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from rlhf_stack import settings
 
 SECONDS = 400
+SIDES = ("trainer", "engine")
 # How that OpenRLHF is called, and what it can do.
 SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
 FLAT = pytest.mark.carries("openrlhf==0.5.1")
@@ -54,8 +56,12 @@ def test_a_tensor_parallel_engine_learns_from_another_nodes_trainer_over_gloo(tr
 @pytest.mark.timeout(SECONDS + 40)
 def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
-    run = train("hybrid", 1, 2, SECONDS, *one_gpu_each)
+    run = train("hybrid", 1, 2, SECONDS, *one_gpu_each, **{settings.CHECK_COTENANCY: "1"})
     assert_trained(run, steps=2, backend="ipc", engines=2)
+    watched = {side: {e["gpu"] for e in run.of("cotenancy") if e["side"] == side} for side in SIDES}
+    assert watched["trainer"] == watched["engine"], "both look at the GPUs that they share"
+    assert len(watched["engine"]) == 2
+    assert run.of("cotenancy violated") == []
     assert_one_policy(run)
     gpus = {rank["gpu"] for engine in run.of("engine") for rank in engine["ranks"]}
     nodes = {rank["node_id"] for engine in run.of("engine") for rank in engine["ranks"]}

@@ -1,8 +1,11 @@
-"""vLLM's own worker of the platform, whose start is told step by step: vLLM's argument ``worker_cls``."""
+"""vLLM's own worker of the platform: vLLM's argument ``worker_cls``.
+
+Its start is told step by step, and on request it looks at its GPU before each step of generation.
+"""
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack import devices, starting
+from rlhf_stack import cotenancy, devices, starting
 
 if TYPE_CHECKING:
     Base = Any
@@ -15,7 +18,17 @@ else:
 class ToldWorker(starting.ToldStart, Base):  # type: ignore[misc]
     """Each method is upstream's."""
 
+    _gpu: cotenancy.Watch | None = None
+
     def compile_or_warm_up_model(self) -> Any:
         """The last step of a worker."""
         with starting.step("warm", self.rank):
-            return super().compile_or_warm_up_model()
+            found = super().compile_or_warm_up_model()
+        self._gpu = cotenancy.Watch()
+        return found
+
+    def execute_model(self, *arguments: Any, **options: Any) -> Any:
+        """One step of generation, or of warming up."""
+        if self._gpu is not None:
+            self._gpu.check()
+        return super().execute_model(*arguments, **options)
