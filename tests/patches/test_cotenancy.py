@@ -62,8 +62,8 @@ def rank(number, *address):
 
 
 first = rank(0, None, None)
-ranks = [first, rank(1, *ray.get(first.get_master_addr_port.remote(), timeout=60))]
-ray.get([one.begin.remote() for one in ranks], timeout=60)
+ranks = [first, rank(1, *ray.get(first.get_master_addr_port.remote(), timeout=200))]
+ray.get([one.begin.remote() for one in ranks], timeout=200)
 ray.get(engine.__ray_ready__.remote(), timeout=200)
 
 # One after the other: nobody waits while the engine generates.
