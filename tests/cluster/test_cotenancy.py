@@ -1,0 +1,31 @@
+"""Upstream's unsafe pattern with a real engine; test_training.py shows that normal training is clean."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rlhf_stack import events, settings
+
+UNSAFE = Path(__file__).with_name("unsafe_barrier.py")
+SECONDS = 400
+
+
+@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.timeout(SECONDS + 20)
+def test_an_engine_that_generates_while_a_rank_waits_on_its_gpu_is_an_error(tmp_path):
+    """It generated before, when nobody waited."""
+    told = tmp_path / "events"
+    done = subprocess.run(
+        [sys.executable, str(UNSAFE), str(tmp_path)],
+        env=os.environ | {settings.CHECK_COTENANCY: "1", settings.EVENTS: str(told)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    violated = [event for event in events.read(told) if event["event"] == "cotenancy violated"]
+    assert violated
+    assert violated[0]["collectives"][0].startswith("barrier of rank 1 ")
