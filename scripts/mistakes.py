@@ -165,10 +165,17 @@ def _type_at(steps: Sequence[str]) -> inspect.Type:
     kind: inspect.Type = inspect.type_info(Matrix)
     for step in steps:
         if isinstance(kind, inspect.StructType):
-            kind = next(field.type for field in kind.fields if field.encode_name == step)
+            kind = _there(next(field.type for field in kind.fields if field.encode_name == step))
         elif isinstance(kind, inspect.VarTupleType):
-            kind = kind.item_type
+            kind = _there(kind.item_type)
     return kind
+
+
+def _there(kind: inspect.Type) -> inspect.Type:
+    """The type of what is there where nothing may be."""
+    if not isinstance(kind, inspect.UnionType):
+        return kind
+    return next(one for one in kind.types if not isinstance(one, inspect.NoneType))
 
 
 def _value_at(data: object, steps: Sequence[str]) -> object:

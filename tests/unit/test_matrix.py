@@ -39,6 +39,7 @@ def mistake(text: str) -> str:
         ("release:", "release: a\nrelease:", ":10:1: not valid YAML: key 'release' is written twice"),
         ("relea", "rela", ": (top level): unknown key 'relase'; did you mean 'release'?"),
         ("{name: ray,", "{name: ray, extra: 1,", ": cells[0].ray: unknown key 'extra'"),
+        ("    stand_in:\n", "    stand_in:\n      rason: a\n", ": variants[4].stand_in: unknown key 'rason'"),
         ("{name: ray,", "{", ": cells[0].ray: expected the key 'name', which is missing"),
         ("epoch: 1794614400", "epoch: soon", ": source_date_epoch: expected int, got str; got 'soon'"),
         ('value: "1"', "value: 1", ": accelerators[0].env["),
