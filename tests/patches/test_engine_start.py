@@ -8,7 +8,7 @@ import ray
 pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 
-ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
 real_get = ray.get
 
 
