@@ -3,10 +3,8 @@
 One cluster serves all tests: what a layout lacks is taken by groups that are pinned to the nodes.
 """
 
-import itertools
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 from rlhf_stack import placement, settings
@@ -213,58 +211,3 @@ def test_a_group_that_nobody_planned_is_cut_by_node(nodes):
         assert letters(ranks) == "A" * 8 + "B" * 8 + "C" * 8
         for engine in range(3):
             assert len({there[bundle] for bundle in placement.engine_bundles(group, engine, 8)}) == 1
-
-
-@pytest.mark.carries("vllm==0.4.2")
-@pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize(
-    ("gpus", "count", "size", "expected"),
-    [((6, 6, 6, 0), 3, 4, [4]), ((8, 4, 0, 0), 1, 12, [8, 4])],
-    ids=["node-local", "larger than a node"],
-)
-def test_vllms_own_executor_starts_each_rank_on_the_planned_node(nodes, gpus, count, size, expected):
-    """vLLM 0.4 starts a worker in each bundle of the engine's group; what a worker does is left out."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    @ray.remote
-    class Engine:
-        def workers(self, size):
-            from vllm.executor import ray_gpu_executor
-
-            class Wrapper(ray_gpu_executor.RayWorkerWrapper):
-                def init_worker(self, **arguments):
-                    self.rank = arguments["rank"]
-
-                init_device = load_model = lambda _: None
-
-                def where(self):
-                    return self.rank, ray.util.get_node_ip_address()
-
-            ray_gpu_executor.RayWorkerWrapper = Wrapper
-            executor = ray_gpu_executor.RayGPUExecutor.__new__(ray_gpu_executor.RayGPUExecutor)
-            executor.parallel_config = SimpleNamespace(
-                tensor_parallel_size=size, ray_workers_use_nsight=False, max_parallel_loading_workers=None
-            )
-            executor.model_config = SimpleNamespace(trust_remote_code=False)
-            executor._get_worker_kwargs = lambda **arguments: arguments
-            executor._init_workers_ray(ray.util.get_current_placement_group())
-            return executor._run_workers("where")
-
-    with left(nodes, gpus):
-        groups = placement.reserve_engines(count, size, apart=True)
-        engines = [
-            Engine.options(
-                num_cpus=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_capture_child_tasks=True, placement_group_bundle_index=0
-                ),
-            ).remote()
-            for group in groups
-        ]
-        for group, engine in zip(groups, engines, strict=True):
-            ranks = ray.get(engine.workers.remote(size), timeout=90)
-            assert [rank for rank, _ in ranks] == list(range(size))
-            assert [node for _, node in ranks] == where(group), "a rank is in the bundle of its number"
-            assert [len(list(of)) for _, of in itertools.groupby(node for _, node in ranks)] == expected
-        for engine in engines:
-            ray.kill(engine)
