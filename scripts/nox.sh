@@ -15,11 +15,13 @@ fail() {
     exit 2
 }
 
-# A Python that is new enough and can make an environment with pip in it; empty if there is none.
+# A Python that is new enough and can make an environment with pip in it; empty if there is none. Not that of an
+# environment, which may be the one that is made anew.
 find_python() {
     local candidate
     for candidate in python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
-        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' 2>/dev/null &&
+            "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
