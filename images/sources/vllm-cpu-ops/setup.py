@@ -12,8 +12,9 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 SOURCES = ("activation", "attention", "cache", "layernorm", "pos_encoding", "pybind")
-# As cmake/cpu_extension.cmake of vLLM, without AVX512-BF16: fewer machines have it.
-AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
+# vLLM asks for AVX-512, which many machines have not: its operations are done by AVX2, on two registers each.
+HALVES = Path(__file__).with_name("two_halves.hpp")
+MACHINE = ("-march=x86-64-v3", "-mtune=generic", "-include", str(HALVES.resolve()))
 
 source = Path(os.environ["VLLM_SOURCE"]).resolve()
 version = next(
@@ -34,7 +35,7 @@ setup(
             "vllm._C",
             [str(source / "csrc" / "cpu" / f"{name}.cpp") for name in SOURCES],
             include_dirs=[str(source / "csrc")],
-            extra_compile_args=["-O2", "-g0", "-fopenmp", "-DVLLM_CPU_EXTENSION", *AVX512],
+            extra_compile_args=["-O2", "-g0", "-fopenmp", "-DVLLM_CPU_EXTENSION", *MACHINE],
             extra_link_args=["-fopenmp"],
         )
     ],
