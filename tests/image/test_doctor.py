@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-START_SECONDS = 2.0
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "openrlhf")
+OF_THE_MACHINE = {"disk"}
 PORT = "7391"
 GLOO = """
 import torch.distributed as group
@@ -42,19 +42,23 @@ def stopped() -> Iterator[None]:
 
 def test_the_image_as_it_is_has_no_error() -> None:
     """Its versions, patches and variables; the machine under it may be small."""
-    found = {finding["id"]: finding for finding in doctor("--local")["findings"]}
+    found = {
+        finding["id"]: finding
+        for finding in doctor("--local")["findings"]
+        if finding["id"] not in OF_THE_MACHINE
+    }
     assert [one for one in found.values() if one["severity"] == "error"] == []
     assert [one for one in found.values() if one["sources"] and one["severity"] == "warning"] == []
     assert found["patches"]["severity"] == "ok"
 
 
-def test_it_answers_at_once() -> None:
-    """Where no Ray node runs; the second start of two, as the first reads the disk."""
-    for _ in range(2):
-        start = time.monotonic()
-        doctor("--local")
-        took = time.monotonic() - start
-    assert took < START_SECONDS
+def test_it_starts_without_what_takes_seconds_to_import() -> None:
+    """Where no Ray node runs; it says the same with these packages out of reach."""
+    script = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from rlhf_stack import cli; cli.main()"
+    command = [sys.executable, "-c", script, "doctor", "--local", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert ids(json.loads(done.stdout)) == ids(doctor("--local"))
 
 
 @pytest.mark.timeout(120)
