@@ -87,13 +87,14 @@ class Engine:
 
     def generate(self, sampling_params, prompt_token_ids):
         each = sampling_params if isinstance(sampling_params, list) else [sampling_params]
-        return [one.seed for one in each]
+        return [types.SimpleNamespace(seed=one.seed, outputs=[]) for one in each]
 
 
 def seeds():
     actor = Actor.__new__(Actor)
     actor.llm = Engine()
-    return actor.generate(sampling_params=SamplingParams(), prompt_token_ids=[[1, 2], [1, 2], [3]])
+    answers = actor.generate(sampling_params=SamplingParams(), prompt_token_ids=[[1, 2], [1, 2], [3]])
+    return [answer.seed for answer in answers]
 
 
 first = seeds()

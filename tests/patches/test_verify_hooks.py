@@ -48,13 +48,22 @@ print("the sync is recorded:", syncs[0]["bytes"], "bytes")
 
 FLAT = """
 pretend_flash_attn()
+import contextlib
 import torch
 import torch.distributed
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 alone()
 torch.distributed.broadcast = lambda *_, **__: None  # as upstream sends
-group = types.SimpleNamespace(name="gloo", broadcast=lambda *_, **__: None)
+group = types.SimpleNamespace(
+    name="gloo",
+    answers=[],
+    device=torch.device("cpu"),
+    broadcast=lambda *_, **__: None,
+    buffers=types.SimpleNamespace(first=lambda size, _: torch.empty(size, dtype=torch.uint8)),
+    start=lambda *_: types.SimpleNamespace(finish=lambda: None),
+    syncing=contextlib.nullcontext,
+)
 module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
 trainer = types.SimpleNamespace(
     actor=types.SimpleNamespace(model=types.SimpleNamespace(module=module)),
