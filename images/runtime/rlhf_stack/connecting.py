@@ -13,8 +13,10 @@ def connected(address: str = "auto") -> Iterator[None]:
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or ["no answer"])[0]
+        if address != "auto":
+            raise Problem(f"no Ray cluster at {address}: {first}") from None
         raise Problem(f"no Ray node runs on this machine ({first}): start one with ray start") from None
     try:
         yield

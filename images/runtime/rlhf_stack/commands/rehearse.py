@@ -56,9 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="rlhf-stack/rehearse/1: `nodes`, `links`, `group`"
     )
-    parser.add_argument(
-        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the run, as you would start it"
-    )
+    asking.command_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:

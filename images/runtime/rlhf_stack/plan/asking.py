@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_stack import commandline, runs
+from rlhf_stack.connecting import connected
 from rlhf_stack.memory import Shape, ShapeError, read_shape, typed_shape
 from rlhf_stack.plan import machines as of_cluster
 from rlhf_stack.plan.machines import Machine
@@ -36,6 +37,11 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=SIZES",
         help="the config.json or the sizes of a model that is not on this machine; can be repeated",
     )
+    command_option(parser)
+
+
+def command_option(parser: argparse.ArgumentParser) -> None:
+    """The command line of the run, which comes last."""
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the run, as you would start it"
     )
@@ -71,17 +77,8 @@ def machines(options: argparse.Namespace) -> list[Machine]:
 
 def of_ray(address: str, gpu_memory: float) -> list[Machine]:
     """The machines of the Ray cluster at ``address``; `Problem` if none answers."""
-    import ray
-
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="rlhf-stack")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[:1] or ["no answer"]
-        raise Problem(f"no Ray cluster at {address}: {reason[0]}") from None
-    try:
+    with connected(address):
         return of_cluster.running(gpu_memory)
-    finally:
-        ray.shutdown()
 
 
 def shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:
