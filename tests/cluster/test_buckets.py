@@ -10,10 +10,12 @@ import time
 import pytest
 import torch
 from rlhf_stack import settings, sync
+from rlhf_stack.sync import members
 from rlhf_stack.sync.buckets import plan
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import Outbox, describe
 
+ONE_NODE, TWO_NODES, FOUR_NODES = "1111", "1122", "1234"  # of each rank, the last part of its address
 WORLD = 4
 LIMIT = 3 << 20
 FORK = multiprocessing.get_context("fork")
@@ -59,24 +61,29 @@ def as_bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def who(rank, nodes=ONE_NODE):
+    return f"rank {rank}{'' if rank else ' (the trainer)'} on 127.0.0.{nodes[rank]}"
+
+
 class Ranks:
     """A process for each rank, which tells what it returns or raises."""
 
-    def __init__(self, target, world=WORLD):
+    def __init__(self, target, nodes=ONE_NODE):
         self.results = FORK.Queue()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
 
         def run(rank):
+            members._own_address = lambda *_: f"127.0.0.{nodes[rank]}"
             try:
-                group = sync.create_group("127.0.0.1", port, rank, world, torch.device("cpu"), "gloo")
+                group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "gloo")
                 self.results.put((rank, target(rank, group)))
             except Exception as error:
                 self.results.put((rank, error))
             signal.pause()  # until it is killed, with its group
 
-        self.processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in range(world)]
+        self.processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in range(WORLD)]
 
     def __enter__(self):
         for process in self.processes:
@@ -94,7 +101,8 @@ class Ranks:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place):
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, FOUR_NODES])
+def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place, nodes):
     def exchange(rank, group):
         equal = []
         for number, dtype in enumerate(DTYPES):
@@ -108,13 +116,32 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place):
             equal.append(len(held) == len(sent) and all(same))
         return equal
 
-    with Ranks(exchange) as ranks:
+    with Ranks(exchange, nodes) as ranks:
         found = ranks.answers(WORLD)
     assert found == {0: []} | {rank: [True] * len(DTYPES) for rank in range(1, WORLD)}
 
 
 @pytest.mark.timeout(60)
-def test_a_process_keeps_two_buckets_and_no_more():
+def test_the_ranks_of_a_node_read_one_memory_and_those_of_others_have_their_own():
+    def memory(_, group):
+        part = group.buffers.first(1, 0)
+        return (
+            os.fstat(group.buffers._files[0]).st_ino if hasattr(group.buffers, "_files") else part.data_ptr()
+        )
+
+    def of(nodes):
+        with Ranks(memory, nodes) as ranks:
+            found = ranks.answers(WORLD)
+        return [found[rank] for rank in range(WORLD)]
+
+    assert len(set(of(ONE_NODE))) == 1
+    two = of(TWO_NODES)
+    assert two[0] == two[1] != two[2] == two[3]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, FOUR_NODES])
+def test_a_process_keeps_two_buckets_and_no_more(nodes):
     parameters = [(f"w{index}", torch.ones(1 << 20, dtype=torch.uint8)) for index in range(12)]
 
     def exchange(rank, group):
@@ -124,7 +151,7 @@ def test_a_process_keeps_two_buckets_and_no_more():
             take(group, parameters, nothing)
         return sum(tensor.numel() for tensor in group.buffers._held.values())
 
-    with Ranks(exchange) as ranks:
+    with Ranks(exchange, nodes) as ranks:
         assert ranks.answers(WORLD) == dict.fromkeys(range(WORLD), 2 * LIMIT)
 
 
@@ -141,7 +168,7 @@ def test_a_worker_says_how_long_it_loaded():
         found = ranks.answers(WORLD)
     assert found[2]["loading"] >= 0.05 * len(plan([describe(*one) for one in parameters], LIMIT))
     assert found[2]["loading"] > found[1]["loading"]
-    assert [found[rank]["who"] for rank in (1, 2, 3)] == [f"rank {rank} on 127.0.0.1" for rank in (1, 2, 3)]
+    assert [found[rank]["who"] for rank in (1, 2, 3)] == [who(rank) for rank in (1, 2, 3)]
 
 
 @pytest.mark.timeout(60)
@@ -181,13 +208,16 @@ def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
     assert isinstance(found[2], ValueError)
     for rank in (0, 1, 3):
         assert isinstance(found[rank], sync.SyncError)
-        assert "rank 2 on 127.0.0.1: ValueError: no such weight" in str(found[rank])
+        assert f"{who(2)}: ValueError: no such weight" in str(found[rank])
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", range(WORLD))
-def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, victim, how):
+@pytest.mark.parametrize(
+    ("nodes", "victim"),
+    [(ONE_NODE, 0), (ONE_NODE, 1), *((TWO_NODES, rank) for rank in range(WORLD)), (FOUR_NODES, 2)],
+)
+def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, nodes, victim, how):
     monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
     parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(100)]
 
@@ -203,13 +233,12 @@ def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, victim, how):
         else:
             take(group, parameters, lambda views: end() if rank == victim and views[0][0] == "w50" else None)
 
-    with Ranks(exchange) as ranks:
+    with Ranks(exchange, nodes) as ranks:
         found = ranks.answers(WORLD - 1, 60)
     assert time.monotonic() - gone_at.value < 8 + 4, "the deadline, and some seconds for a busy machine"
     assert set(found) == set(range(WORLD)) - {victim}
-    gone = f"rank {victim}{' (the trainer)' if victim == 0 else ''} on 127.0.0.1 does not answer"
     for rank, error in found.items():
         assert isinstance(error, sync.SyncError)
-        assert str(error).startswith(f"weight sync, rank {rank}")
-        assert gone in str(error)
+        assert str(error).startswith(f"weight sync, {who(rank, nodes)}")
+        assert f"{who(victim, nodes)} does not answer" in str(error)
         assert re.search(r"gloo, bucket \d+ of 100 \(w\d+, 2097152 bytes\)", str(error)), error

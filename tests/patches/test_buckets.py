@@ -19,7 +19,7 @@ def method(name):
 
 
 class Group:
-    name, device, answers = "gloo", torch.device("cpu"), []
+    name, device, answers, in_place = "gloo", torch.device("cpu"), [], True
 
     class buffers:
         first = staticmethod(lambda size, number: torch.empty(size, dtype=torch.uint8))

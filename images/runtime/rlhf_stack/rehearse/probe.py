@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_stack import devices, settings, sync
 from rlhf_stack.rehearse.model import Interface, Node
+from rlhf_stack.sync.group import WeightGroup
 
 if TYPE_CHECKING:
     import torch
@@ -51,18 +52,29 @@ class Probe:
         start = time.monotonic()
         group = sync.create_group(host, port, rank, world, devices.current_device(), self._backend)
         connected = time.monotonic() - start
-        sent = [tensor.view(torch.uint8).to(group.device) for tensor in bucket(size)]
-        received = sent if rank == 0 else [torch.zeros_like(part) for part in sent]
+        sent = torch.cat([tensor.view(torch.uint8) for tensor in bucket(size)]).to(group.device)
+        held = group.buffers.first(sent.numel(), 0)
+        if rank == 0:
+            held.copy_(sent)
+        elif group.in_place:  # else these are rank 0's
+            held.zero_()
         taken = []
         for _ in range(REPEATS):
             with group.syncing():
-                group.start(received[:1], "the first part of the bucket").finish()  # all begin together
+                _send(group, held[:1], "the first byte of the bucket")  # all begin together
                 start = time.monotonic()
-                group.start(received, "the bucket").finish()
-                devices.synchronize()
+                _send(group, held, "the bucket")
                 taken.append(time.monotonic() - start)
-        equal = all(torch.equal(mine, theirs) for mine, theirs in zip(sent, received, strict=True))
-        return Outcome(connected, min(taken), sum(part.numel() for part in sent), equal)
+        equal = torch.equal(sent, held)
+        return Outcome(connected, min(taken), sent.numel(), equal)
+
+
+def _send(group: WeightGroup, part: "torch.Tensor", what: str) -> None:
+    transfer = group.start([part], what)
+    transfer.finish()
+    if group.rank:
+        transfer.release()
+    devices.synchronize()
 
 
 def bucket(size: int) -> "list[torch.Tensor]":

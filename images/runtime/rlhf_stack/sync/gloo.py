@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_stack import devices, settings
 from rlhf_stack.sync.buckets import chain
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import Buffers
+from rlhf_stack.sync.group import SLOTS, Buffers
 from rlhf_stack.sync.members import Members, gloo_device
+from rlhf_stack.sync.shared import meet
 from rlhf_stack.sync.waiting import Background
 
 if TYPE_CHECKING:
@@ -17,29 +18,44 @@ if TYPE_CHECKING:
 
 SEGMENT = 4 << 20  # bytes that a rank takes before it hands them on
 THREADS = 2
+BYTES, HERE, READ = 0, SLOTS, 2 * SLOTS  # tags, the first of each kind
 
 
 class GlooTransfer:
-    """Bytes that gloo's own thread sends or receives, or that one of ours hands on."""
+    """Bytes that gloo's own threads send or receive, that a rank hands on, or that are shared."""
 
     def __init__(
-        self, moving: Background[None], members: Members, failed: Callable[[RuntimeError], SyncError]
+        self,
+        moving: Callable[[], None],
+        releasing: Callable[[], None],
+        members: Members,
+        failed: Callable[[RuntimeError], SyncError],
     ) -> None:
-        self._moving, self._members, self._failed = moving, members, failed
+        self._moving, self._releasing = Background(moving), releasing
+        self._members, self._failed = members, failed
 
     def finish(self) -> None:
         """See `Transfer`."""
+        self._await(self._moving)
+
+    def release(self) -> None:
+        """See `Transfer`."""
+        self._await(Background(self._releasing))
+
+    def _await(self, step: Background[None]) -> None:
         try:
-            self._members.watch(self._moving.done)
-            self._moving.result()
+            self._members.watch(step.done)
+            step.result()
         except RuntimeError as error:
             raise self._failed(error) from error
 
 
 class GlooGroup:
-    """A gloo group over a store of its own. Ranks hand the bytes on in a chain; GPUs' go by the host.
+    """A gloo group over a store of its own. GPUs' bytes go by the host.
 
-    gloo's broadcast is a tree: the trainer's link would carry the weights once for each of its branches.
+    From node to node ranks hand the bytes on in a chain: gloo's broadcast is a tree, in which the trainer's
+    link would carry the weights once for each of its branches. On a node one rank, its head, has them in
+    memory that the others, its guests, read.
     """
 
     name = "gloo"
@@ -51,9 +67,13 @@ class GlooGroup:
         self.rank, self.who, self._members = members.rank, members.who, members
         self.answers: list[dict[str, Any]] = []
         self.device = torch.device("cpu")
-        self.buffers = Buffers(self.device, pinned=devices.is_gpu())
-        order = chain(members.addresses)
-        position = order.index(self.rank)
+        heads, shared = meet(members)
+        self.in_place = shared is None
+        self.buffers = shared or Buffers(self.device, pinned=devices.is_gpu())
+        self._head = heads[self.rank]
+        self._guests = [rank for rank, head in enumerate(heads) if head == self.rank != rank]
+        order = [rank for rank in chain(members.addresses) if heads[rank] == rank]
+        position = order.index(self._head)
         self._before = order[position - 1] if position else None
         self._after = order[position + 1] if position + 1 < len(order) else None
         self._started = 0
@@ -87,32 +107,72 @@ class GlooGroup:
 
     def start(self, parts: Sequence["torch.Tensor"], what: str) -> GlooTransfer:
         """See `WeightGroup`."""
-        segments = [segment for part in parts for segment in part.split(SEGMENT) if segment.numel()]
         self._started += 1
-        tag = self._started % 2  # two transfers are on their way at a time
-        group, before, after = self._group, self._before, self._after
-        arriving, leaving = [], []
+        slot = self._started % SLOTS
         try:
-            if before is not None:
-                arriving = [group.recv([segment], before, tag) for segment in segments]
-            else:
-                leaving = [group.send([segment], after, tag) for segment in segments]
+            steps = self._lead(parts, slot) if self._head == self.rank else self._follow(slot)
         except RuntimeError as error:
             raise self._failed(what, error) from error
-
-        def move() -> None:
-            for segment, work in zip(segments, arriving, strict=False):
-                work.wait()
-                if after is not None:
-                    leaving.append(group.send([segment], after, tag))
-            for work in leaving:
-                work.wait()
-
-        return GlooTransfer(Background(move), self._members, lambda error: self._failed(what, error))
+        return GlooTransfer(*steps, self._members, lambda error: self._failed(what, error))
 
     def syncing(self) -> AbstractContextManager[None]:
         """See `WeightGroup`."""
         return self._members.syncing()
 
+    def _lead(
+        self, parts: Sequence["torch.Tensor"], slot: int
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The steps of a head: take the bytes, hand them on, tell the guests; wait until they have read."""
+        segments = [segment for part in parts for segment in part.split(SEGMENT) if segment.numel()]
+        arriving = self._receive(segments, self._before, BYTES + slot)
+        leaving = [] if arriving else self._send(segments, self._after, BYTES + slot)
+        read = [work for guest in self._guests for work in self._receive([_signal()], guest, READ + slot)]
+
+        def move() -> None:
+            for segment, work in zip(segments, arriving, strict=False):
+                work.wait()
+                leaving.extend(self._send([segment], self._after, BYTES + slot))
+            for guest in self._guests:
+                leaving.extend(self._send([_signal()], guest, HERE + slot))
+            _wait(leaving)
+            if self._before is None:  # the trainer does not read, so its buffer is free when its guests have
+                _wait(read)
+
+        return move, lambda: _wait(read)
+
+    def _follow(self, slot: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The steps of a guest: wait until the bytes are in the head's memory; say that they were read."""
+        here = self._receive([_signal()], self._head, HERE + slot)
+        return lambda: _wait(here), lambda: _wait(self._send([_signal()], self._head, READ + slot))
+
+    def _send(self, parts: Sequence["torch.Tensor"], rank: int | None, tag: int) -> list["_Work"]:
+        return [] if rank is None else [_Work(self._group.send([part], rank, tag), part) for part in parts]
+
+    def _receive(self, parts: Sequence["torch.Tensor"], rank: int | None, tag: int) -> list["_Work"]:
+        return [] if rank is None else [_Work(self._group.recv([part], rank, tag), part) for part in parts]
+
     def _failed(self, what: str, error: RuntimeError) -> SyncError:
         return self._members.failure(f"gloo, {what}", error)
+
+
+class _Work:
+    """A send or a receive of gloo, with the memory that it uses until it ends."""
+
+    def __init__(self, work: Any, memory: "torch.Tensor") -> None:
+        self._work, self._memory = work, memory
+
+    def wait(self) -> None:
+        """Until it has ended; RuntimeError at the deadline."""
+        self._work.wait()
+
+
+def _signal() -> "torch.Tensor":
+    """A message that says no more than that it came."""
+    import torch
+
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def _wait(works: Sequence[_Work]) -> None:
+    for work in works:
+        work.wait()

@@ -34,6 +34,9 @@ class NcclTransfer:
         except RuntimeError as error:
             raise self._failed(error) from error
 
+    def release(self) -> None:
+        """Nothing: each rank has buffers of its own."""
+
     def _done(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not self._reached():
@@ -49,6 +52,7 @@ class _OnStream:
     """What both groups do: bytes go on a stream beside the current one, which packs and loads."""
 
     name = "nccl"
+    in_place = True
 
     def __init__(self, members: Members, device: Any) -> None:
         import torch

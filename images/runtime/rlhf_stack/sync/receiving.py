@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.sync.buckets import Bucket, Parameter, plan
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import WeightGroup
+from rlhf_stack.sync.group import SLOTS, WeightGroup
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def receive(
         described = [Parameter(name, kind, tuple(shape), size) for name, kind, shape, size in content]
         _refuse_other_dtypes(described, dtype)
         buckets = plan(described, limit)
-        arriving = [_start(group, number, bucket) for number, bucket in enumerate(buckets[:2])]
+        arriving = [_start(group, number, bucket) for number, bucket in enumerate(buckets[:SLOTS])]
         for number, bucket in enumerate(buckets):
             before = time.monotonic()
             held, transfer = arriving.pop(0)
@@ -37,8 +37,9 @@ def receive(
             waiting += (here := time.monotonic()) - before
             load(_views(held.to(device), bucket, described))
             loading += time.monotonic() - here
-            if number + 2 < len(buckets):
-                arriving.append(_start(group, number + 2, buckets[number + 2]))
+            transfer.release()
+            if number + SLOTS < len(buckets):
+                arriving.append(_start(group, number + SLOTS, buckets[number + SLOTS]))
     seconds = time.monotonic() - start
     return {
         "rank": group.rank,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack import settings
 from rlhf_stack.sync.buckets import Bucket, Parameter, Place, plan
-from rlhf_stack.sync.group import Transfer, WeightGroup
+from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.waiting import wait
 
 if TYPE_CHECKING:
@@ -53,17 +53,18 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
 class Outbox:
     """Buckets on their way: one that is being sent, and one that is being packed or waits for it.
 
-    ``in_place``: large tensors are sent from where they lie, as nothing changes them before `finish`.
+    ``in_place``: large tensors are sent from where they lie, as nothing changes them before `finish`; only
+    if the group can.
     """
 
     def __init__(self, group: WeightGroup, in_place: bool) -> None:
         self._group = group
-        self._in_place = in_place
+        self._in_place = in_place and group.in_place
         self._flying: list[Transfer] = []
 
     def put(self, number: int, bucket: Bucket, tensors: Sequence["torch.Tensor"]) -> None:
         """Send ``tensors``, those of bucket ``number``, when the one before the last has left."""
-        if len(self._flying) > 1:
+        if len(self._flying) == SLOTS:
             self._flying.pop(0).finish()
         sources = dict(zip(bucket.places, tensors, strict=True))
         parts = [self._part(number, bucket, part, sources) for part in bucket.parts()]
