@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -52,3 +53,21 @@ def recorded(event):
     """The events of a kind that this probe wrote."""
     lines = [line for path in Path(os.environ["RLHF_STACK_EVENTS"]).glob("*.jsonl") for line in path.open()]
     return [found for found in map(json.loads, lines) if found["event"] == event]
+
+
+def ends(action, reason, otherwise):
+    """``action``, which may wait for ever, has to raise an error with ``reason``; the process ends here."""
+    told = []
+
+    def act():
+        try:
+            told.append(f"it ended with {action()}")
+        except Exception as error:
+            told.append(str(error))
+
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    acting.join(30)
+    last = told[0] if told else f"after 30 s it still waits for {otherwise}"
+    print(last, flush=True)
+    os._exit(reason not in last)  # what it waits for never ends by itself

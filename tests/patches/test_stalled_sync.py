@@ -4,9 +4,6 @@ ENGINES = """
 import ray
 
 pretend_flash_attn()
-import threading
-import time
-
 from openrlhf.trainer.ray import vllm_engine
 
 os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
@@ -18,38 +15,25 @@ class Engine:
         threading.Event().wait()
 
 
-errors = []
-
-
-def ask():
-    try:
-        vllm_engine.batch_vllm_engine_call([ray.remote(Engine).remote()], "sleep")
-    except RuntimeError as error:
-        errors.append(str(error))
-
-
-asking = threading.Thread(target=ask, daemon=True)
-asking.start()
-asking.join(30)
-assert errors, "after 30 s it still waits for an engine that does not answer"
-assert "waited 2 s for sleep; engines [0] of 1 did not answer" in errors[0], errors
-print(errors[0], flush=True)
-os._exit(0)  # the engine never ends by itself
+engine = ray.remote(Engine).remote()
+ends(
+    lambda: vllm_engine.batch_vllm_engine_call([engine], "sleep"),
+    "waited 2 s for sleep; engines [0] of 1 did not answer",
+    "an engine that does not answer",
+)
 """
 
-TRAINER = """
-import threading
-
+# A trainer that is stopped in a sync, and an engine whose deadline for it has passed.
+STOPPED = """
 import ray
 
 pretend_flash_attn()
-from openrlhf.trainer.ppo_trainer import BasePPOTrainer
-
-ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
+ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
 
 
 class Rank:
-    def broadcast_to_vllm(self):
+    def sync(self):
         threading.Event().wait()
 
 
@@ -57,39 +41,69 @@ class Engine:
     def sync_error(self):
         return "weight sync, rank 1: rank 0 (the trainer) does not answer"
 
+    def where(self):
+        return []
+
+
+trainer, engine = ray.remote(num_cpus=0)(Rank).remote(), ray.remote(num_cpus=0)(Engine).remote()
+
+
+def run(action):
+    ends(action, "rank 0 (the trainer) does not answer", "a trainer that is stopped")
+"""
+
+SYNC = (
+    STOPPED
+    + """
+from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+
 
 class Trainer(BasePPOTrainer):
     def __init__(self):
-        rank = ray.remote(Rank).remote()
         self.args = types.SimpleNamespace(vllm=types.SimpleNamespace(enable_sleep=False))
-        self.vllm_engines = [ray.remote(Engine).remote()]
+        self.vllm_engines = [engine]
         self.actor_model_group = types.SimpleNamespace(
-            async_run_method=lambda method_name: [getattr(rank, method_name).remote()]
+            async_run_method=lambda method_name: [trainer.sync.remote()]
         )
 
     def fit(self):
         pass
 
 
-os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
-errors = []
-
-
-def ask():
-    try:
-        Trainer().broadcast_to_vllm()
-    except RuntimeError as error:
-        errors.append(str(error))
-
-
-asking = threading.Thread(target=ask, daemon=True)
-asking.start()
-asking.join(30)
-assert errors, "after 30 s it still waits for a trainer that is stopped"
-assert "rank 0 (the trainer) does not answer" in errors[0], errors
-print(errors[0], flush=True)
-os._exit(0)  # the trainer never ends by itself
+run(lambda: Trainer().broadcast_to_vllm())
 """
+)
+
+# OpenRLHF 0.5 waits for the whole training, which the actor's ranks drive.
+TRAINING = (
+    STOPPED
+    + """
+import openrlhf.cli.train_ppo_ray as train_ppo_ray
+
+
+class Models:
+    def __init__(self, *_, **__):
+        pass
+
+    def async_init_model_from_pretrained(self, *_):
+        return []
+
+    def async_fit_actor_model(self, *_, **__):
+        return [trainer.sync.remote()]
+
+
+train_ppo_ray.get_strategy = lambda _: None
+train_ppo_ray.create_vllm_engines = lambda *_, **__: [engine]
+train_ppo_ray.PPORayActorGroup = Models
+sizes = {f"{role}_num_{what}": 1 for role in ("actor", "ref") for what in ("nodes", "gpus_per_node")}
+args = types.SimpleNamespace(
+    **sizes, colocate_actor_ref=True, colocate_critic_reward=False, critic_pretrain=None, pretrain="m",
+    remote_rm_url=["r"], zero_stage=2, seed=0, max_len=64, vllm_num_engines=1, vllm_tensor_parallel_size=1,
+    enable_prefix_caching=False, enforce_eager=True,
+)
+run(lambda: train_ppo_ray.train(args))
+"""
+)
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
@@ -99,4 +113,9 @@ def test_an_engine_that_does_not_answer_is_named_within_the_deadline(proves):
 
 @pytest.mark.carries("openrlhf==0.11.2")
 def test_what_engines_say_of_a_stopped_trainer_ends_the_run(proves):
-    proves(TRAINER, "after 30 s it still waits for a trainer")
+    proves(SYNC, "after 30 s it still waits for a trainer")
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_what_engines_say_of_a_stopped_trainer_ends_the_older_trainer_too(proves):
+    proves(TRAINING, "after 30 s it still waits for a trainer")
