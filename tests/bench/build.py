@@ -6,7 +6,7 @@ The peer is what a user would write: the builder root, because DeepSpeed compile
 headline pins of the cell and the requirements of OpenRLHF that install without CUDA, by `pip install`; then
 the packages removed again that keep the stack from starting. Its image stays tagged as ``PEER`` for
 ``tests.bench.ready``. Ours is built as ``scripts.bake`` builds it, in a context of its own; the tag of the
-cell does not move. A cell whose vLLM is compiled from source has no such peer.
+cell does not move. A cell whose vLLM is compiled from source has no such peer: ours is measured alone.
 
 - *cold*: no layer and no downloaded package is reused, by either. The machine's network takes part in it.
 - *unchanged*: built again at once.
@@ -17,6 +17,7 @@ cell does not move. A cell whose vLLM is compiled from source has no such peer.
 Compare the ratio, which is of one run; seconds depend on the machine, its load and its network.
 """
 
+import operator
 import os
 import re
 import subprocess
@@ -187,33 +188,34 @@ def main() -> int:
     options = parser("build", __doc__).parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    if any(build.package == "vllm" for build in cell.build_from_source):
-        raise Problem(f"{cell.id} has no peer: its vLLM is compiled from source, which no `pip install` does")
+    has_peer = all(build.package != "vllm" for build in cell.build_from_source)
     engine.need_space(FREE_MEGABYTES)
     config = pip_config.load()
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="bench-") as temporary:
         folder = Path(temporary)
         secrets = bake.write_secrets(config, folder)
-        peer = measure_peer(cell, folder / "peer", secrets, folder / "peer.log")
+        peer = measure_peer(cell, folder / "peer", secrets, folder / "peer.log") if has_peer else {}
         ours = measure_ours(cell, bake.context(cell, config, folder), secrets, folder / "ours.log")
+    sizes = [size(OURS), *([size(PEER)] if has_peer else [])]
+    roots = [size(base.image(root)) for root in base.roots(cell)]
     rows = [
-        Row("cold build", "s", ours["cold"], peer["cold"]),
-        Row("of it: compiling DeepSpeed's ops", "s", ours["compiled"]),
-        Row("build, unchanged", "s", ours["unchanged"], peer["unchanged"]),
-        Row("build, OpenRLHF's pin changed", "s", ours["changed"], peer["cold"]),
-        Row("image size", "MB", size(OURS), size(PEER)),
-        Row("image size without its root filesystem", "MB", *above_roots(cell)),
+        Row("cold build", "s", ours["cold"], peer.get("cold")),
+        Row("of it: compiling", "s", ours["compiled"]),
+        Row("build, unchanged", "s", ours["unchanged"], peer.get("unchanged")),
+        Row("build, OpenRLHF's pin changed", "s", ours["changed"], peer.get("cold")),
+        Row("image size", "MB", *sizes),
+        Row("image size without its root filesystem", "MB", *map(operator.sub, sizes, roots)),
     ]
     engine.client().images.remove(OURS)
-    removed = f"plain pip works only without {', '.join(unloadable(cell))}, removed again in its last step"
-    show(rows, [*NOTES, *([removed] if unloadable(cell) else [])], options.json)
+    show(rows, notes(cell) if has_peer else [], options.json)
     return 0
 
 
-def above_roots(cell: Cell) -> tuple[float, float]:
-    """The sizes of both images without the root filesystems that they start from."""
-    runtime, builder = (size(base.image(root)) for root in base.roots(cell))
-    return size(OURS) - runtime, size(PEER) - builder
+def notes(cell: Cell) -> list[str]:
+    """What to know of the peer."""
+    removed = unloadable(cell)
+    without = f"plain pip works only without {', '.join(removed)}, removed again in its last step"
+    return [*NOTES, without] if removed else NOTES
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ from rlhf_stack import settings
 
 SECONDS = 400
 SIDES = ("trainer", "engine")
+MEGABYTE = 10**6
+ZERO_3 = ("--ds.zero_stage", "3")
+SMALL_BUCKETS = {settings.SYNC_BUCKET: "1"}
 # How that OpenRLHF is called, and what it can do.
 SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
 FLAT = pytest.mark.carries("openrlhf==0.5.1")
@@ -68,6 +71,17 @@ def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     assert len(gpus) == len(nodes) == 2, "each engine has the GPU of its own node"
 
 
+@SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+def test_shards_of_two_nodes_are_gathered_bucket_by_bucket_for_engines_on_the_same_gpus(train):
+    """Upstream falls into an NCCL group with two ranks on one GPU."""
+    changed = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1", *ZERO_3]
+    run = train("hybrid", 1, 2, SECONDS, *changed, "--vllm.sync_backend", "gloo", **SMALL_BUCKETS)
+    assert_trained(run, steps=2, backend="gloo", engines=2)
+    assert_one_policy(run)
+    assert run.of("sync")[0]["bytes"] > 5 * MEGABYTE, "several buckets"
+
+
 @FLAT
 @pytest.mark.timeout(SECONDS + 40)
 def test_four_models_train_and_two_engines_on_two_nodes_follow(train):
@@ -80,8 +94,8 @@ def test_four_models_train_and_two_engines_on_two_nodes_follow(train):
 
 @FLAT
 @pytest.mark.timeout(SECONDS + 40)
-def test_an_actor_and_its_reference_are_spread_over_two_nodes(train):
-    run = train("spread", 2, 2, SECONDS)
+def test_the_shards_of_an_actor_on_two_nodes_are_gathered_bucket_by_bucket(train):
+    run = train("spread", 2, 2, SECONDS, "--zero_stage", "3", **SMALL_BUCKETS)
     assert_trained(run, steps=2, backend="gloo", engines=1)
     assert_critic_trained(run)
 
