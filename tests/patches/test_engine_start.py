@@ -1,4 +1,8 @@
+from pathlib import Path
+
 import pytest
+
+TRAINER = Path(__file__).with_name("flat.py").read_text(encoding="utf-8")
 
 # An engine that dies at its start, and models that take long to load or to train.
 DEAD = """
@@ -102,25 +106,9 @@ run(args)
 
 FLAT = (
     DEAD
+    + TRAINER
     + """
-class Models:
-    def __init__(self, *_, **__):
-        pass
-
-    def async_init_model_from_pretrained(self, *_):
-        return []
-
-    def async_fit_actor_model(self, *_, **__):
-        return [load.remote()]
-
-
-train_ppo_ray.PPORayActorGroup = Models
-sizes = {f"{role}_num_{what}": 1 for role in ("actor", "ref") for what in ("nodes", "gpus_per_node")}
-args = some(
-    **sizes, colocate_actor_ref=True, colocate_critic_reward=False, critic_pretrain=None, pretrain="m",
-    remote_rm_url=["r"], zero_stage=2, seed=0, max_len=64, vllm_num_engines=1, vllm_tensor_parallel_size=1,
-    enable_prefix_caching=False, enforce_eager=True,
-)
+Models.fit = load.remote
 run(args)
 """
 )

@@ -1,4 +1,8 @@
+from pathlib import Path
+
 import pytest
+
+TRAINER = Path(__file__).with_name("flat.py").read_text(encoding="utf-8")
 
 ENGINES = """
 import ray
@@ -77,30 +81,10 @@ run(lambda: Trainer().broadcast_to_vllm())
 # OpenRLHF 0.5 waits for the whole training, which the actor's ranks drive.
 TRAINING = (
     STOPPED
+    + TRAINER
     + """
-import openrlhf.cli.train_ppo_ray as train_ppo_ray
-
-
-class Models:
-    def __init__(self, *_, **__):
-        pass
-
-    def async_init_model_from_pretrained(self, *_):
-        return []
-
-    def async_fit_actor_model(self, *_, **__):
-        return [trainer.sync.remote()]
-
-
-train_ppo_ray.get_strategy = lambda _: None
+Models.fit = trainer.sync.remote
 train_ppo_ray.create_vllm_engines = lambda *_, **__: [engine]
-train_ppo_ray.PPORayActorGroup = Models
-sizes = {f"{role}_num_{what}": 1 for role in ("actor", "ref") for what in ("nodes", "gpus_per_node")}
-args = types.SimpleNamespace(
-    **sizes, colocate_actor_ref=True, colocate_critic_reward=False, critic_pretrain=None, pretrain="m",
-    remote_rm_url=["r"], zero_stage=2, seed=0, max_len=64, vllm_num_engines=1, vllm_tensor_parallel_size=1,
-    enable_prefix_caching=False, enforce_eager=True,
-)
 run(lambda: train_ppo_ray.train(args))
 """
 )
