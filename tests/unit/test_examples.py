@@ -1,5 +1,6 @@
 """images/examples: what they run is known to the command, and the Slurm script ends as its run does."""
 
+import copy
 import os
 import shlex
 import subprocess
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes_validate import ValidationError, validate
 from rlhf_stack.cli import _parser
 
 from scripts.lint import shell_scripts
 from scripts.matrix import ROOT, find, load
 
 EXAMPLES = ROOT / "images" / "examples"
+KUBERNETES = ("1.28", "1.37")  # an old one, and the newest of which the schemas are here
 SLURM = EXAMPLES / "slurm.sbatch"
 # Stand-ins for Slurm: a log of what was started where; `rlhf-stack start` stays until it is ended.
 FAKES = {
@@ -53,17 +56,34 @@ def test_the_services_of_compose_start_a_head_and_a_node_that_joins_it() -> None
     assert f"--expect-nodes {len(services)}" in services["head"]["command"]
 
 
-def test_the_pods_of_kuberay_have_shared_memory_and_no_rights_that_they_do_not_need() -> None:
+def pods() -> tuple[str, list[dict[str, Any]]]:
+    """The version of Ray in the file for KubeRay, and its pods, as Kubernetes is asked for them."""
     spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "raycluster.yaml").read_text())["spec"]
     templates = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-    for template in templates:
-        pod = template["template"]["spec"]
+    common = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
+    return spec["rayVersion"], [common | template["template"] for template in templates]
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_the_pods_of_kuberay(version: str) -> None:
+    """By its own schemas, in which a field that it does not know is an error."""
+    for pod in pods()[1]:
+        validate(pod, version, strict=True)
+        misspelt = copy.deepcopy(pod)
+        misspelt["spec"]["containers"][0]["volumeMount"] = []
+        with pytest.raises(ValidationError, match="volumeMount"):
+            validate(misspelt, version, strict=True)
+
+
+def test_the_pods_of_kuberay_have_shared_memory_and_no_rights_that_they_do_not_need() -> None:
+    release, found = pods()
+    for pod in (each["spec"] for each in found):
         assert pod["securityContext"]["runAsNonRoot"]
         (container,) = pod["containers"]
         name, _, tag = container["image"].partition(":")
         assert name == "rlhf-stacks"
         assert find(load(), tag).accelerator.kind == "cuda"
-        assert tag.startswith(f"ray{spec['rayVersion']}-")
+        assert tag.startswith(f"ray{release}-")
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["requests"] == container["resources"]["limits"]
