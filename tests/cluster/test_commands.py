@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import END_SECONDS, MARK, ended, marked
-from rlhf_stack import settings, tiny, tiny_run
+from rlhf_stack import commands, settings, tiny, tiny_run
 from rlhf_stack.start import token
 
 SECONDS = 400
@@ -25,6 +26,15 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def documented(told):
+    """The command's help names its schema, and every field that it printed."""
+    _, name, version = told["schema"].split("/")
+    promise = commands.load(name).__doc__.partition(f"--json prints rlhf-stack/{name}/{version}")[2]
+    inner = [entry for value in told.values() if isinstance(value, list) for entry in value]
+    printed = {"schema", *told, *(key for entry in inner if isinstance(entry, dict) for key in entry)}
+    return printed - {"schema", *re.findall(r"\w+", promise)} == set()
 
 
 class Shell:
@@ -90,6 +100,7 @@ def command(shell):
 def test_the_head_declares_what_was_asked_and_asks_for_a_token_where_ray_can(shell, head):
     assert [node["gpus"] for node in head["nodes"]] == [GPUS]
     assert head["nodes"][0]["cpus"] == 8
+    assert documented(head)
     assert head["token"] == token.is_known()
     assert head["ray_start"][head["ray_start"].index("--dashboard-host") + 1] == "127.0.0.1"
     assert token.path(shell.environment).is_file() == token.is_known()
@@ -105,6 +116,11 @@ def test_a_stranger_without_the_token_is_turned_away(shell, head, tmp_path):
     joining = shell.stack("start", "--join", head["nodes"][0]["address"], "--dry-run", HOME=str(tmp_path))
     assert joining.returncode == 2
     assert "this machine has none" in joining.stderr
+    for words in (["rehearse"], ["submit", "--", "true"]):
+        turned = shell.stack(*words, HOME=str(tmp_path))
+        assert turned.returncode == 2, turned.stderr
+        assert "it asks for the head's token, which is not here: copy it to" in turned.stderr
+        assert "Traceback" not in turned.stderr
 
 
 @pytest.mark.timeout(SECONDS)
@@ -112,6 +128,7 @@ def test_a_plan_on_the_running_cluster_says_that_the_run_fits(shell, head, comma
     done = shell.stack("plan", "--ray", "auto", "--json", "--", *command)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     told = json.loads(done.stdout)
+    assert documented(told)
     assert told["fits"]
     assert [node["address"] for node in told["nodes"]] == [head["nodes"][0]["address"]]
     assert {role["role"] for role in told["roles"]} >= {"actor"}
@@ -138,8 +155,45 @@ def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, com
     done = shell.stack("submit", "--json", "--", *command, more, "9")
     assert done.returncode == REFUSED, done.stderr[-3000:]
     told = json.loads(done.stdout)
+    assert documented(told)
     assert not told["submitted"]
     assert told["problems"]
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_job_s_end_and_a_profile_are_told_to_programs(shell, head, command):
+    del head
+    done = shell.stack("submit", "--json", "--", "echo", "from the job")
+    told = json.loads(done.stdout)
+    assert documented(told)
+    assert (told["submitted"], told["status"], told["code"]) == (True, "SUCCEEDED", 0)
+    assert "from the job" in done.stderr
+    done = shell.stack(
+        "profile", "--nodes", "1", "--gpus", str(GPUS), "--gpu-memory", "80", "--json", "--", *command
+    )
+    told = json.loads(done.stdout)
+    assert documented(told)
+    assert told["fits"]
+    assert told["command_line"][:3] == command[:3]
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_mistake_at_a_running_cluster_is_one_line(shell, head, command, tmp_path):
+    del head
+    nobody = f"127.0.0.1:{free_port()}"
+    for words in (
+        ["submit", "--address", f"http://{nobody}", "--", "true"],
+        ["submit", "--address", "nowhere", "--", "true"],
+        ["submit", "--working-dir", str(tmp_path / "none"), "--", "true"],
+        ["plan", "--ray", nobody, "--", *command],
+        ["plan", "--ray", "auto", "--", *command, "--no.such.flag"],
+        ["rehearse", "--", *command, "--no.such.flag"],
+        ["profile", "--ray", "auto", "--", *command],
+    ):
+        done = shell.stack(*words)
+        assert done.returncode == 2, words
+        assert done.stderr.startswith("error: "), done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.timeout(SECONDS)

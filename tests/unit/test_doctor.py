@@ -283,7 +283,6 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--log", "/no/such/file"], "/no/such/file: No such file or directory"),
         (["--freeze", "/dev/null"], "no line names a version"),
         (["--log", "-", "--freeze", "-"], "cannot both be read"),
-        (["--timeout", "0"], "greater than 0"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rlhf_stack.commands import plan as plan_command
 from rlhf_stack.memory import Zero, typed_shape
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
@@ -220,6 +222,24 @@ def test_a_report_counts_every_rank_once_and_knows_its_json(
     )
     assert values["fits"] == (not values["problems"])
     assert values["gpus_needed"] == asked.request.size
+
+
+def keys(value: Any) -> set[str]:
+    """The names of all fields in a JSON value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {name for one in inner for name in keys(one)} | set(value if isinstance(value, dict) else ())
+
+
+def test_help_names_every_field_of_the_json() -> None:
+    cluster = alike(2, 8, 40, 64, 500)
+    asked = run("big", engines=Engines(2, 4))
+    found = report(asked, cluster, SHAPES)
+    advice = advise(found, cluster, SHAPES)
+    values = json.loads(json.dumps(as_json(found, advice, symmetric(asked, cluster, SHAPES))))
+    assert values["advice"]
+    assert values["engine"]["cache"]
+    told = set(re.findall(r"\w+", (plan_command.__doc__ or "").partition("--json prints")[2]))
+    assert keys(values) - told == set()
 
 
 def test_the_screen_has_every_gpu_and_the_verdict() -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rlhf_stack import __version__, commands
 from rlhf_stack.problem import Problem
@@ -27,6 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
         return MISTAKE
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(__package__):
+            raise
+        print(
+            f"error: {error.name} is not installed here: run this in an image of the stack", file=sys.stderr
+        )
+        return MISTAKE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -36,9 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line, as a `Problem` is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and where help is."""
+        self.exit(MISTAKE, f"error: {message} (see {self.prog} --help)\n")
+
+
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     """The parser: of the command that is asked for, or of all where there is none to name them."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rlhf-stack",
         description=(__doc__ or "").split("\n")[0],
         epilog=CLOSING,

@@ -4,20 +4,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_stack.problem import Problem
+from rlhf_stack.start import token
 
 
-@contextmanager
-def connected(address: str = "auto") -> Iterator[None]:
-    """Be a driver of the cluster, by default of this machine, for a while; a `Problem` if none answers."""
+def connect(address: str = "auto") -> None:
+    """Be a driver of the cluster, by default of this machine; a `Problem` if none answers."""
     import ray
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or ["no answer"])[0]
-        if address != "auto":
-            raise Problem(f"no Ray cluster at {address}: {first}") from None
-        raise Problem(f"no Ray node runs on this machine ({first}): start one with ray start") from None
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise Problem(f"no Ray cluster {where}: {said(error)}") from None
+
+
+def said(error: Exception) -> str:
+    """What an error of Ray says, in one line; where a token is missing, what to do."""
+    if type(error).__name__ == "AuthenticationError":  # a class that Ray 2.12 does not have
+        return f"it asks for the head's token, which is not here: {token.HOW}"
+    return (str(error).strip().splitlines() or ["no answer"])[0]
+
+
+@contextmanager
+def connected(address: str = "auto") -> Iterator[None]:
+    """`connect` for a while."""
+    import ray
+
+    connect(address)
     try:
         yield
     finally:

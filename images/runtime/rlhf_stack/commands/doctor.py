@@ -12,6 +12,9 @@ its source; --log explains a log by it, --freeze judges an environment that is n
 
 Exit code: 0 all is well, or there are notes alone; 1 a warning; 3 an error; 2 a mistake in the question. With
 --log it is 1 if something is explained.
+
+--json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty for what is of no single
+one; id; severity: ok, note, warning or error; what, evidence, remedy and sources).
 """
 
 import argparse
@@ -19,7 +22,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf_stack import knownbad, patches, processes
+from rlhf_stack import amounts, knownbad, patches, processes
 from rlhf_stack.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 from rlhf_stack.output import show_json
 from rlhf_stack.problem import Problem
@@ -43,17 +46,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show notes too, and what is well")
     parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="for the whole cluster (30)"
+        "--timeout",
+        type=amounts.positive,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="for the whole cluster (30)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="rlhf-stack/doctor/1: `worst`, and `findings` with their node"
-    )
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/doctor/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Look, show, and say the worst by the exit code."""
-    if options.timeout <= 0:
-        raise Problem("--timeout: expected a number of seconds greater than 0")
     if options.log:
         found = _of_log(options.log, options.freeze)
     elif options.freeze:

@@ -5,6 +5,9 @@ is not present, or if this rlhf_stack came without any.
 
   rlhf-stack patches
   rlhf-stack patches --json | jq '.patches[] | select(.state != "present")'
+
+--json prints rlhf-stack/patches/1: `patches` (package, patch, title; state: present, missing or altered; why,
+which is empty if it is present).
 """
 
 import argparse
@@ -17,7 +20,7 @@ from rlhf_stack.output import show_json
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """``--json`` and ``--changes``."""
-    parser.add_argument("--json", action="store_true", help="rlhf-stack/patches/1: a list of `patches`")
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/patches/1 (see above)")
     parser.add_argument(
         "--changes", action="store_true", help="a line for each package that was replaced or edited, if any"
     )

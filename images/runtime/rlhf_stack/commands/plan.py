@@ -14,12 +14,14 @@ config.json or by its sizes:
   --model Qwen/Qwen2.5-7B=config.json
   --model my/model=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064
 
---json prints rlhf-stack/plan/1, in bytes: `fits`, `problems`, `notes`, `advice` (flags and a reason each),
-`symmetric` (a layout alike on all nodes, or null), `gpus_needed`, `nodes` (address, cpus, cpus_needed,
-memory, memory_running, memory_loading, gpu_memory, and gpus with `holds` and what they need in `training`
-and `generating`), `roles` (of one rank: weights, gradients, optimizer, activations, buffers, step, asleep,
-host, loading), `engine` (count, size, shares, and the cache of each GPU, or null) and `straddling` (engines
-by number: ours, upstream; upstream_waits_for is the group for which Ray would wait for ever).
+--json prints rlhf-stack/plan/1, in bytes: `fits`, `openrlhf` (its release) and what its parser `said`,
+`problems`, `notes`, `advice` (flags and a reason each), `symmetric` (a layout alike on all nodes, or null),
+`gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, gpu_memory, and
+gpus: index, `holds`, and what they need in `training` and `generating`), `roles` (role, ranks, parameters,
+and of one rank weights, gradients, optimizer, activations, buffers, step, asleep, host, loading), `engine`
+(count, size, shares, and the cache of each GPU: budget, weights, working, cache, and of the engine tokens and
+concurrency; or null) and `straddling` (engines by number: ours, upstream; upstream_waits_for is the group for
+which Ray would wait for ever).
 """
 
 import argparse

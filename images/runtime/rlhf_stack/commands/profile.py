@@ -9,8 +9,8 @@ and no recomputation that is not needed, sleep where GPUs are shared, the engine
   eval "$(rlhf-stack profile --nodes 2 --gpus 8 --gpu-memory 80 --apply -- python -m ...)"
 
 --apply prints the whole command line with the settings in it, and nothing else. --json prints
-rlhf-stack/profile/1: `fits`, `settings` (a flag or a variable, whether it is to be left out, and its reason)
-and `command_line`.
+rlhf-stack/profile/1: `fits`, `settings` (setting: a flag or a variable; dropped: whether it is to be left
+out; reason) and `command_line`.
 """
 
 import argparse

@@ -12,6 +12,9 @@ as left.
   rlhf-stack reap --json | jq '.left[].what'
 
 Exit code: 0 nothing is left, or all of it was removed; 1 something is.
+
+--json prints rlhf-stack/reap/1: `left` (kind: process, session, segment or lock; what; why; removed), and
+`segments_unknown`, true where shared memory is that of other containers too, and was left alone.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_stack import leftovers, ops, processes, reaping
+from rlhf_stack import amounts, leftovers, ops, processes, reaping
 from rlhf_stack.output import show_json
 from rlhf_stack.processes import Process
 
@@ -42,16 +45,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="end and remove what is shown")
     parser.add_argument(
         "--older-than",
-        type=float,
+        type=amounts.amount,
         default=LEAST_SECONDS,
         metavar="SECONDS",
         help="for servers without a raylet and for segments, which a node that starts has too (60)",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="rlhf-stack/reap/1: a list `left` of `kind`, `what`, `why`, `removed`",
-    )
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/reap/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,6 +11,12 @@ it. Run it on any node of the cluster, while nothing trains: with NCCL it takes 
   rlhf-stack rehearse --json | jq '.links[] | select(.verdict != "ok")'
 
 Exit code 1 if a link is dead, slow, or changes bytes.
+
+--json prints rlhf-stack/rehearse/1: `is_well`, `backend`, `floor`, `nodes` (address, host, used: the
+interface that was asked for, interfaces: name, address, network, megabits), `links` (first and second: nodes
+by number, from 0; forth and back: GB/s, null if nothing came; verdict: ok, slow, one way, cannot talk or
+wrong data; why, remedy) and `group` (sender, receivers, bytes, connect_seconds, seconds of each receiver,
+wrong: receivers that got other bytes, error), null if a link failed before it.
 """
 
 import argparse
@@ -18,6 +24,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from rlhf_stack import amounts
 from rlhf_stack.output import show_json
 from rlhf_stack.plan import asking
 
@@ -37,25 +44,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="as --vllm.sync_backend; what this image syncs by if not given",
     )
     parser.add_argument(
-        "--size", type=_positive, default=64.0, metavar="MB", help="of the bucket, 10^6 bytes (64)"
+        "--size", type=amounts.positive, default=64.0, metavar="MB", help="of the bucket, 10^6 bytes (64)"
     )
     parser.add_argument(
         "--floor",
-        type=_positive,
+        type=amounts.positive,
         default=0.1,
         metavar="GB/S",
         help="10^9 bytes a second below which a link is slow (0.1, about 1 Gbit/s)",
     )
     parser.add_argument(
         "--timeout",
-        type=_positive,
+        type=amounts.positive,
         default=30.0,
         metavar="SECONDS",
         help="for a rendezvous, and for a send (30)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="rlhf-stack/rehearse/1: `nodes`, `links`, `group`"
-    )
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/rehearse/1 (see above)")
     asking.command_option(parser)
 
 
@@ -81,13 +86,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0 if report.is_well else 1
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number greater than 0")
-    return number
 
 
 def _show(report: "Report") -> None:

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from rlhf_stack import amounts
 from rlhf_stack.output import show_json
 from rlhf_stack.problem import Problem
 from rlhf_stack.start import token
@@ -46,23 +47,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     role.add_argument("--head", action="store_true", help="be the first machine")
     role.add_argument("--join", metavar="ADDRESS", help=f"be one more, of the head at ADDRESS[:{PORT}]")
     parser.add_argument(
-        "--num-gpus", type=int, metavar="N", help="where there is no GPU: places for processes"
+        "--num-gpus", type=amounts.whole, metavar="N", help="where there is no GPU: places for processes"
     )
-    parser.add_argument("--num-cpus", type=int, metavar="N", help="CPUs to declare (those that there are)")
-    parser.add_argument("--object-store-memory", type=int, metavar="BYTES", help="(as /dev/shm allows)")
+    parser.add_argument(
+        "--num-cpus", type=amounts.whole, metavar="N", help="CPUs to declare (those that there are)"
+    )
+    parser.add_argument(
+        "--object-store-memory", type=amounts.count, metavar="BYTES", help="(as /dev/shm allows)"
+    )
     parser.add_argument(
         "--node-ip-address", metavar="ADDRESS", help="this machine's, by which others reach it"
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"of the head ({PORT})")
+    parser.add_argument("--port", type=amounts.port, default=PORT, help=f"of the head ({PORT})")
     parser.add_argument("--dashboard-host", default=LOOPBACK, metavar="ADDRESS", help=f"({LOOPBACK})")
     parser.add_argument(
         "--auth", choices=("auto", "token", "none"), default="auto", help="auto: a token where Ray knows them"
     )
-    parser.add_argument("--expect-nodes", type=int, metavar="N", help="wait for N nodes, this one included")
-    parser.add_argument("--expect-gpus", type=float, default=0.0, metavar="N", help="and for N GPUs in all")
+    parser.add_argument(
+        "--expect-nodes", type=amounts.count, metavar="N", help="wait for N nodes, this one included"
+    )
+    parser.add_argument(
+        "--expect-gpus", type=amounts.amount, default=0.0, metavar="N", help="and for N GPUs in all"
+    )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=amounts.positive,
         default=300.0,
         metavar="SECONDS",
         help="for that, and for the head to answer (300)",
@@ -93,6 +102,10 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(shlex.join(started))
         return 0
+    if shutil.which(started[0]) is None:
+        raise Problem(
+            "there is no `ray` on the PATH: run this in an image, or activate the environment of Ray"
+        )
     if with_token and options.head and token.ensure(environment):
         _say(f"made a token in {token.path(environment)}: the other machines need the same")
     if options.join:

@@ -25,7 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_stack import commandline, settings
+from rlhf_stack import amounts, commandline, settings
+from rlhf_stack.connecting import said
 from rlhf_stack.nodes import DASHBOARD
 from rlhf_stack.output import show_json
 from rlhf_stack.plan import asking
@@ -55,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--ray", default="auto", metavar="ADDRESS", help="of the cluster, to plan on it (auto)"
     )
     parser.add_argument(
-        "--gpu-memory", type=float, default=0.0, metavar="GIB", help="judge the memory of GPUs too"
+        "--gpu-memory", type=amounts.amount, default=0.0, metavar="GIB", help="judge the memory of GPUs too"
     )
     parser.add_argument(
         "--env",
@@ -131,15 +132,14 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
 
 def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], output: Any) -> Ended:
     """Submit, write the job's output to ``output``, and say how it ended."""
+    from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
     try:
         client = JobSubmissionClient(address)
         job = client.submit_job(entrypoint=shlex.join(words), runtime_env=dict(environment))
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise Problem(
-            f"Ray's job server at {address}: {(str(error).splitlines() or ['no answer'])[0]}"
-        ) from None
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise Problem(f"Ray's job server at {address}: {said(error)}") from None
     print(f"rlhf-stack: job {job}", file=sys.stderr, flush=True)
     try:
         asyncio.run(_tail(client, job, output))

@@ -9,6 +9,10 @@ what Ray's agents measure; placement groups that wait, and why, are Ray's own. R
   rlhf-stack top --json | jq '.engines[] | select(.ratio < 0.5)'
 
 Exit code: 0; with --once and --json 1 if a placement group waits.
+
+--json prints rlhf-stack/top/1 once: `phase`, `step`, `reward`, `sync` (GB/s), `engines` (index, places,
+tokens_per_second, and ratio to the median), `gpus` (node, index, used and total bytes) and `waiting` (id,
+bundles, reason); null or empty where nothing is told.
 """
 
 import argparse
@@ -33,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """How long, and where the events are."""
     parser.add_argument("--once", action="store_true", help="show it once")
     parser.add_argument("--events", metavar="DIR", help="the directory of RLHF_STACK_EVENTS")
-    parser.add_argument("--json", action="store_true", help="rlhf-stack/top/1: once, all that is known")
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/top/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:

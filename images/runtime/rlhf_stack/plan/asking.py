@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_stack import commandline, runs
+from rlhf_stack import amounts, commandline, runs
 from rlhf_stack.connecting import connected
 from rlhf_stack.memory import Shape, ShapeError, read_shape, typed_shape
 from rlhf_stack.plan import machines as of_cluster
@@ -17,11 +17,15 @@ CONFIG = "config.json"
 
 def cluster_options(parser: argparse.ArgumentParser) -> None:
     """The machines: typed, in a file, or those of a running cluster."""
-    parser.add_argument("--nodes", type=_positive, metavar="N", help="how many machines, all alike")
-    parser.add_argument("--gpus", type=_positive, default=8, metavar="N", help="GPUs of each (8)")
-    parser.add_argument("--gpu-memory", type=float, default=0.0, metavar="GIB", help="memory of each GPU")
-    parser.add_argument("--cpus", type=float, default=0.0, metavar="N", help="CPUs of each (enough)")
-    parser.add_argument("--memory", type=float, default=0.0, metavar="GIB", help="memory of each host")
+    parser.add_argument("--nodes", type=amounts.count, metavar="N", help="how many machines, all alike")
+    parser.add_argument("--gpus", type=amounts.whole, default=8, metavar="N", help="GPUs of each (8)")
+    parser.add_argument(
+        "--gpu-memory", type=amounts.amount, default=0.0, metavar="GIB", help="memory of each GPU"
+    )
+    parser.add_argument("--cpus", type=amounts.amount, default=0.0, metavar="N", help="CPUs of each (enough)")
+    parser.add_argument(
+        "--memory", type=amounts.amount, default=0.0, metavar="GIB", help="memory of each host"
+    )
     parser.add_argument(
         "--cluster", type=Path, metavar="FILE", help="machines in YAML, in place of the above"
     )
@@ -96,13 +100,6 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise Problem(f"{path}: {error.strerror or error}") from None
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def _typed(text: str) -> tuple[str, Shape]:

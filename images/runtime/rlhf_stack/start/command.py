@@ -1,7 +1,9 @@
 """The ``ray start`` for a machine: a pure function of what was asked and of what is there."""
 
+import re
 from dataclasses import dataclass
 
+from rlhf_stack import amounts
 from rlhf_stack.problem import Problem
 from rlhf_stack.start.machine import SHARED_MEMORY, Here, is_public
 
@@ -9,6 +11,7 @@ LEAST = 78_643_200  # bytes of an object store: Ray's own limit
 OF_MEMORY, OF_SHARED = 0.3, 0.9  # what of the memory Ray takes by itself, and of /dev/shm what it leaves
 MOST = 200_000_000_000  # bytes: Ray's own limit where nobody asks for more
 PORT = 6379
+ADDRESS = re.compile(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d+))?")  # [...]: of version 6
 LOOPBACK = "127.0.0.1"
 GIB = 1 << 30
 
@@ -47,8 +50,11 @@ def command(asked: Asked, here: Here, token: bool) -> list[str]:
 
 
 def with_port(address: str) -> str:
-    """An address of a head, with Ray's own port if it has none."""
-    return address if ":" in address else f"{address}:{PORT}"
+    """An address of a head, with Ray's own port if it has none; `Problem` if it is no HOST[:PORT]."""
+    found = ADDRESS.fullmatch(address)
+    if not found or not 0 < int(found["port"] or PORT) <= amounts.LAST_PORT:
+        raise Problem(f"--join {address!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1")
+    return address if found["port"] else f"{address}:{PORT}"
 
 
 def gpus(asked: int | None, here: Here) -> int:

@@ -52,13 +52,14 @@ def is_public(address: str) -> bool:
 def wait_for(address: str, seconds: float) -> None:
     """Until something listens at ``address``, HOST:PORT; `Problem` after ``seconds``."""
     host, _, port = address.rpartition(":")
+    reached = (host.strip("[]"), int(port))
     deadline = time.monotonic() + seconds
     while True:
         try:
-            with socket.create_connection((host, int(port)), max(0.1, deadline - time.monotonic())):
+            with socket.create_connection(reached, max(0.1, deadline - time.monotonic())):
                 return
-        except (OSError, ValueError, OverflowError) as error:
-            if isinstance(error, ValueError | OverflowError) or time.monotonic() > deadline:
+        except OSError as error:
+            if time.monotonic() > deadline:
                 raise Problem(f"no head answers at {address} after {seconds:g} s: {error}") from None
         time.sleep(POLL_SECONDS)
 
