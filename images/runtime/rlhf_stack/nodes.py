@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhf_stack.connecting import connect
+from rlhf_stack.problem import Problem
 from rlhf_stack.start import token
 
 POLL_SECONDS = 0.2
@@ -71,17 +73,15 @@ def _until(deadline: float, attempt: Callable[[], str]) -> None:
     start = time.monotonic()
     while lack := attempt():
         if time.monotonic() >= deadline:
-            raise NotReadyError(f"{lack} after {time.monotonic() - start:.0f} s")
+            raise NotReadyError(f"{lack} (waited {time.monotonic() - start:.0f} s)")
         time.sleep(POLL_SECONDS)
 
 
 def _connect() -> str:
-    import ray
-
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
-        return f"no Ray node answers on this machine ({str(error).splitlines()[0]})"
+        connect()
+    except Problem as problem:
+        return str(problem)
     return ""
 
 

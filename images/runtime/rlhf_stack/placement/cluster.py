@@ -53,6 +53,8 @@ def reserve(request: Request) -> dict[str, Any]:
     """
     import ray
 
+    if not ray.is_initialized():  # OpenRLHF 0.5.1 leaves it to what it uses first of Ray
+        ray.init()
     nodes, found = _plan_on_free(request)
     _tell(nodes, request, found)
     made: dict[str, Any] = {}
@@ -166,8 +168,6 @@ def _nodes(free: bool) -> list[FreeNode]:
     per_node = getattr(state, "available_resources_per_node", None)
     if per_node is None:  # Ray 2.9.3
         per_node = state.state._available_resources_per_node
-    if not ray.is_initialized():  # OpenRLHF 0.5.1 leaves it to what it uses first of Ray
-        ray.init()
     available = per_node()
     found = []
     for entry in ray.nodes():
