@@ -96,7 +96,7 @@ class Cluster:
     """A context: on entry every node is up and known to Ray; on exit nothing of it is left.
 
     The first of ``nodes`` is the head. ``environment`` reaches every process. ``timeout`` in seconds is for
-    the nodes to join.
+    the nodes to join. ``start`` is the command of a node, given the head's host name as `ray_start` is.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         timeout: float = 120.0,
         options: Mapping[str, Any] | None = None,
+        start: Callable[[Node, str | None], list[str]] = ray_start,
     ) -> None:
         self._client = client
         self._image = image
@@ -114,6 +115,7 @@ class Cluster:
         self._environment = dict(environment or {})
         self._timeout = timeout
         self._options = dict(options or {})
+        self._command = start
         self._networks: list[Network] = []
         self._end = contextlib.ExitStack()
         self.containers: list[Container] = []
@@ -227,7 +229,7 @@ class Cluster:
         for node in self._nodes:
             container = self._client.containers.create(
                 self._image,
-                ray_start(node, None if node.name == head else head),
+                self._command(node, None if node.name == head else head),
                 name=f"rlhf-stacks-{run}-{node.name}",
                 hostname=node.name,
                 environment=self._environment,

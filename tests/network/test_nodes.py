@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import docker
@@ -17,6 +16,7 @@ from scripts import demo
 from scripts.cluster import LABEL, Cluster, sweep
 from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
+from tests.network.waiting import WAIT_SECONDS, until
 
 ON_EVERY_NODE = """
 import json, os, ray
@@ -31,15 +31,6 @@ nodes = [node["NodeID"] for node in ray.nodes()]
 answers = [look.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
 print(json.dumps(ray.get(answers, timeout=60)))
 """
-WAIT_SECONDS = 120
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, with a deadline."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS} s for {what}"
-        time.sleep(0.1)
 
 
 @pytest.mark.timeout(300)

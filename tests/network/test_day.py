@@ -1,0 +1,184 @@
+"""A user's day on two machines: start, plan, rehearse, submit, watch, and mend after a run that died.
+
+The nodes are started by ``rlhf-stack start``, and all is asked on the head. With a Ray that knows tokens
+they share one, as machines that are given the same RAY_AUTH_TOKEN.
+"""
+
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import docker
+import pytest
+from docker.models.containers import Container
+
+from scripts import demo, report
+from scripts.cluster import Cluster, Node
+from scripts.matrix import Cell
+from tests.network.waiting import until
+
+STEPS = 12
+SECONDS = 400  # for what takes one minute on a quiet machine
+LAYOUT = "separate"
+SHORT = {"RAY_METRICS_REPORT_INTERVAL_MS": "500"}  # what top shows is at most so old
+SETTINGS = {"RLHF_STACK_EVENTS": demo.EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
+KILL_THE_DRIVER = """
+import os, signal
+from rlhf_stack import processes
+drivers = [one for one in processes.table() if one.role == processes.DRIVER and "train_ppo_ray" in one.line]
+for driver in drivers:
+    os.kill(driver.pid, signal.SIGKILL)
+"""
+
+
+def start(node: Node, head: str | None) -> list[str]:
+    """What a user types on each machine."""
+    role = ["--head", "--expect-nodes", str(len(demo.NODES))] if head is None else ["--join", head]
+    return [
+        "rlhf-stack",
+        "start",
+        *role,
+        "--num-gpus",
+        str(node.gpus),
+        "--num-cpus",
+        str(node.cpus),
+        "--block",
+    ]
+
+
+@pytest.fixture(scope="module")
+def cluster(client: docker.DockerClient, cell: Cell) -> Iterator[Cluster]:
+    """Two nodes for the whole day, with the tiny model on both."""
+    environment = SHORT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with Cluster(client, cell.tag, demo.NODES, environment, start=start) as running:
+        demo.prepare(running, STEPS, seed=0)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def run(cluster: Cluster) -> list[str]:
+    """The command line of a run that fits on the cluster."""
+    return demo.command(cluster, LAYOUT, STEPS, seed=0)
+
+
+def ask(container: Container, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a command of ``rlhf-stack`` on a node."""
+    command = ["docker", "exec", str(container.id), "rlhf-stack", arguments[0], "--json", *arguments[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.stdout, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, told
+
+
+def submit(run: Sequence[str]) -> list[str]:
+    """What a user types on the head: what is set for rlhf_stack goes along, and what is named."""
+    variables = [f"{name}={value}" for name, value in SETTINGS.items()]
+    return ["env", *variables, "rlhf-stack", "submit", "--env", "HF_HUB_OFFLINE=1", "--", *run]
+
+
+def has(events: Sequence[dict[str, Any]], **fields: Any) -> bool:
+    """Whether an event has these fields."""
+    return any(fields.items() <= event.items() for event in events)
+
+
+class Watch:
+    """Asks `top` and then `doctor`, once there is something to see."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._syncs = False
+        self.top: dict[str, Any] = {}
+        self.doctor: dict[str, Any] = {}
+
+    def __call__(self) -> None:
+        """Called while the run goes on."""
+        if not self._syncs:
+            self._syncs = has(demo.events_of(self._cluster), event="sync")
+        elif not self.top:
+            _, told = ask(self._cluster.head, "top", "--events", demo.EVENTS)
+            self.top = told if any(one["tokens_per_second"] for one in told["engines"]) else {}
+        elif not self.doctor:
+            _, self.doctor = ask(self._cluster.head, "doctor", "--timeout", "120")
+
+
+def once(holds: Callable[[], bool], act: Callable[[], object]) -> Callable[[], None]:
+    """A tick that does ``act`` the first time that ``holds`` does."""
+    pending = [act]
+
+    def tick() -> None:
+        if pending and holds():
+            pending.pop()()
+
+    return tick
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_nodes_join_and_the_head_shows_them(cluster: Cluster) -> None:
+    lines = [f"{node['address']}: {node['gpus']:g} GPUs" for node in cluster.addresses]
+    until(lambda: all(line in cluster.logs()["head"] for line in lines), "both nodes in what the head says")
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_stranger_without_the_token_is_turned_away(cluster: Cluster, cell: Cell) -> None:
+    alone = ["env", "-u", "RAY_AUTH_TOKEN", "HOME=/nowhere", "python", "-c"]
+    known = cluster.output(
+        cluster.head, [*alone, "from rlhf_stack.start import token; print(token.is_known())"]
+    )
+    if known.strip() != "True":
+        pytest.skip(f"Ray {cell.versions['ray']} has no tokens")
+    connect = "import ray; ray.init('auto', log_to_driver=False)"
+    command = ["docker", "exec", str(cluster.containers[1].id), *alone, connect]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode != 0
+    assert "InvalidAuthToken" in done.stderr
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_plan_says_that_the_run_fits(cluster: Cluster, run: Sequence[str]) -> None:
+    code, told = ask(cluster.head, "plan", "--ray", "auto", "--", *run)
+    assert (code, told["problems"]) == (0, [])
+    assert {node["address"] for node in told["nodes"]} == {node["address"] for node in cluster.addresses}
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_rehearsal_of_the_run_is_well(cluster: Cluster, run: Sequence[str]) -> None:
+    code, told = ask(cluster.head, "rehearse", "--size", "8", "--floor", "0.0001", "--", *run)
+    assert (code, told["is_well"]) == (0, True)
+    assert len(told["group"]["receivers"]) >= 2
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_run_trains_to_its_end_and_is_watched(cluster: Cluster, run: Sequence[str], cell: Cell) -> None:
+    watch, said = Watch(cluster), list[str]()
+    code = cluster.follow(submit(run), said.append, watch, timeout=SECONDS - 30)
+    assert code == 0, "\n".join(said[-20:])
+    result = report.build(cell.id, cell.versions, cluster.addresses, demo.events_of(cluster), {})
+    assert result["steps"] == STEPS
+    assert result["weights_equal"]
+    assert watch.top["sync"] > 0
+    assert len(watch.top["engines"]) == len(result["engines"])
+    assert [one for one in watch.doctor["findings"] if one["severity"] == "error"] == []
+    asked = {one["node"] for one in watch.doctor["findings"] if one["id"] == "patches"}
+    assert asked == {node["address"] for node in cluster.addresses}
+
+
+@pytest.mark.timeout(SECONDS)
+def test_what_a_killed_driver_leaves_is_reaped_and_all_is_free_again(
+    cluster: Cluster, run: Sequence[str]
+) -> None:
+    begun = time.time()
+
+    def loads() -> bool:
+        events = [event for event in demo.events_of(cluster) if event["time"] > begun]
+        return has(events, event="engine start", step="model loaded")
+
+    def kill() -> None:
+        cluster.output(cluster.head, ["python", "-c", KILL_THE_DRIVER])
+
+    assert cluster.follow(submit(run), lambda _: None, once(loads, kill), timeout=SECONDS - 30) != 0
+    reap = ("reap", "--yes", "--older-than", "0")
+    until(lambda: not any(ask(node, *reap)[1]["left"] for node in cluster.containers), "nothing left to reap")
+    until(lambda: ask(cluster.head, "plan", "--ray", "auto", "--", *run)[0] == 0, "free GPUs")

@@ -1,0 +1,14 @@
+"""A wait of the tests on several containers, which ends."""
+
+import time
+from collections.abc import Callable
+
+WAIT_SECONDS = 120
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS} s for {what}"
+        time.sleep(0.1)
