@@ -5,12 +5,18 @@ from contextlib import contextmanager
 
 from rlhf_stack.problem import Problem
 from rlhf_stack.start import token
+from rlhf_stack.start.command import with_port
+from rlhf_stack.start.machine import wait_for
+
+ANSWER_SECONDS = 10.0
 
 
 def connect(address: str = "auto") -> None:
     """Be a driver of the cluster, by default of this machine; a `Problem` if none answers."""
     import ray
 
+    if address != "auto":  # Ray itself would try for minutes
+        wait_for(with_port(address), ANSWER_SECONDS)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:

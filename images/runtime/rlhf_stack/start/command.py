@@ -53,7 +53,7 @@ def with_port(address: str) -> str:
     """An address of a head, with Ray's own port if it has none; `Problem` if it is no HOST[:PORT]."""
     found = ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"] or PORT) <= amounts.LAST_PORT:
-        raise Problem(f"--join {address!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1")
+        raise Problem(f"{address!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1")
     return address if found["port"] else f"{address}:{PORT}"
 
 
