@@ -1,5 +1,4 @@
 # After preamble.py, the beginning of every probe of placement: three Ray nodes with GPUs that are not there.
-import itertools
 import os
 import sys
 import time
@@ -74,6 +73,7 @@ def stage(free, run, cpus=CPUS):
     taken = [{name: amount for name, amount in bundle.items() if amount} for bundle in taken]
     others = ray.util.placement_group(taken)
     assert others.wait(30)
+    await_free(sum(free))
     before = set(ray.util.placement_group_table())
 
     try:
@@ -82,9 +82,14 @@ def stage(free, run, cpus=CPUS):
         for number in set(ray.util.placement_group_table()) - before | {others.id.hex()}:
             if ray.util.placement_group_table()[number]["state"] != "REMOVED":
                 ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
-        until = itertools.count()
-        while ray.available_resources().get("GPU") != NODES * GPUS and next(until) < 200:
-            time.sleep(0.05)
+        await_free(NODES * GPUS)
+
+
+def await_free(gpus):
+    # Ray tells what was taken or given back only after a while.
+    until = time.monotonic() + 30
+    while ray.available_resources().get("GPU") != gpus and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def few_cpus(make, *arguments):

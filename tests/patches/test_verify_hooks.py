@@ -58,6 +58,7 @@ torch.distributed.broadcast = lambda *_, **__: None  # as upstream sends
 group = types.SimpleNamespace(
     name="gloo",
     answers=[],
+    in_place=True,
     device=torch.device("cpu"),
     broadcast=lambda *_, **__: None,
     buffers=types.SimpleNamespace(first=lambda size, _: torch.empty(size, dtype=torch.uint8)),

@@ -271,7 +271,9 @@ def test_a_local_rank_is_not_a_gpus_name(proves, machine, noset):
     [
         pytest.param({}, marks=AMD_RAY),
         {"HIP_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"},
-        {"ROCR_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0", NOSET_CUDA: "1", NOSET_ROCR: "1"},
+        pytest.param(
+            {"ROCR_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0", NOSET_CUDA: "1", NOSET_ROCR: "1"}, marks=AMD_RAY
+        ),
     ],
     ids=str,
 )
