@@ -78,6 +78,7 @@ def test_equal_weights_are_recorded_as_equal(alone):
     models = [[Half(0), Half(1)], [Half(0), Half(1)]]
     one = trainer([engine(ranks) for ranks in models])
     with verify.recorded_sync(one):
+        assert [event["name"] for event in events.read(alone)] == ["sync"], "told before it may stall"
         send(one, models)
     (recorded,) = [event for event in events.read(alone) if event["event"] == "verify"]
     assert recorded["equal"] is True

@@ -3,6 +3,7 @@
 import itertools
 import random
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from rlhf_stack import balance, settings
+from rlhf_stack import balance, events, settings
 
 WORK = st.lists(st.integers(1, 2000), max_size=40)
 BUSY = st.lists(st.integers(0, 5000), min_size=1, max_size=6)
@@ -99,3 +100,12 @@ def test_an_answer_without_a_limit_may_fill_what_its_prompt_leaves(engines: list
     unlimited = SimpleNamespace(max_tokens=None)
     found = balance.engines_of(engines, ["x", "x" * 99], tokenizer, unlimited, limit=100, samples=4)
     assert found == [1, 1], "each is 4 times 100 tokens at most, and the first engine has 1000"
+
+
+def test_that_generation_begins_is_told(
+    engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.EVENTS, str(tmp_path))
+    balance.engines_of(engines, ["x"], tokenizer, SimpleNamespace(max_tokens=9), limit=128, samples=1)
+    (event,) = events.read(tmp_path)
+    assert (event["event"], event["name"]) == ("begins", "generation")

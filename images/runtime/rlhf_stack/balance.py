@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from rlhf_stack import settings
+from rlhf_stack import events, settings
 
 ASK_SECONDS = 60.0  # for engines to say what they still have; upstream waits for ever
 
@@ -62,6 +62,7 @@ def engines_of(
     """
     import ray
 
+    events.begins("generation")
     busy = [0.0] * len(engines)
     if not settings.flag(settings.REPEATABLE):
         busy = ray.get([engine.unfinished_work.remote() for engine in engines], timeout=ASK_SECONDS)

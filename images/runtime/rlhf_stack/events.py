@@ -47,6 +47,11 @@ def phase(name: str) -> None:
     emit("phase", name=name)
 
 
+def begins(name: str) -> None:
+    """A part of a training step begins, which may not end: "generation", "sync"."""
+    emit("begins", name=name)
+
+
 def step(number: int, logs: Mapping[str, Any]) -> None:
     """Training step ``number`` (from 1) with all numbers that upstream logs, and the mean ``reward``."""
     values = {

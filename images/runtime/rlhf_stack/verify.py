@@ -32,10 +32,12 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     import torch
 
     index = next(_indices)
+    is_root = torch.distributed.get_rank() == 0
+    if is_root:
+        events.begins("sync")
     start = time.monotonic()
     yield
     seconds = time.monotonic() - start
-    is_root = torch.distributed.get_rank() == 0
     if is_root:
         described = [describe(name, parameter) for name, parameter in _synced(trainer)]
         backend, size = _backend(trainer), total(described)
