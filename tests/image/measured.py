@@ -147,48 +147,49 @@ def stages():
 
 
 def all_states():
-    """The bytes of all tensors of a DeepSpeed engine on two ranks, after a step and with gradients."""
+    """The bytes of all tensors of DeepSpeed engines on two ranks, after a step and with gradients."""
     import subprocess
 
-    rows = []
-    for stage, offload, wide in stages():
-        with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-            free.close()
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
-            asked = {
-                "STAGE": str(stage),
-                "OFFLOAD": str(int(offload)),
-                "WIDE": str(int(wide)),
-                "HOME": folder,
-            }
-            ranks = []
-            for rank in range(RANKS):
-                environment = os.environ | common | asked | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                command = [sys.executable, __file__, "rank"]
-                ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-            try:
-                outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-            finally:
-                for rank in ranks:
-                    rank.kill()
-        rows += json.loads(outputs[0].splitlines()[-1])
-    return rows
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "HOME": folder}
+        ranks = []
+        for rank in range(RANKS):
+            environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, __file__, "rank"]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        try:
+            outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return json.loads(outputs[0].splitlines()[-1])
 
 
 def one_rank():
-    """A rank of `all_states`: two steps of training, and the difference to what was there before."""
+    """A rank of `all_states`: one engine after the other, as what is imported takes longest."""
     import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    rows = []
+    for stage, offload, wide in stages():
+        rows += engine_states(stage, offload, wide)
+        torch.distributed.barrier()
+    return rows
+
+
+def engine_states(stage, offload, wide):
+    """Two steps of training, and the difference to what was there before."""
     import torch
     from rlhf_stack.memory import Zero, states
 
-    torch.set_num_threads(1)
-    stage, offload, wide = int(os.environ["STAGE"]), os.environ["OFFLOAD"] == "1", os.environ["WIDE"] == "1"
     model = model_of(SIZES)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     before = allocated() - 2 * parameters
-    deepspeed.init_distributed("gloo")
     engine = deepspeed_engine(model, stage, offload, wide)
 
     def train():
@@ -209,7 +210,7 @@ def one_rank():
     rows.append(row(f"{name}: with gradients", found.held + found.host, with_gradients))
     for one in rows:  # a bucket that is kept is counted among the buffers
         one["measured"] -= bucket if one["measured"] > bucket else 0
-    torch.distributed.barrier()
+    engine.destroy()
     return rows
 
 
