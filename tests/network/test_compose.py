@@ -1,0 +1,69 @@
+"""images/examples/compose.yaml for real, where there is a compose: two services are one cluster."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from scripts.matrix import ROOT, Cell
+
+FILE = ROOT / "images" / "examples" / "compose.yaml"
+SECONDS = 240
+Compose = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def installed() -> list[str]:
+    """The command: Docker's plugin, or the program of its own that Debian has; empty if there is none."""
+    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    if plugin.returncode == 0:
+        return ["docker", "compose"]
+    return ["docker-compose"] if shutil.which("docker-compose") else []
+
+
+@pytest.fixture
+def compose(cell: Cell) -> Iterator[Compose]:
+    """Runs compose on the file, as a project of its own that is taken down at the end."""
+    command = installed()
+    if not command:
+        pytest.skip("neither `docker compose` nor docker-compose is here")
+    project = ["-f", str(FILE), "-p", f"rlhf-stacks-{secrets.token_hex(4)}"]
+    environment = os.environ | {"RLHF_STACKS": cell.tag, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+    def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*command, *project, *arguments],
+            env=environment | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+    yield run
+    ended = run("down", "--volumes")
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_secret_is_asked_for(compose: Compose) -> None:
+    done = compose("config", RAY_AUTH_TOKEN="")
+    assert done.returncode != 0
+    assert "a secret that both services have" in done.stderr
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_two_services_are_a_cluster_that_takes_jobs(compose: Compose) -> None:
+    up = compose("up", "-d")
+    assert up.returncode == 0, up.stderr
+    nodes = ["python", "-m", "rlhf_stack.nodes", "--nodes", "2", "--gpus", "4", "--timeout", "120"]
+    there = compose("exec", "-T", "head", *nodes)
+    assert there.returncode == 0, there.stderr + compose("logs").stdout[-3000:]
+    assert len(json.loads(there.stdout)) == 2
+    job = compose("exec", "-T", "head", "rlhf-stack", "submit", "--", "echo", "from the job")
+    assert job.returncode == 0, job.stderr
+    assert "from the job" in job.stdout
