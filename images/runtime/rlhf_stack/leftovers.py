@@ -97,6 +97,8 @@ def held_segments(table: Iterable[Process], proc: Path = processes.PROC) -> set[
         return None
     found: set[str] = set()
     for process in table:
+        if process.state == processes.ZOMBIE:
+            continue  # it holds nothing any more, and only root may ask it
         folder = proc / str(process.pid)
         try:
             links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
