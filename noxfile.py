@@ -128,6 +128,16 @@ def registry(session: nox.Session, cell: str) -> None:
 
 
 @nox.session
+@for_cell
+def faults(session: nox.Session, cell: str) -> None:
+    """Hit a training run with each fault in each phase, and write the catalogue's table (-- -k PART)."""
+    try:
+        _with_docker(session, "scripts.hosttests", "faults", cell, *session.posargs)
+    finally:
+        _python(session, "scripts.faults")
+
+
+@nox.session
 def catalogue(session: nox.Session) -> None:
     """Measure the images that are here, and write images/README.md and the README's table (-- --check)."""
     _with_docker(session, "scripts.catalogue", *session.posargs)

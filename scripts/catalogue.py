@@ -18,7 +18,7 @@ import docker.errors
 import msgspec
 from docker.models.images import Image
 
-from scripts import engine, facts
+from scripts import engine, facts, faults
 from scripts.facts import Facts
 from scripts.matrix import ROOT, Cell, expand, load, stand_ins
 from scripts.problem import Problem, run
@@ -35,9 +35,21 @@ def texts(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> dic
     """The generated files, as they follow from the matrix and the facts."""
     return {
         facts.CATALOGUE: facts.dump(known),
-        PAGE: page(cells, known),
+        PAGE: page(cells, known, faults.load()),
         README: filled(readme, cells, known),
     }
+
+
+def write_texts() -> None:
+    """Write the generated files again from what was measured before."""
+    matrix = load()
+    cells = (*expand(matrix), *stand_ins(matrix))
+    _write(cells, still_true(cells, facts.load()))
+
+
+def _write(cells: Sequence[Cell], known: Mapping[str, Facts]) -> None:
+    for path, text in texts(cells, known, README.read_text(encoding="utf-8")).items():
+        path.write_text(text, encoding="utf-8")
 
 
 def still_true(cells: Iterable[Cell], known: Mapping[str, Facts]) -> dict[str, Facts]:
@@ -132,8 +144,7 @@ def main() -> int:
     current = still_true(cells, known)
     if not options.offline:
         current |= measure_all(engine.client(), cells)
-    for path, text in texts(cells, current, README.read_text(encoding="utf-8")).items():
-        path.write_text(text, encoding="utf-8")
+    _write(cells, current)
     return 0
 
 

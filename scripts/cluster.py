@@ -126,7 +126,7 @@ class Cluster:
         self._end.enter_context(removed_at_the_end(self.containers, self._networks))
         try:
             self._start()
-            self.addresses = self._wait()
+            self.wait(self._timeout)
         except BaseException:
             self._end.close()
             raise
@@ -179,10 +179,11 @@ class Cluster:
         line: Callable[[str], None],
         tick: Callable[[], None] = lambda: None,
         timeout: float = 1800.0,
+        nodes_may_end: bool = False,
     ) -> int:
         """Run ``command`` on the head: ``line`` gets its output, ``tick`` is called twice a second.
 
-        Returns its exit code. A `Problem` if a node ends meanwhile, or after ``timeout`` seconds.
+        Returns its exit code. A `Problem` after ``timeout`` seconds, or if a node ends that may not.
         """
         lines: queue.Queue[str | None] = queue.Queue()
         deadline = time.monotonic() + timeout
@@ -202,7 +203,8 @@ class Cluster:
                         break
                     line(text)
                 if time.monotonic() - checked >= POLL_SECONDS:
-                    self.check()
+                    if not nodes_may_end:
+                        self.check()
                     tick()
                     checked = time.monotonic()
                 if time.monotonic() > deadline:
@@ -210,7 +212,8 @@ class Cluster:
             code = process.wait()
         finally:
             process.kill()
-        self._check_after(self.head, code)
+        if not nodes_may_end:
+            self._check_after(self.head, code)
         return code
 
     def _check_after(self, container: Container, code: int) -> None:
@@ -253,17 +256,15 @@ class Cluster:
                 raise Problem(f"the cluster did not come up: its head has no Ray after {self._timeout:.0f} s")
             time.sleep(POLL_SECONDS)
 
-    def _wait(self) -> list[dict[str, Any]]:
+    def wait(self, timeout: float) -> None:
+        """Until Ray knows all nodes; a `Problem` says what is missing after ``timeout`` seconds."""
         gpus = sum(node.gpus for node in self._nodes)
         command = ["python", "-m", "rlhf_stack.nodes", f"--nodes={len(self._nodes)}", f"--gpus={gpus}"]
         output: list[str] = []
-        code = self.follow(
-            [*command, f"--timeout={self._timeout}"], output.append, timeout=self._timeout + 60
-        )
+        code = self.follow([*command, f"--timeout={timeout}"], output.append, timeout=timeout + 60)
         if code:
             raise Problem(f"the cluster did not come up: {output[-1] if output else 'no reason was given'}")
-        nodes: list[dict[str, Any]] = json.loads(output[-1])
-        return nodes
+        self.addresses = json.loads(output[-1])
 
 
 def sweep(client: docker.DockerClient) -> None:

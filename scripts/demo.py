@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "RLHF_STACK_REPEATABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+SUBMIT = ("ray", "job", "submit", "--address", "http://127.0.0.1:8265")
 KEPT_LINES = 1000
 
 
@@ -101,13 +102,16 @@ class JobLog:
         self.lines.append(line)
 
     def cause(self) -> str:
-        """The line that most likely says why the job failed: the last exception."""
-        errors = [
-            line.strip()
-            for line in self.lines
-            if "Error:" in line or "Exception:" in line or "Mismatch:" in line
-        ]
-        return errors[-1] if errors else (self.lines[-1].strip() if self.lines else "it printed nothing")
+        """`cause` of the lines that are in memory."""
+        return cause(self.lines)
+
+
+def cause(lines: Sequence[str]) -> str:
+    """The line of a job's output that most likely says why it failed: the last exception."""
+    errors = [
+        line.strip() for line in lines if "Error:" in line or "Exception:" in line or "Mismatch:" in line
+    ]
+    return errors[-1] if errors else (lines[-1].strip() if lines else "it printed nothing")
 
 
 def events_of(cluster: Cluster) -> list[dict[str, Any]]:
@@ -147,7 +151,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """Submit the job, follow it, and return its events; a `Problem` says why it failed."""
     log = JobLog(OUT / "job.log")
-    submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--", *job]
+    submit = [*SUBMIT, "--", *job]
     with display.bar(steps) as bar:
         code = cluster.follow(submit, log.write, lambda: bar.update(events_of(cluster)), timeout)
     if code:

@@ -1,7 +1,7 @@
 """Run the tests of the host's side against the image of a cell, and keep what they said of it.
 
-``python -m scripts.hosttests {layers,network,registry} [CELL]``, then arguments for pytest: with these, which
-choose some of the tests, no record is kept.
+``python -m scripts.hosttests {layers,network,registry,faults} [CELL]``, then arguments for pytest: with
+these, which choose some of the tests, no record is kept.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from scripts.imagetests import built
 from scripts.matrix import ROOT, Cell, find, load
 from scripts.problem import Problem, run
 
-SUITES = ("layers", "network", "registry")
+SUITES = ("layers", "network", "registry", "faults")
 
 
 def run_pytest(cell: Cell, suite: str, arguments: Sequence[str], junit: Path) -> int:

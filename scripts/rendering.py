@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from scripts import facts, records
+from scripts import facts, faults, records
 from scripts.facts import Facts, Suite
+from scripts.faults import Case
 from scripts.matrix import Cell
 from scripts.problem import Problem
+from scripts.tables import table_of
 
 BEGIN, END = "<!-- cells: written by python -m scripts.catalogue -->", "<!-- end of cells -->"
 PACKAGES = {"openrlhf": "OpenRLHF", "ray": "Ray", "vllm": "vLLM", "deepspeed": "DeepSpeed", "torch": "torch"}
@@ -20,6 +22,7 @@ SUITES = {
     "network": "several containers as nodes, each with its own address",
     "registry": "pushed to a registry, pulled by digest; an image built FROM it",
     "demo": "a training run on CPU, on two containers as nodes",
+    "faults": "a training run on two containers that a fault hits; what became of it stands below",
 }
 INTRODUCTION = """# The images
 
@@ -33,14 +36,6 @@ No image was run on a GPU for this page. The architectures are those for which t
 image was made: torch says its own, those of vLLM and xformers are read from their shared objects (`compute_`
 is PTX, which newer GPUs compile; `sm_90a` is read as `sm_90`).
 """
-
-
-def table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; what would end a field is escaped."""
-    lines = [header, ("---",) * len(header), *rows]
-    return "".join(
-        f"| {' | '.join(field.replace('|', chr(92) + '|') for field in line)} |\n" for line in lines
-    )
 
 
 def row(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
@@ -60,7 +55,7 @@ def filled(text: str, cells: Iterable[Cell], known: Mapping[str, Facts]) -> str:
     return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
 
 
-def page(cells: Sequence[Cell], known: Mapping[str, Facts]) -> str:
+def page(cells: Sequence[Cell], known: Mapping[str, Facts], tried: Sequence[Case] = ()) -> str:
     """The text of ``images/README.md``."""
     overview = table_of(
         ("cell", "image", "size", "shared", "own", "accelerator", "architectures", "supported"),
@@ -68,7 +63,8 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts]) -> str:
     )
     suites = table_of(("suite", "what is tested, and where"), SUITES.items())
     sections = "\n".join(_section(cell, known.get(cell.id)) for cell in cells)
-    return f"{INTRODUCTION}\n{overview}\n## How they were tested\n\n{suites}\n{sections}"
+    found = f"{faults.section(tried)}\n" if tried else ""
+    return f"{INTRODUCTION}\n{overview}\n## How they were tested\n\n{suites}\n{found}{sections}"
 
 
 def _overview(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ SESSIONS = [
     "patches",
     "knownbad",
     "registry",
+    "faults",
     "catalogue",
     "publish",
     "demo",

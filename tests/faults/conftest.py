@@ -1,0 +1,49 @@
+"""Nodes with the checkpoints of a run on a disk that all have, as on a real cluster."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import pytest
+from docker.models.volumes import Volume
+
+from scripts.cluster import LABEL, Cluster, Node, owner
+from scripts.matrix import Cell
+from tests.faults.injecting import CHECKPOINTS
+from tests.faults.trial import ENVIRONMENT, EVENTS
+from tests.network import links
+
+NODES = (Node("head", gpus=0), *(Node(name, gpus=1) for name in ("one", "two", "three")))
+DISK = {"type": "tmpfs", "device": "tmpfs", "o": "size=48m,mode=1777"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the events of all nodes are, on the host."""
+    events = tmp_path / "events"
+    events.mkdir()
+    events.chmod(0o777)  # the user of the containers is another
+    return events
+
+
+@pytest.fixture
+def disk(client: docker.DockerClient) -> Iterator[Volume]:
+    """A small disk for checkpoints."""
+    volume = client.volumes.create(driver_opts=DISK, labels={LABEL: owner()})
+    yield volume
+    volume.remove()
+
+
+@pytest.fixture
+def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
+    """The head, from which runs are submitted, and three nodes with a GPU each."""
+    if not cell.versions["openrlhf"].startswith("0.11."):
+        pytest.skip("the arguments of these runs are OpenRLHF 0.11's")
+    if reason := links.obstacle():
+        pytest.skip(reason)
+    mounts = {
+        str(disk.name): {"bind": CHECKPOINTS, "mode": "rw"},
+        str(folder): {"bind": EVENTS, "mode": "rw"},
+    }
+    with Cluster(client, cell.tag, NODES, ENVIRONMENT, options={"volumes": mounts}) as running:
+        yield running

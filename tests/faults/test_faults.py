@@ -1,0 +1,105 @@
+"""A fault in each phase of a run: it ends with an error or goes on, leaves nothing, and can be resumed."""
+
+from pathlib import Path
+
+import docker
+import msgspec
+import pytest
+from docker.models.images import Image
+
+from scripts import demo, faults, records
+from scripts.cluster import Cluster
+from scripts.faults import Case
+from scripts.matrix import Cell
+from scripts.problem import Problem
+from tests.faults.injecting import FAULTS, Site, by_address, rejoin
+from tests.faults.trial import ARGUMENTS, STEPS, Job, left_behind
+
+SAID = 220  # characters of an error that the table shows
+
+
+class Trial:
+    """The runs that one fault hits, one after the other, each of which resumes the one before."""
+
+    def __init__(self, cluster: Cluster, folder: Path, fault: str, cell: str, image: str) -> None:
+        self._cluster, self._folder, self._fault = cluster, folder, fault
+        self._cell, self._image = cell, image
+        demo.prepare(cluster, STEPS, seed=0)
+        self._command = [*demo.command(cluster, "separate", STEPS, seed=0), *ARGUMENTS]
+        self._runs = 0
+        self.cases: list[Case] = []
+
+    def submit(self) -> Job:
+        """The run, from its last checkpoint on."""
+        self._runs += 1
+        name = f"{'-'.join(self._fault.replace('/', ' ').split())}-{self._runs}"
+        log = self._folder.parent / f"{name}.log"
+        return Job(self._cluster, self._command, name, self._folder, log)
+
+    def hit(self, job: Job, phase: str) -> bool:
+        """Hit ``job`` in ``phase``, and say whether it goes on."""
+        job.reach(phase)
+        address, fault = job.address(phase), FAULTS[self._fault]
+        node = next(node for node, known in by_address(self._cluster) if known == address)
+        site = Site(self._cluster, phase, node, address)
+        printed = len(job.printed)
+        fault.inject(site)
+        outcome, seconds = job.outcome()
+        fault.mend(site)
+        said, named, left = "", False, []
+        if outcome != "goes on":
+            said, named = job.said(printed, address)
+            rejoin(self._cluster)
+            job.stop()
+            left = left_behind(self._cluster)
+        case = Case(
+            cell=self._cell,
+            image=self._image,
+            revision=records.revision(),
+            when=records.now(),
+            fault=self._fault,
+            phase=phase,
+            outcome=outcome,
+            seconds=round(seconds, 1),
+            said=said[:SAID],
+            node_named=named,
+            left=tuple(left),
+        )
+        self.cases.append(case)
+        faults.write(case)
+        return outcome == "goes on"
+
+    def tell(self, afterwards: str) -> None:
+        """Note what became of the last case afterwards."""
+        self.cases[-1] = msgspec.structs.replace(self.cases[-1], afterwards=afterwards)
+        faults.write(self.cases[-1])
+
+    def see_it_resumed(self, job: Job) -> None:
+        """Until ``job`` does its first step; noted if a case came before."""
+        try:
+            step = job.first_step()
+        except Problem as problem:
+            self.tell(f"fails: {problem}"[:SAID])
+            raise
+        assert step == job.begins_after + 1
+        self.tell(f"resumes at step {step}" if job.begins_after else "starts from step 1")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_a_run_that_is_hit_ends_or_goes_on(
+    client: docker.DockerClient, cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str
+) -> None:
+    """No silent hang, nothing left behind, and the next run goes on from the last checkpoint."""
+    del client
+    trial = Trial(cluster, folder, fault, cell.id, str(image.id))
+    job = trial.submit()
+    for phase in faults.FAULTS[fault]:
+        if trial.hit(job, phase):
+            trial.tell("is not needed")
+            continue
+        job = trial.submit()
+        trial.see_it_resumed(job)
+    job.stop()
+    assert [case.phase for case in trial.cases if case.outcome == "hangs"] == []
+    assert {case.phase: case.left for case in trial.cases if case.left} == {}

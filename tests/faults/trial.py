@@ -1,0 +1,181 @@
+"""A training run on a cluster, followed by its events, by what it prints, and by what it leaves behind."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlhf_stack import events
+
+from scripts import demo
+from scripts.cluster import Cluster
+from scripts.faults import GENERATION, START, SYNC, TRAINING, Outcome
+from scripts.problem import Problem
+from tests.faults.injecting import CHECKPOINTS
+
+EVENTS = "/events"
+STEPS = 400  # prompts for more steps than any run here does
+POLL_SECONDS = 0.05
+REACH_SECONDS = 300.0
+HANG_SECONDS = 240.0
+LEFT_SECONDS = 30.0
+GOES_ON = 2  # steps while the fault lasts
+TRAINS = "Sample: ["  # what OpenRLHF's trainer prints before it trains on what was generated
+WHY_DEAD = "The actor died because"
+COLOUR = re.compile(r"\x1b\[\d+m")
+OF_AN_ACTOR = re.compile(r"\(\w+[^)]* pid=")
+ARGUMENTS = (
+    # the engine and two ranks of the trainer, each on a node of its own
+    *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "1"),
+    *("--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "1"),
+    # a checkpoint after every step, from which the same command goes on
+    *("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "1", "--ckpt.load_enable"),
+    # each phase long enough to be hit
+    *("--data.max_len", "128", "--rollout.max_new_tokens", "96", "--train.micro_batch_size", "1"),
+)
+ENVIRONMENT = {
+    "RLHF_STACK_EVENTS": EVENTS,
+    "RLHF_STACK_SYNC_TIMEOUT": "20",
+    "RLHF_STACK_SYNC_BUCKET_MB": "0.02",
+    "RLHF_STACK_ENGINE_TIMEOUT": "120",
+    "RLHF_STACK_PLACEMENT_TIMEOUT": "60",
+    "HF_HUB_OFFLINE": "1",
+}
+RESERVED = """
+import json
+from ray.util.state import list_actors, list_placement_groups
+at = {"address": "http://127.0.0.1:8265", "limit": 1000}
+found = [f"actor {one.class_name}" for one in list_actors(filters=[("state", "!=", "DEAD")], **at)]
+groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], **at)
+print(json.dumps(found + [f"placement group {one.state}" for one in groups]))
+"""
+
+
+class Job:
+    """A submitted run; its events are in ``folder``, which is emptied first."""
+
+    def __init__(self, cluster: Cluster, command: list[str], name: str, folder: Path, log: Path) -> None:
+        self._cluster, self._name, self._folder = cluster, name, folder
+        for file in folder.glob("*.jsonl"):
+            file.unlink()
+        self.begins_after = saved_step(cluster)
+        self.printed: list[str] = []
+        self._log = demo.JobLog(log)
+        self.ended_at = 0.0
+        pool = ThreadPoolExecutor(1)
+        self._code = pool.submit(self._follow, [*demo.SUBMIT, "--submission-id", name, "--", *command])
+        pool.shutdown(wait=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the command that the user waits for has ended."""
+        return self._code.done()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Those of one kind so far."""
+        return [event for event in events.read(self._folder) if event["event"] == name]
+
+    def steps(self, since: float = 0.0) -> list[int]:
+        """The numbers of the steps that were done after ``since``, in unix seconds."""
+        return [int(event["step"]) for event in self.events("step") if event["time"] > since]
+
+    def wait(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Until ``holds``; False if the job ended before, or after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if self.ended or time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def reach(self, phase: str) -> None:
+        """Until the run is in ``phase``, of a step after the first; a `Problem` if it never is."""
+        if phase != START:
+            self.first_step()
+        seen = self._count(phase)
+        if not self.wait(lambda: self._count(phase) > seen, REACH_SECONDS):
+            raise Problem(f"the run did not come to {phase}: {demo.cause(self.printed)}")
+
+    def first_step(self) -> int:
+        """The number of the first step that this run did; a `Problem` if it does none."""
+        if not self.wait(lambda: bool(self.steps()), REACH_SECONDS):
+            raise Problem(f"no step was done: {demo.cause(self.printed)}")
+        return self.steps()[0]
+
+    def address(self, phase: str) -> str:
+        """The node that a fault in ``phase`` hits: that of the trainer's last rank or that of the engine."""
+        (placed,) = self.events("placement")
+        return str(placed["groups"]["actor"][-1] if phase == TRAINING else placed["engines"][0][0])
+
+    def outcome(self) -> tuple[Outcome, float]:
+        """What becomes of it from now on, and after how many seconds."""
+        begun, since = time.monotonic(), time.time()
+        self.wait(lambda: len(self.steps(since)) >= GOES_ON, HANG_SECONDS)
+        if self.ended:
+            return "ended", self.ended_at - begun
+        goes_on = len(self.steps(since)) >= GOES_ON
+        return "goes on" if goes_on else "hangs", time.monotonic() - begun
+
+    def said(self, after: int, address: str) -> tuple[str, bool]:
+        """The line with the error, and whether the driver's own text names the node at ``address``.
+
+        Both from what was printed ``after`` so many lines. Ray tells in a line of its own why an actor died.
+        """
+        lines = [COLOUR.sub("", line).strip() for line in self.printed[after:]]
+        why = [line for line in lines if line.startswith(WHY_DEAD)]
+        told = demo.cause(lines) + (f" ... {why[-1]}" if why else "")
+        return told, any(address in line for line in lines if not OF_AN_ACTOR.match(line))
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        if not self.ended:
+            stop = ["ray", "job", "stop", "--address", "http://127.0.0.1:8265", self._name]
+            self._cluster.output(self._cluster.head, stop)
+
+    def _count(self, phase: str) -> int:
+        if phase == START:
+            return sum(event["rank"] is not None for event in self.events("engine start"))
+        if phase == TRAINING:
+            return sum(TRAINS in line for line in tuple(self.printed))
+        return sum(
+            event["name"] == {GENERATION: "generation", SYNC: "sync"}[phase]
+            for event in self.events("begins")
+        )
+
+    def _print(self, line: str) -> None:
+        self._log.write(line)
+        self.printed.append(line)
+
+    def _follow(self, command: list[str]) -> int:
+        try:
+            return self._cluster.follow(command, self._print, nodes_may_end=True)
+        finally:
+            self.ended_at = time.monotonic()
+
+
+def saved_step(cluster: Cluster) -> int:
+    """The step of the last checkpoint, 0 without one."""
+    latest = cluster.output(
+        cluster.head, ["sh", "-c", f"cat {CHECKPOINTS}/_actor/latest 2>/dev/null || true"]
+    )
+    return int(latest.strip().removeprefix("global_step") or 0)
+
+
+def left_behind(cluster: Cluster) -> list[str]:
+    """What is there of runs that are over, after a while in which it may go."""
+    deadline = time.monotonic() + LEFT_SECONDS
+    while (found := _left(cluster)) and time.monotonic() < deadline:
+        time.sleep(1.0)
+    return found
+
+
+def _left(cluster: Cluster) -> list[str]:
+    found: list[str] = json.loads(cluster.output(cluster.head, ["python", "-c", RESERVED]).splitlines()[-1])
+    reap = ["sh", "-c", "rlhf-stack reap --json --older-than 0 || test $? = 1"]
+    for container in cluster.containers:
+        told = json.loads(cluster.output(container, reap))
+        found += [f"{one['kind']} {one['what']}" for one in told["left"]]
+    return found
