@@ -197,8 +197,10 @@ def test_a_mistake_at_a_running_cluster_is_one_line(shell, head, command, tmp_pa
     ):
         done = shell.stack(*words)
         assert done.returncode == 2, words
-        assert done.stderr.startswith("error: "), done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr
+        told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(told) == 1, done.stderr
+        assert done.stderr.endswith(f"{told[0]}\n"), done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.timeout(SECONDS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf_stack import settings
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "openrlhf")
 WITHOUT_HEAVY = f"""
@@ -22,7 +23,7 @@ builtins.__import__ = refuse
 from rlhf_stack import cli
 cli.main()
 """
-OF_THE_MACHINE = {"disk"}
+OF_THE_MACHINE = {"disk", *(["gpus"] if settings.accelerator() != "cpu" else [])}  # here is no GPU
 PORT = "7391"
 GLOO = """
 import torch.distributed as group
