@@ -20,6 +20,7 @@ FEWER_THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 OWN_USER = 1000  # of the image
 pytestmark = pytest.mark.skipif(os.getuid() != OWN_USER, reason="measured once, as the image's own user")
 NO_GPU = pytest.mark.skipif(settings.accelerator() != "cpu", reason="this image needs a GPU for it")
+IS_CURRENT = importlib.metadata.version("openrlhf").startswith("0.11")
 # How far an estimate may be off, either way: what is not modelled are small buffers, and padding.
 ACTIVATIONS, STATES, EXACT = 0.06, 0.12, 0.0
 
@@ -49,12 +50,13 @@ def off(rows, tolerance):
 @pytest.mark.timeout(SECONDS)
 def test_activations_of_openrlhfs_actor():
     """OpenRLHF 0.5 keeps logits once more than is modelled, but not while memory is at its peak."""
-    judged = "" if importlib.metadata.version("openrlhf").startswith("0.11") else "training peak"
+    judged = "" if IS_CURRENT else "training peak"
     rows = [row for row in measured("activations") if row["name"].endswith(judged)]
     assert off(rows, ACTIVATIONS) == []
 
 
 @NO_GPU
+@pytest.mark.skipif(not IS_CURRENT, reason="DeepSpeed 0.15's own gather over gloo fails in this measurement")
 @pytest.mark.timeout(SECONDS)
 def test_states_of_deepspeed_on_two_ranks():
     assert off(measured("states"), STATES) == []
