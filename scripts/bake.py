@@ -46,6 +46,7 @@ SOURCES = (
     *(f"scripts/{name}.py" for name in TOOLS),
     ":(exclude)images/README.md",
     ":(exclude)images/catalogue.json",
+    ":(exclude)images/faults.json",
     ":(exclude)images/examples",
     ":(exclude)patches/README.md",
 )
