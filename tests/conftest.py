@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 IN_IMAGE = Path("/etc/rlhf-stack/cell.json")
+ANSWER_SECONDS = 600  # of the engine, which may have to export an image of 9 GB, or to prune, beside
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,7 +47,7 @@ def client() -> "docker.DockerClient":
     """The engine."""
     from scripts import engine
 
-    return engine.client()
+    return engine.client(ANSWER_SECONDS)
 
 
 @pytest.fixture(scope="session")
