@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-WAIT_SECONDS = 120
+WAIT_SECONDS = 300  # of a busy machine
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
