@@ -34,7 +34,8 @@ ENVIRONMENT = {
     "RLHF_STACK_REPEATABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
-SUBMIT = ("ray", "job", "submit", "--address", "http://127.0.0.1:8265")
+DASHBOARD = "http://127.0.0.1:8265"  # on the node itself
+SUBMIT = ("ray", "job", "submit", "--address", DASHBOARD)
 KEPT_LINES = 1000
 
 

@@ -22,7 +22,7 @@ SUITES = {
     "network": "several containers as nodes, each with its own address",
     "registry": "pushed to a registry, pulled by digest; an image built FROM it",
     "demo": "a training run on CPU, on two containers as nodes",
-    "faults": "a training run on two containers that a fault hits; what became of it stands below",
+    "faults": "a training run on four containers that a fault hits; what became of it stands below",
 }
 INTRODUCTION = """# The images
 

@@ -179,6 +179,18 @@ def test_a_refusal_leaves_nothing_reserved(nodes):
 
 
 @pytest.mark.timeout(SECONDS)
+def test_a_plan_on_what_was_already_taken_is_made_again(nodes, monkeypatch):
+    with left(nodes, (6, 6, 6, 6)):
+        late = [edge.nodes_now()]
+        now = edge._nodes
+        taken = placement.reserve(Request((Group("actor", 1, 6),)))["actor"]
+        monkeypatch.setattr(edge, "_nodes", lambda free: late.pop() if free and late else now(free))
+        made = placement.reserve(Request((Group("critic", 1, 6),)))["critic"]
+        assert not late
+        assert set(where(made)).isdisjoint(where(taken))
+
+
+@pytest.mark.timeout(SECONDS)
 def test_straddling_on_request_is_told(nodes, monkeypatch, caplog):
     monkeypatch.setenv(settings.ALLOW_STRADDLE, "1")
     with left(nodes, (6, 6, 0, 0)):

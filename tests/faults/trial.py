@@ -44,13 +44,13 @@ ENVIRONMENT = {
     "RLHF_STACK_PLACEMENT_TIMEOUT": "60",
     "HF_HUB_OFFLINE": "1",
 }
-RESERVED = """
+RESERVED = f"""
 import json
 from ray.util.state import list_actors, list_placement_groups
-at = {"address": "http://127.0.0.1:8265", "limit": 1000}
-found = [f"actor {one.class_name}" for one in list_actors(filters=[("state", "!=", "DEAD")], **at)]
+at = {{"address": "{demo.DASHBOARD}", "limit": 1000}}
+found = [f"actor {{one.class_name}}" for one in list_actors(filters=[("state", "!=", "DEAD")], **at)]
 groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], **at)
-print(json.dumps(found + [f"placement group {one.state}" for one in groups]))
+print(json.dumps(found + [f"placement group {{one.state}}" for one in groups]))
 """
 
 
@@ -132,7 +132,7 @@ class Job:
     def stop(self) -> None:
         """End it, if it runs."""
         if not self.ended:
-            stop = ["ray", "job", "stop", "--address", "http://127.0.0.1:8265", self._name]
+            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, self._name]
             self._cluster.output(self._cluster.head, stop)
 
     def _count(self, phase: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from scripts.cluster import Cluster
+from scripts.demo import SUBMIT
 from scripts.matrix import Cell
 
 SCRIPT = "/tmp/look.py"
@@ -53,7 +54,7 @@ def on_second_node(cluster: Cluster, command: Sequence[str], names: Sequence[str
 def submit(environment: dict[str, str] | None = None) -> list[str]:
     """`ray job submit`, with variables in its ``runtime_env``."""
     runtime_env = [f"--runtime-env-json={json.dumps({'env_vars': environment})}"] if environment else []
-    return ["ray", "job", "submit", "--address=http://127.0.0.1:8265", *runtime_env, "--"]
+    return [*SUBMIT, *runtime_env, "--"]
 
 
 @pytest.mark.timeout(400)

@@ -1,5 +1,6 @@
 """The running Ray cluster that this machine belongs to, for commands that ask it something."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,8 @@ def connect(address: str = "auto") -> None:
     if address != "auto":  # Ray itself would try for minutes
         wait_for(with_port(address), ANSWER_SECONDS)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # tips of Ray
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
         raise Problem(f"no Ray cluster {where}: {said(error)}") from None

@@ -55,25 +55,21 @@ def reserve(request: Request) -> dict[str, Any]:
 
     if not ray.is_initialized():  # OpenRLHF 0.5.1 leaves it to what it uses first of Ray
         ray.init()
-    nodes, found = _plan_on_free(request)
-    _tell(nodes, request, found)
-    made: dict[str, Any] = {}
     apart = bool(request.engines and request.engines.apart)
-    bundles_by_name = {name: bundles for name, bundles in found.bundles.items() if bundles}
-    if apart:
-        del bundles_by_name[ENGINES]
-        bundles_by_name |= {f"engine {index}": bundles for index, bundles in enumerate(found.engines)}
-    try:
-        for name, bundles in bundles_by_name.items():
-            pinned = [{"GPU": 1, "CPU": 1, PIN + nodes[node].address: SLIVER} for node in bundles]
-            made[name] = ray.util.placement_group(pinned, strategy="PACK")
-        end = time.monotonic() + settings.placement_timeout()
-        for name, group in made.items():
-            _wait(group, name, max(1.0, end - time.monotonic()))
-    except PlacementError:
-        for group in made.values():
-            ray.util.remove_placement_group(group)
-        raise
+    end = time.monotonic() + settings.placement_timeout()
+    while True:
+        nodes, found = _plan_on_free(request)
+        _tell(nodes, request, found)
+        made = _groups(nodes, found, apart)
+        try:
+            placed = _have_places(made, end)
+        except PlacementError:
+            _remove(made)
+            raise
+        if placed:
+            break
+        _remove(made)
+        tell("placement: what the plan took for free is taken; planning again")
     if apart:
         made[ENGINES] = [made.pop(f"engine {index}") for index in range(len(found.engines))]
     return made
@@ -232,6 +228,43 @@ def _tell(nodes: Sequence[FreeNode], request: Request, found: Plan) -> None:
 def _counts(nodes: Sequence[FreeNode], bundles: Sequence[int]) -> str:
     counts = Counter(bundles)
     return ", ".join(f"{count} on {nodes[node].address}" for node, count in counts.items())
+
+
+def _groups(nodes: Sequence[FreeNode], found: Plan, apart: bool) -> dict[str, Any]:
+    """Placement groups by name, for Ray to place; each engine has its own where they are ``apart``."""
+    import ray
+
+    bundles_by_name = {name: bundles for name, bundles in found.bundles.items() if bundles}
+    if apart:
+        del bundles_by_name[ENGINES]
+        bundles_by_name |= {f"engine {index}": bundles for index, bundles in enumerate(found.engines)}
+    made = {}
+    for name, bundles in bundles_by_name.items():
+        pinned = [{"GPU": 1, "CPU": 1, PIN + nodes[node].address: SLIVER} for node in bundles]
+        made[name] = ray.util.placement_group(pinned, strategy="PACK")
+    return made
+
+
+def _have_places(made: Mapping[str, Any], end: float) -> bool:
+    """Whether all groups have their places; not, if Ray's view of what is free was late and they are taken.
+
+    `PlacementError` at ``end``, by `time.monotonic`.
+    """
+    for name, group in made.items():
+        left = end - time.monotonic()
+        if left > SETTLE_SECONDS and not group.wait(math.ceil(SETTLE_SECONDS)):
+            if unplaced(_nodes(free=True), group.bundle_specs) != NOT_YET:
+                return False
+            left = end - time.monotonic()
+        _wait(group, name, max(1.0, left))
+    return True
+
+
+def _remove(made: Mapping[str, Any]) -> None:
+    import ray
+
+    for group in made.values():
+        ray.util.remove_placement_group(group)
 
 
 def _wait(group: Any, what: str, seconds: float) -> None:
