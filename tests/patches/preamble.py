@@ -42,6 +42,11 @@ def pretend_flash_attn():
         del sys.modules[name]
 
 
+def on_cpu():
+    """Tensors stay on the CPU in an image for GPUs too, for probes of what does not depend on it."""
+    os.environ["RLHF_STACK_ACCELERATOR"] = "cpu"
+
+
 def alone(port=0):
     """This process as a process group of one."""
     dist = importlib.import_module("torch.distributed")

@@ -69,6 +69,7 @@ from openrlhf.trainer.ppo_utils import experience_maker
 
 torch = importlib.import_module("torch")
 alone()
+on_cpu()
 sys.modules["vllm"] = some(SamplingParams=some)
 work = Counter()
 

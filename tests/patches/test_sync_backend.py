@@ -80,6 +80,7 @@ os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
 
 def join(port, results):
     alone()
+    on_cpu()
     worker = wrap.WorkerWrap.__new__(wrap.WorkerWrap)
     try:
         worker.init_process_group("127.0.0.1", port, 1, 3, "openrlhf", "gloo")
