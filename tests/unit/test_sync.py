@@ -6,18 +6,30 @@ from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from rlhf_stack import settings, sync
-from rlhf_stack.sync import backend, nccl
+from rlhf_stack import peers, settings, sync
+from rlhf_stack.sync import backend, nccl, waiting
 
 
 class GetTimeoutError(Exception):
     """Stands for ray.exceptions.GetTimeoutError."""
 
 
+class Dead(Exception):
+    """Stands for ray.exceptions.RayActorError."""
+
+    actor_init_failed = False
+
+
+class Failed(Exception):
+    """Stands for ray.exceptions.RayTaskError."""
+
+
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake = MagicMock()
     fake.exceptions.GetTimeoutError = GetTimeoutError
+    fake.exceptions.RayActorError, fake.exceptions.RayTaskError = Dead, Failed
+    fake.exceptions.ActorUnavailableError = ()
     monkeypatch.setitem(sys.modules, "ray", fake)
     return fake
 
@@ -171,10 +183,6 @@ class Engine:
         self.sync_error = SimpleNamespace(remote=lambda: ("answer", self._answers.pop(0)))
 
 
-class Dead(Exception):
-    """Stands for ray.exceptions.RayActorError."""
-
-
 def simulated(ray: MagicMock, ready: dict[str, int]) -> None:
     """A Ray in which the trainer's reference is ready after so many looks, and engines answer at once."""
     looks = dict(ready)
@@ -196,7 +204,6 @@ def simulated(ray: MagicMock, ready: dict[str, int]) -> None:
             raise value
         return value
 
-    ray.exceptions.RayActorError = Dead
     ray.wait.side_effect, ray.get.side_effect = wait, get
 
 
@@ -218,8 +225,32 @@ def test_an_engines_error_ends_the_wait_for_a_trainer_that_is_stopped(ray: Magic
 
 def test_a_dead_engine_ends_the_wait(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
-    with pytest.raises(sync.SyncError, match="an engine is dead: killed"):
+    with pytest.raises(sync.SyncError, match="an actor is dead: killed"):
         sync.wait_for_trainers(["rank 0"], [Engine(Dead("killed"))])
+
+
+def test_a_dead_trainer_is_an_error_with_what_engines_say(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.01)
+    simulated(ray, {"rank 0": 1000})
+    references = ["rank 0", (1, Dead("killed"))]
+    with pytest.raises(peers.PeerError, match=r"^an actor is dead: killed; bucket 3: rank 1 is silent$"):
+        sync.wait_for_trainers(references, [Engine(None, None, "bucket 3: rank 1 is silent")])
+
+
+def test_a_dead_trainer_is_not_asked_about_for_ever(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "0.04")
+    monkeypatch.setattr(waiting, "POLL_SECONDS", 0.01)
+    simulated(ray, {"rank 0": 1000})
+    with pytest.raises(peers.PeerError, match=r"^an actor is dead: killed$"):
+        sync.wait_for_trainers([(1, Dead("killed"))], [Engine(*[None] * 100)])
+
+
+def test_the_error_of_a_trainers_task_stays_as_it_is(ray: MagicMock) -> None:
+    simulated(ray, {"rank 0": 1000})
+    with pytest.raises(Failed, match="bucket 3"):
+        sync.wait_for_trainers([(1, Failed("bucket 3"))], [Engine(None)])
 
 
 def test_trainers_without_engines_are_awaited(ray: MagicMock) -> None:

@@ -1,10 +1,9 @@
 """How far the start of each engine is, told step by step by its processes, and a wait for it that ends.
 
 The processes of an engine are an actor, a child of it, and workers that are actors or children again. Each
-writes its step to the key-value store of Ray's head, which a process can do that is no part of Ray.
+leaves a record of its step.
 """
 
-import json
 import os
 import socket
 import time
@@ -12,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf_stack import events, settings
+from rlhf_stack import events, peers, settings, store
 from rlhf_stack.log import tell
 
 ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
-NAMESPACE = b"rlhf_stack.starting"
-STORE_SECONDS = 10.0
 
 
 class StartError(RuntimeError):
@@ -32,6 +29,7 @@ def begin(index: int | None) -> str | None:
 
     own = f"{ray.get_runtime_context().get_job_id()}/{index}"
     join(own)
+    peers.introduce(f"engine {index}")
     report("actor started", None, 0.0)
     return own
 
@@ -57,11 +55,11 @@ def report(name: str, rank: int | None, seconds: float) -> None:
         return
     job, index = os.environ[ENGINE].split("/")
     who = f"engine {index}" if rank is None else f"engine {index} rank {rank}"
-    told = {"engine": int(index), "who": who, "step": name, "host": socket.gethostname(), "time": time.time()}
+    here = {"host": socket.gethostname(), "time": time.time()}
+    told = {"engine": int(index), "who": who, "rank": rank, "step": name, **here}
     events.emit("engine start", engine=int(index), rank=rank, step=name, seconds=seconds)
     tell(f"{who} on {told['host']}: {name}" + (f" after {seconds:.1f} s" if seconds else ""))
-    key, value = f"{job}/{who}".encode(), json.dumps(told).encode()
-    _store().internal_kv_put(key, value, True, NAMESPACE, timeout=STORE_SECONDS)
+    store.put(f"{job}/{who}", told)
 
 
 class ToldStart:
@@ -106,9 +104,7 @@ def _steps(engines: Sequence[int]) -> list[str]:
     """The last step of each process of ``engines`` that has told one."""
     import ray
 
-    store, prefix = _store(), f"{ray.get_runtime_context().get_job_id()}/".encode()
-    keys = sorted(store.internal_kv_keys(prefix, NAMESPACE, timeout=STORE_SECONDS))
-    told = [json.loads(store.internal_kv_get(key, NAMESPACE, timeout=STORE_SECONDS)) for key in keys]
+    told = store.under(f"{ray.get_runtime_context().get_job_id()}/")
     return describe(told, engines, time.time())
 
 
@@ -122,12 +118,3 @@ def describe(told: Sequence[dict[str, Any]], engines: Sequence[int], now: float)
             for value in own
         ] or [f"engine {index}: its actor has not started"]
     return lines
-
-
-def _store() -> Any:
-    import ray
-    from ray._raylet import GcsClient
-
-    if ray.is_initialized():
-        return GcsClient(address=ray.get_runtime_context().gcs_address)
-    return GcsClient(address=os.environ["RAY_ADDRESS"])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from rlhf_stack import events, settings, sync
+from rlhf_stack import events, peers, settings, sync
 from rlhf_stack.checksum import Difference, Piece, differences
 from rlhf_stack.sync.buckets import total
 from rlhf_stack.sync.report import report
@@ -36,7 +36,8 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     if is_root:
         events.begins("sync")
     start = time.monotonic()
-    yield
+    with peers.named(f"weight sync {index} over {_backend(trainer)}" if is_root else f"weight sync {index}"):
+        yield
     seconds = time.monotonic() - start
     if is_root:
         described = [describe(name, parameter) for name, parameter in _synced(trainer)]

@@ -39,14 +39,15 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             stack.enter_context(group.syncing())
             outbox = Outbox(group, in_place=not gathers)
             answers = [engine.receive_weights.remote(content, limit) for engine in trainer.vllm_engines]
-        for number, bucket in enumerate(plan(described, limit)):
+        buckets = plan(described, limit)
+        for number, bucket in enumerate(buckets):
             members = [parameters[place.index][1] for place in bucket.places]
             with deepspeed.zero.GatheredParameters(members, enabled=gathers):
                 if is_root:
                     outbox.put(number, bucket, [member.data for member in members])
         if is_root:
             outbox.finish()
-            group.answers = wait(answers, "the engines to load the last bucket")
+            group.answers = wait(answers, f"the engines to load {buckets[-1].title} over {group.name}")
     return []
 
 

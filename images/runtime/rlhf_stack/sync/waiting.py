@@ -1,10 +1,11 @@
 """Waits that end: for answers of Ray's actors, and for an action that may never return."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from rlhf_stack import settings
+from rlhf_stack import peers, settings
 from rlhf_stack.sync.errors import SyncError
 
 POLL_SECONDS = 1.0
@@ -55,7 +56,7 @@ def wait_for_trainers(references: Sequence[Any], engines: Sequence[Any] | None) 
     """``ray.get`` of what the trainer's ranks do in a sync, for the process that asked them to.
 
     A trainer that is stopped tells nobody, but then its engines run into their deadline: their error is
-    raised here, or the one with which an engine died.
+    raised here, or the one with which an engine died. Of a trainer that is dead they know in which bucket.
     """
     import ray
 
@@ -63,19 +64,52 @@ def wait_for_trainers(references: Sequence[Any], engines: Sequence[Any] | None) 
     asked = {engine.sync_error.remote(): engine for engine in engines or []}
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
-        ray.get(done)
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
-        for reference in answered if pending else []:
-            engine = asked.pop(reference)
-            try:
-                error = ray.get(reference)
-            except ray.exceptions.RayActorError as dead:
-                error = f"an engine is dead: {dead}"
-            if error:
-                _end(pending, error)
-            asked[engine.sync_error.remote()] = engine
+        _raise(done, lambda: _told(asked))
+        error = _heard(asked) if pending else ""
+        if error:
+            _end(pending, error)
     results: list[Any] = ray.get(list(references))
     return results
+
+
+def _raise(done: Sequence[Any], told: Callable[[], str]) -> None:
+    """The error of a rank that is ``done``, if one has any; a dead one's with what engines have ``told``."""
+    import ray
+
+    try:
+        ray.get(done)
+    except ray.exceptions.RayTaskError:
+        raise
+    except ray.exceptions.RayActorError as dead:
+        raise peers.PeerError("; ".join(filter(None, (peers.lost(dead), told())))) from dead
+
+
+def _heard(asked: dict[Any, Any]) -> str:
+    """What an engine has answered of a sync that failed, if one has ("" if none); all others are asked again.
+
+    ``asked`` are the engines by the reference of the answer that each still owes.
+    """
+    import ray
+
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+    for reference in answered:
+        engine = asked.pop(reference)
+        try:
+            error = ray.get(reference)
+        except ray.exceptions.RayActorError as dead:
+            error = peers.lost(dead)
+        if error:
+            return str(error)
+        asked[engine.sync_error.remote()] = engine
+    return ""
+
+
+def _told(asked: dict[Any, Any]) -> str:
+    """What an engine says of a sync whose trainer is dead ("" if none does in time)."""
+    end = time.monotonic() + 3 * settings.sync_grace()
+    while not (error := _heard(asked)) and asked and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+    return error
 
 
 def _end(pending: Sequence[Any], error: str) -> None:
@@ -83,7 +117,7 @@ def _end(pending: Sequence[Any], error: str) -> None:
     import ray
 
     done, _ = ray.wait(list(pending), num_returns=1, timeout=2 * settings.sync_grace())
-    ray.get(done)
+    _raise(done, lambda: error)
     raise SyncError(error)
 
 
@@ -91,7 +125,8 @@ def _get(references: Sequence[Any], seconds: float, variable: str, what: str) ->
     import ray
 
     try:
-        results: list[Any] = ray.get(list(references), timeout=seconds)
+        with peers.named(f"waiting for {what}"):
+            results: list[Any] = ray.get(list(references), timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
         done, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
         late = [index for index, reference in enumerate(references) if reference not in done]

@@ -1,0 +1,105 @@
+"""Who an actor is that Ray has lost: Ray's own error has its id, at best an address, and no rank or engine.
+
+Each actor that holds a model leaves a record of itself when it starts; whoever gets the error reads it.
+"""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf_stack import store
+
+
+class PeerError(RuntimeError):
+    """An actor of the run is dead or cannot be reached; the text says which one, and where it was."""
+
+
+def introduce(who: str) -> None:
+    """This process goes by ``who`` ("engine 0") in errors, if it is an actor of Ray."""
+    import ray
+
+    if not ray.is_initialized():
+        return
+    context = ray.get_runtime_context()
+    if (actor := context.get_actor_id()) is not None:
+        here = {"host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
+        store.put(_key(actor), {"who": who, "job": str(context.get_job_id()), **here})
+
+
+def introduce_rank(actor: Any, rank: int) -> None:
+    """This process is ``rank`` of the role whose models are of the class of ``actor``."""
+    introduce(f"rank {rank} of {type(actor).__name__}")
+
+
+@contextmanager
+def named(what: str = "") -> Iterator[None]:
+    """Around a wait for actors: Ray's error for one that is lost becomes a `PeerError`, which says who it is.
+
+    ``what`` was done, for the error. One that died of an error in its own constructor says what happened.
+    """
+    import ray
+
+    try:
+        yield
+    except PeerError as error:  # from a wait within this one, here or in another process
+        cause = getattr(error, "cause", error)
+        raise PeerError(_text(what, str(cause))) from error
+    except ray.exceptions.RayActorError as error:
+        if error.actor_init_failed:
+            raise
+        raise PeerError(_text(what, lost(error))) from error
+
+
+def lost(error: Any) -> str:
+    """A sentence on the actor of Ray's ``RayActorError``, or of a task's error that has one as its cause."""
+    import ray
+
+    state = "is dead"
+    if isinstance(error, getattr(ray.exceptions, "ActorUnavailableError", ())):  # newer than Ray 2.12.0
+        state = "cannot be reached, and Ray cannot tell yet whether it is dead"
+    reason = str(getattr(error, "cause", error)).strip().splitlines()[-1].strip()
+    return f"{_who(getattr(error, 'actor_id', None))} {state}: {reason}"
+
+
+def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
+    """An actor and its node by its ``record``; ``ranks`` are those of an engine's workers, in any order."""
+    text = f"{record['who']} on node {record['host']} ({record['address']})"
+    places = [
+        f"rank {rank['rank']}" + ("" if rank["host"] == record["host"] else f" on node {rank['host']}")
+        for rank in sorted(ranks, key=lambda rank: int(rank["rank"]))
+    ]
+    return f"{text} with its {', '.join(places)}" if places else text
+
+
+def _text(what: str, why: str) -> str:
+    return f"{what}: {why}" if what else why
+
+
+def _key(actor: str) -> str:
+    return f"actor/{actor}"
+
+
+def _who(actor: str | None) -> str:
+    """The actor by what it told of itself, else by what Ray knows of it."""
+    import ray
+
+    if actor is None:
+        return "an actor"
+    try:
+        found = store.under(_key(actor))
+        if found:
+            (record,) = found
+            return describe(record, store.under(f"{record['job']}/{record['who']} rank "))
+        return _by_ray(actor)
+    except ray.exceptions.RayError as error:  # the head is gone as well
+        return f"actor {actor} (Ray's head does not say who it is: {error})"
+
+
+def _by_ray(actor: str) -> str:
+    from ray._private import state
+
+    known = state.actors(actor)
+    if not known:
+        return f"actor {actor}"
+    return f"{known['ActorClassName']} on {known['Address']['IPAddress'] or 'a node that it did not reach'}"
