@@ -81,6 +81,15 @@ def test_engines_on_the_trainers_gpus_take_buckets_over_gloo(train):
     assert run.of("sync")[0]["bytes"] > 5 * BUCKET
 
 
+@SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+def test_the_shards_of_two_ranks_are_the_policy_that_the_engine_loaded(train):
+    """Upstream on a CPU starts from weights that have not come: the loss was NaN in half of the runs."""
+    run = train("separate", 2, 2, SECONDS, "--ds.zero_stage", "3", **SMALL_BUCKETS)
+    assert_trained(run, steps=2, backend="gloo", engines=1)
+    assert_one_policy(run)
+
+
 @FLAT
 @pytest.mark.timeout(SECONDS + 40)
 def test_four_models_train_and_two_engines_on_two_nodes_follow(train):
