@@ -23,6 +23,8 @@ def judge(work):
 SECTIONS = (
     LENGTHS
     + """
+import ray
+
 pretend_flash_attn()
 from openrlhf.trainer.ppo_utils import samples_generator
 
@@ -43,8 +45,7 @@ def tokenizer(texts, **_):
     return {"input_ids": [list(text) for text in texts]}
 
 
-samples_generator.ray = some(get=lambda references: references)
-sys.modules["ray"] = some(get=lambda references, timeout=None: references)
+ray.get = lambda references, timeout=None: references
 prompts = [("l" * LONG if index % 2 else "s" * SHORT) + str(index) for index in range(32)]
 generator = some(
     args=some(

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from rlhf_stack import cotenancy, devices, settings
 
+on_cpu()
 pretend_flash_attn()
 from openrlhf.trainer.ray import launcher
 
