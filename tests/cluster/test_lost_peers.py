@@ -1,4 +1,4 @@
-"""Whole nodes that die while others wait for their actors: who is lost is said, with what was done."""
+"""Nodes that die, or actors that stall, while others wait for them: who it is is said, with what was done."""
 
 import socket
 import sys
@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from rlhf_stack import peers, starting, sync
+from rlhf_stack import peers, settings, starting, sync
 
 ray = pytest.importorskip("ray")
 
@@ -80,8 +80,8 @@ def lose():
     try:
         size = {"num_cpus": 1, "object_store_memory": 80 * MEGABYTE}
         cluster.add_node(**size, include_dashboard=False, resources={STAYS: 9})
-        node = cluster.add_node(**size, node_ip_address=ADDRESS, resources={DIES: 9})
         ray.init(address=cluster.address, log_to_driver=False)
+        node = cluster.add_node(**size, node_ip_address=ADDRESS, resources={DIES: 9})
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         yield lambda: cluster.remove_node(node, allow_graceful=False)
     finally:
@@ -128,6 +128,19 @@ def test_a_rank_whose_node_dies_in_a_sync_is_named_with_what_engines_say_of_the_
     error = said(controller.train.remote(rank, engine), lose)
     assert error.startswith(f"rank 0 of Rank on {NODE} ")
     assert error.endswith(f"; {text}")
+
+
+@pytest.mark.timeout(180)
+def test_an_engine_that_stalls_is_named_with_its_node(lose, monkeypatch):
+    del lose
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "1")
+    engine = start(Engine, doomed=True)
+    with pytest.raises(sync.SyncError) as raised:
+        sync.wait([engine.work.remote()], BUCKET)
+    assert str(raised.value) == (
+        f"waited 1 s for {BUCKET}; engines [0] of 1 did not answer (deadline: {settings.SYNC_TIMEOUT}): "
+        f"engine 3 on {NODE} with its rank 0, rank 1"
+    )
 
 
 @pytest.mark.timeout(180)

@@ -150,10 +150,12 @@ def test_a_wait_that_is_over_says_for_what_and_for_whom(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(settings.SYNC_TIMEOUT, "7")
+    monkeypatch.setattr(peers, "of", {"second": "engine 1 on node-b"}.__getitem__)
     ray.get.side_effect = GetTimeoutError
     ray.wait.return_value = (["first"], ["second"])
     expected = (
-        r"waited 7 s for loading w; engines \[1\] of 2 did not answer \(deadline: RLHF_STACK_SYNC_TIMEOUT\)"
+        r"waited 7 s for loading w; engines \[1\] of 2 did not answer \(deadline: RLHF_STACK_SYNC_TIMEOUT\): "
+        r"engine 1 on node-b$"
     )
     with pytest.raises(sync.SyncError, match=expected):
         sync.wait(["first", "second"], "loading w")

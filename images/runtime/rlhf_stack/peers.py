@@ -62,6 +62,11 @@ def lost(error: Any) -> str:
     return f"{_who(getattr(error, 'actor_id', None))} {state}: {reason}"
 
 
+def of(reference: Any) -> str:
+    """The actor that owes the result of a call to it, and its node."""
+    return _who(reference.task_id().actor_id().hex())
+
+
 def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
     """An actor and its node by its ``record``; ``ranks`` are those of an engine's workers, in any order."""
     text = f"{record['who']} on node {record['host']} ({record['address']})"

@@ -132,6 +132,6 @@ def _get(references: Sequence[Any], seconds: float, variable: str, what: str) ->
         late = [index for index, reference in enumerate(references) if reference not in done]
         raise SyncError(
             f"waited {seconds:g} s for {what}; engines {late} of {len(references)} did not answer "
-            f"(deadline: {variable})"
+            f"(deadline: {variable}): {'; '.join(peers.of(references[index]) for index in late)}"
         ) from error
     return results
