@@ -35,8 +35,9 @@ try:
     train_ppo_ray.train(types.SimpleNamespace())
 except Begun:
     pass
-lines = [found.getMessage() for found in told]
-assert any(line.startswith("openrlhf 1 is not this image's") for line in lines), f"a run says nothing of it: {lines}"
+told = [found.getMessage() for found in told]
+found = [line for line in told if line.startswith("openrlhf 1 is not this image's")]
+assert found, f"a run says nothing of it: {told}"
 print("a run tells that openrlhf was replaced")
 """
 
