@@ -170,6 +170,7 @@ def _run_in_container(
         "--junitxml=/opt/results/junit.xml",
         "--override-ini=junit_family=xunit1",  # the newer one has no room for what `proves` notes
         "-ra",
+        "--durations=5",
     ]
     container = client.containers.create(
         run.image,
