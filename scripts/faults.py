@@ -40,14 +40,17 @@ trainer that share the optimiser's states, each on its own. It saves a checkpoin
 fault hits the node of the engine and, in training, that of the trainer's second rank. *The run* ends with
 an error, goes on (it does further steps while the fault lasts), or hangs; the seconds are those from the
 fault to the end of the job. *Left behind* is what still runs or is reserved half a minute after the fault
-was mended: processes, segments of shared memory, actors, placement groups. *Afterwards* is what the same
-command does when it is submitted again. `nox -s faults` runs them; the deadline of a sync was 20 s, Ray's
-own were as Ray has them.
+was mended: processes, segments of shared memory, actors, placement groups. `rlhf-stack reap --yes` has to end
+all of it before the run goes on. *Afterwards* is what the same command does when it is submitted again.
+`nox -s faults` runs them; the deadline of a sync was 20 s, Ray's own were as Ray has them.
 """
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One fault in one phase of a run. ``revision`` is the commit of the tests."""
+    """One fault in one phase of a run. ``revision`` is the commit of the tests.
+
+    ``in_time`` says whether the phase still lasted when the fault was complete.
+    """
 
     cell: str
     image: str
@@ -60,6 +63,7 @@ class Case(msgspec.Struct, frozen=True):
     said: str
     node_named: bool
     left: tuple[str, ...]
+    in_time: bool = True
     afterwards: str = "not tried"
 
 
@@ -95,7 +99,7 @@ def section(cases: Sequence[Case]) -> str:
     for cell in dict.fromkeys(case.cell for case in cases):
         own = {(case.fault, case.phase): case for case in cases if case.cell == cell}
         rows = [
-            (fault, phase, *_told(own.get((fault, phase))))
+            (fault, _during(phase, own.get((fault, phase))), *_told(own.get((fault, phase))))
             for fault, phases in FAULTS.items()
             for phase in phases
         ]
@@ -107,6 +111,10 @@ def section(cases: Sequence[Case]) -> str:
             f"{hung} hung, {left} left something behind.\n\n{table_of(COLUMNS, rows)}"
         )
     return "\n".join([INTRODUCTION, *parts]) if parts else ""
+
+
+def _during(phase: str, case: Case | None) -> str:
+    return phase if case is None or case.in_time else f"{phase}, which had just ended"
 
 
 def _told(case: Case | None) -> tuple[str, ...]:

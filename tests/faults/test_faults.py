@@ -13,7 +13,7 @@ from scripts.faults import Case
 from scripts.matrix import Cell
 from scripts.problem import Problem
 from tests.faults.injecting import FAULTS, Site, by_address, rejoin
-from tests.faults.trial import ARGUMENTS, STEPS, Job, left_behind
+from tests.faults.trial import ARGUMENTS, STEPS, Job, end, left_behind
 
 SAID = 220  # characters of an error that the table shows
 
@@ -38,12 +38,13 @@ class Trial:
 
     def hit(self, job: Job, phase: str) -> bool:
         """Hit ``job`` in ``phase``, and say whether it goes on."""
-        job.reach(phase)
+        phases = job.reach(phase)
         address, fault = job.address(phase), FAULTS[self._fault]
         node = next(node for node, known in by_address(self._cluster) if known == address)
         site = Site(self._cluster, phase, node, address)
         printed = len(job.printed)
         fault.inject(site)
+        in_time = job.phases == phases
         outcome, seconds = job.outcome()
         fault.mend(site)
         said, named, left = "", False, []
@@ -51,7 +52,8 @@ class Trial:
             said, named = job.said(printed, address)
             rejoin(self._cluster)
             job.stop()
-            left = left_behind(self._cluster)
+            if left := left_behind(self._cluster):
+                end(self._cluster)
         case = Case(
             cell=self._cell,
             image=self._image,
@@ -59,6 +61,7 @@ class Trial:
             when=records.now(),
             fault=self._fault,
             phase=phase,
+            in_time=in_time,
             outcome=outcome,
             seconds=round(seconds, 1),
             said=said[:SAID],

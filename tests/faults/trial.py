@@ -34,7 +34,7 @@ ARGUMENTS = (
     # a checkpoint after every step, from which the same command goes on
     *("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "1", "--ckpt.load_enable"),
     # each phase long enough to be hit
-    *("--data.max_len", "128", "--rollout.max_new_tokens", "96", "--train.micro_batch_size", "1"),
+    *("--data.max_len", "240", "--rollout.max_new_tokens", "200", "--train.micro_batch_size", "1"),
 )
 ENVIRONMENT = {
     "RLHF_STACK_EVENTS": EVENTS,
@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "RLHF_STACK_PLACEMENT_TIMEOUT": "60",
     "HF_HUB_OFFLINE": "1",
 }
+REAP = ("rlhf-stack", "reap", "--older-than", "0")
 RESERVED = f"""
 import json
 from ray.util.state import list_actors, list_placement_groups
@@ -91,13 +92,22 @@ class Job:
             time.sleep(POLL_SECONDS)
         return True
 
-    def reach(self, phase: str) -> None:
-        """Until the run is in ``phase``, of a step after the first; a `Problem` if it never is."""
+    def reach(self, phase: str) -> int:
+        """Until the run is in ``phase``, of a step after the first; a `Problem` if it never is.
+
+        The answer is `phases` of then.
+        """
         if phase != START:
             self.first_step()
         seen = self._count(phase)
         if not self.wait(lambda: self._count(phase) > seen, REACH_SECONDS):
             raise Problem(f"the run did not come to {phase}: {demo.cause(self.printed)}")
+        return self.phases
+
+    @property
+    def phases(self) -> int:
+        """How many phases after the start have begun or, at the end of a step, are over."""
+        return sum(map(self._count, (GENERATION, SYNC, TRAINING))) + len(self.steps())
 
     def first_step(self) -> int:
         """The number of the first step that this run did; a `Problem` if it does none."""
@@ -172,10 +182,18 @@ def left_behind(cluster: Cluster) -> list[str]:
     return found
 
 
+def end(cluster: Cluster) -> None:
+    """End what is left, as a user would, so that the next run finds none of it; a `Problem` if some stays."""
+    for container in cluster.containers:
+        cluster.output(container, [*REAP, "--yes"])
+    if found := _left(cluster):
+        raise Problem(f"rlhf-stack reap --yes did not end {'; '.join(found)}")
+
+
 def _left(cluster: Cluster) -> list[str]:
     found: list[str] = json.loads(cluster.output(cluster.head, ["python", "-c", RESERVED]).splitlines()[-1])
-    reap = ["sh", "-c", "rlhf-stack reap --json --older-than 0 || test $? = 1"]
+    look = ["sh", "-c", f"{' '.join(REAP)} --json || test $? = 1"]
     for container in cluster.containers:
-        told = json.loads(cluster.output(container, reap))
+        told = json.loads(cluster.output(container, look))
         found += [f"{one['kind']} {one['what']}" for one in told["left"]]
     return found

@@ -98,3 +98,9 @@ def test_the_page_has_the_table_and_is_stale_without_it(monkeypatch: pytest.Monk
 
 def test_every_fault_of_the_table_can_be_brought_about() -> None:
     assert set(injecting.FAULTS) == set(FAULTS)
+
+
+def test_a_fault_that_came_too_late_for_its_phase_is_told() -> None:
+    late = msgspec.structs.replace(CASE, in_time=False)
+    (line,) = (line for line in rows([late]) if "not run" not in line)
+    assert "| sync, which had just ended |" in line
