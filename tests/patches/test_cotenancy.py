@@ -3,6 +3,7 @@
 import pytest
 
 PROBE = """
+import atexit
 import subprocess
 import threading
 from rlhf_stack import cotenancy, devices, settings
@@ -23,6 +24,7 @@ OTHER = (
     "dist.barrier()",
 )
 other = subprocess.Popen([sys.executable, "-c", "; ".join(OTHER), str(store.port)], stdin=subprocess.PIPE)
+atexit.register(other.kill)
 
 
 class Strategy:
@@ -30,7 +32,7 @@ class Strategy:
         dist.init_process_group("gloo", store=store, rank=0, world_size=2)
 
 
-launcher.BaseModelActor._setup_distributed(types.SimpleNamespace(), Strategy())
+launcher.BaseModelActor._setup_distributed(types.SimpleNamespace(_rank=0), Strategy())
 engine = cotenancy.Watch()
 engine.check()
 waiting = threading.Thread(target=dist.barrier)
