@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,28 @@ def sleeping(code: str = "") -> "subprocess.Popen[str]":
 
 def seen(pid: int) -> Process:
     return next(one for one in processes.table() if one.pid == pid)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_ending_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of its memory and its own the kernel lets nobody but root ask it."""
+    child = sleeping()
+    one = seen(child.pid)
+    (tmp_path / "self").mkdir()
+    mount = "338 304 0:91 / /dev/shm rw,nosuid - tmpfs shm rw\n"
+    (tmp_path / "self" / "mountinfo").write_text(mount)
+
+    def refuse(folder: Path) -> NoReturn:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(leftovers, "ENDING_SECONDS", 0.1)
+    assert leftovers.held_segments([one], tmp_path) is None
+    child.kill()
+    monkeypatch.setattr(leftovers, "ENDING_SECONDS", 30.0)
+    assert leftovers.held_segments([one], tmp_path) == set()
+    child.wait()
+    assert leftovers.held_segments([one], tmp_path) == set()
 
 
 @pytest.mark.timeout(60)

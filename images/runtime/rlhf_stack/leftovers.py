@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ SEGMENT = re.compile(r"(psm_|sem\.mp-|torch_\d+_|nccl-|mp-)\w*")
 OWN_SHM = (
     "shm"  # what Docker calls the /dev/shm of one container; another container's segments lie in no such one
 )
+ENDING_SECONDS = 5.0
 FIRST_CONTAINER = (
     "pid:[4026531836]"  # the kernel's number for the machine itself, where every process is seen
 )
@@ -106,12 +108,24 @@ def held_segments(table: Iterable[Process], proc: Path = processes.PROC) -> set[
         except FileNotFoundError:
             continue  # it ended meanwhile
         except PermissionError:
-            if process.uid == os.getuid():
+            if process.uid == os.getuid() and not _is_ending(process.pid):
                 return None
-            continue  # another user's, who holds no segment that only we may open
+            continue  # or another user's, who holds no segment that only we may open
         found |= {link for link in links if link.startswith(str(SHM))}
         found |= set(re.findall(rf"{SHM}/\S+", mapped))
     return found
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process is over within a moment: one without its memory answers to root alone."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], ENDING_SECONDS)[0])
+    finally:
+        os.close(handle)
 
 
 def _shm_is_own(proc: Path) -> bool:
