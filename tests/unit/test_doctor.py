@@ -73,7 +73,10 @@ def test_a_healthy_node_has_nothing_but_what_is_well() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": {"deepspeed": "0.17.6"}}, [("deepspeed-zero2-accumulation", "warning")]),
+        (
+            {"versions": {"deepspeed": "0.17.6"}},
+            [("deepspeed-zero2-accumulation", "warning"), ("deepspeed-zero3-gloo", "warning")],
+        ),
         ({"patches": (Patch("vllm", "a", "altered", "vllm/x.py"),)}, [("patches", "error")]),
         ({"patches": ()}, [("patches", "note")]),
         (CUDA | {"resources": {"GPU": 8.0}}, []),
