@@ -2,12 +2,11 @@
 
 import os
 import re
-import select
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_stack import processes
+from rlhf_stack import processes, reaping
 from rlhf_stack.processes import Process
 
 OF_A_WORKER = "RAY_RAYLET_PID"  # Ray gives it to its workers, and they to what they start
@@ -108,24 +107,14 @@ def held_segments(table: Iterable[Process], proc: Path = processes.PROC) -> set[
         except FileNotFoundError:
             continue  # it ended meanwhile
         except PermissionError:
-            if process.uid == os.getuid() and not _is_ending(process.pid):
+            # One that has let go of its memory answers to root alone until it is over. Another user's holds
+            # no segment that only we may open.
+            if process.uid == os.getuid() and not reaping.ends(process, ENDING_SECONDS):
                 return None
-            continue  # or another user's, who holds no segment that only we may open
+            continue
         found |= {link for link in links if link.startswith(str(SHM))}
         found |= set(re.findall(rf"{SHM}/\S+", mapped))
     return found
-
-
-def _is_ending(pid: int) -> bool:
-    """Whether a process is over within a moment: one without its memory answers to root alone."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], ENDING_SECONDS)[0])
-    finally:
-        os.close(handle)
 
 
 def _shm_is_own(proc: Path) -> bool:

@@ -29,6 +29,18 @@ def end(processes: Iterable[Process], seconds: float = TERM_SECONDS) -> list[int
             os.close(handle)
 
 
+def ends(process: Process, seconds: float) -> bool:
+    """Whether a process, which is not asked to, is over within ``seconds``."""
+    handle = _handle(process)
+    if handle is None:
+        return True
+    try:
+        _wait({process.pid: handle}, time.monotonic() + seconds)
+        return _has_ended(handle)
+    finally:
+        os.close(handle)
+
+
 def _handle(process: Process) -> int | None:
     try:
         handle = os.pidfd_open(process.pid)
