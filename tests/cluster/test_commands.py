@@ -5,13 +5,13 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from processes import END_SECONDS, MARK, ended, marked
 from rlhf_stack import commands, settings, tiny, tiny_run
 from rlhf_stack.start import token
@@ -20,12 +20,6 @@ SECONDS = 400
 SECOND_ADDRESS = "127.0.1.2"
 GPUS = 4
 REFUSED = 3
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def documented(told):
@@ -79,7 +73,7 @@ def head(shell):
     done = shell.stack(
         "start",
         "--head",
-        *("--num-gpus", str(GPUS), "--num-cpus", "8", "--port", free_port()),
+        *("--num-gpus", str(GPUS), "--num-cpus", "8", "--port", str(free_port())),
         *("--object-store-memory", "100000000", "--expect-nodes", "1", "--expect-gpus", str(GPUS)),
         "--json",
     )

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from ports import free_port
 from rlhf_stack import peers, settings, starting, sync
 
 ray = pytest.importorskip("ray")
@@ -71,6 +72,22 @@ class Rank:
         sync.wait_for_trainers([rank.work.remote()], [engine])
 
 
+class Member(Rank):
+    """A rank of a process group of two."""
+
+    def join(self, port, rank):
+        """Be ``rank`` of the group, whose first listens on ``port``."""
+        import torch.distributed as dist
+
+        peers.introduce_rank(self, rank)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def meet(self):
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
 @pytest.fixture
 def lose():
     """A node with actors, and what ends it."""
@@ -128,6 +145,15 @@ def test_a_rank_whose_node_dies_in_a_sync_is_named_with_what_engines_say_of_the_
     error = said(controller.train.remote(rank, engine), lose)
     assert error.startswith(f"rank 0 of Rank on {NODE} ")
     assert error.endswith(f"; {text}")
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_whose_node_dies_in_a_collective_of_the_trainer_is_named(lose):
+    members = [start(Member), start(Member, doomed=True)]
+    port = free_port()
+    ray.get([member.join.remote(port, rank) for rank, member in enumerate(members)], timeout=60)
+    error = said(members[0].meet.remote(), lose)
+    assert error.startswith(f"rank 1 of Member on {NODE} died, and others were cut off: ")
 
 
 @pytest.mark.timeout(180)

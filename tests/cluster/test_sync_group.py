@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from rlhf_stack import devices, settings, sync
 from rlhf_stack.sync import backend, choice
 
@@ -17,12 +17,6 @@ WORLD = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
 FORK = multiprocessing.get_context("fork")
 KEPT = []  # groups, so that a rank that is done does not leave while another still joins
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def together(target, ranks=range(WORLD), seconds=60):

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 from rlhf_stack import peers, store
 
-ENGINE = {"who": "engine 2", "job": "01", "host": "node-b", "address": "10.0.0.2"}
+ENGINE = {"who": "engine 2", "actor": "abc", "job": "01", "host": "node-b", "address": "10.0.0.2"}
 
 
 class RayError(Exception):
@@ -25,6 +25,14 @@ class Unavailable(Lost):
     """Stands for ray.exceptions.ActorUnavailableError."""
 
 
+class InTask(RayError):
+    """Stands for ray.exceptions.RayTaskError."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("a traceback")
+        self.cause = cause
+
+
 class Remote(peers.PeerError):
     """Stands for what Ray makes of a `PeerError` in a task: its text is a traceback."""
 
@@ -35,9 +43,10 @@ class Remote(peers.PeerError):
 def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake = MagicMock()
     fake.exceptions.RayError, fake.exceptions.RayActorError = RayError, Lost
-    fake.exceptions.ActorUnavailableError = Unavailable
+    fake.exceptions.ActorUnavailableError, fake.exceptions.RayTaskError = Unavailable, InTask
+    fake.get_runtime_context.return_value.get_job_id.return_value = "01"
     monkeypatch.setitem(sys.modules, "ray", fake)
-    kept = {"actor/abc": [ENGINE], "01/engine 2 rank ": []}
+    kept = {"actor/": [ENGINE, ENGINE | {"job": "02"}], "actor/abc": [ENGINE], "01/engine 2 rank ": []}
     monkeypatch.setattr(store, "under", kept.__getitem__)
     return fake
 
@@ -81,6 +90,31 @@ def test_what_was_done_is_said_around_an_error_from_another_process() -> None:
 def test_an_actor_that_failed_in_its_constructor_says_so_itself() -> None:
     with pytest.raises(Lost, match="no memory"), peers.named():
         raise Lost("no memory", in_constructor=True)
+
+
+def states(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Ray has every actor in ``state``."""
+    private = MagicMock()
+    private.state.actors.return_value = {"State": state}
+    monkeypatch.setitem(sys.modules, "ray._private", private)
+
+
+def test_the_dead_are_named_where_others_were_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    states(monkeypatch, "DEAD")
+    cut_off = InTask(RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:7\nmore"))
+    expected = r"^sync 3: engine 2 on node node-b \(10.0.0.2\) died, and others were cut off: pair.*7$"
+    with pytest.raises(peers.PeerError, match=expected), peers.named("sync 3"):
+        raise cut_off
+
+
+@pytest.mark.parametrize(("text", "state"), [("no such file", "DEAD"), ("Connection reset by peer", "ALIVE")])
+def test_an_error_of_a_task_stays_where_nobody_is_dead_or_cut_off(
+    monkeypatch: pytest.MonkeyPatch, text: str, state: str
+) -> None:
+    states(monkeypatch, state)
+    monkeypatch.setattr(peers, "NOTICE_SECONDS", 0.0)
+    with pytest.raises(InTask), peers.named():
+        raise InTask(RuntimeError(text))
 
 
 def test_an_error_that_is_not_rays_stays_as_it_is() -> None:

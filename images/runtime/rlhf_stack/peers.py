@@ -3,12 +3,19 @@
 Each actor that holds a model leaves a record of itself when it starts; whoever gets the error reads it.
 """
 
+import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack import store
+
+# How gloo, NCCL and sockets say that the other end of a collective has gone.
+CUT_OFF = re.compile(r"(?i)connection (closed|reset|refused)|broken pipe|remote process exited|timed out")
+NOTICE_SECONDS = 30.0  # in which Ray learns that a process or a node has died
+POLL_SECONDS = 0.5
 
 
 class PeerError(RuntimeError):
@@ -24,7 +31,7 @@ def introduce(who: str) -> None:
     context = ray.get_runtime_context()
     if (actor := context.get_actor_id()) is not None:
         here = {"host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
-        store.put(_key(actor), {"who": who, "job": str(context.get_job_id()), **here})
+        store.put(_key(actor), {"who": who, "actor": actor, "job": str(context.get_job_id()), **here})
 
 
 def introduce_rank(actor: Any, rank: int) -> None:
@@ -36,7 +43,8 @@ def introduce_rank(actor: Any, rank: int) -> None:
 def named(what: str = "") -> Iterator[None]:
     """Around a wait for actors: Ray's error for one that is lost becomes a `PeerError`, which says who it is.
 
-    ``what`` was done, for the error. One that died of an error in its own constructor says what happened.
+    ``what`` was done, for the error. One that died of an error in its own constructor says what happened. An
+    actor that was cut off from another in a collective knows an address at best: the dead are named with it.
     """
     import ray
 
@@ -49,6 +57,12 @@ def named(what: str = "") -> Iterator[None]:
         if error.actor_init_failed:
             raise
         raise PeerError(_text(what, lost(error))) from error
+    except ray.exceptions.RayTaskError as error:
+        reason = str(error.cause).strip().splitlines()[0]
+        if not CUT_OFF.search(reason) or not (dead := _dead()):
+            raise
+        why = f"{' and '.join(dead)} died, and others were cut off: {reason}"
+        raise PeerError(_text(what, why)) from error
 
 
 def lost(error: Any) -> str:
@@ -75,6 +89,22 @@ def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
         for rank in sorted(ranks, key=lambda rank: int(rank["rank"]))
     ]
     return f"{text} with its {', '.join(places)}" if places else text
+
+
+def _dead() -> list[str]:
+    """The actors of this job's models that are dead, as soon as Ray knows of one."""
+    import ray
+    from ray._private import state
+
+    job = str(ray.get_runtime_context().get_job_id())
+    records = [record for record in store.under(_key("")) if record["job"] == job]
+    end = time.monotonic() + NOTICE_SECONDS
+    while True:
+        states = {record["actor"]: state.actors(record["actor"]).get("State") for record in records}
+        dead = [describe(record, []) for record in records if states[record["actor"]] == "DEAD"]
+        if dead or time.monotonic() > end:
+            return dead
+        time.sleep(POLL_SECONDS)
 
 
 def _text(what: str, why: str) -> str:
