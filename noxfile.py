@@ -6,7 +6,7 @@ runs for the default one; another is named as in ``-s "build(cell='CELL')"``.
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import nox
 
@@ -14,6 +14,7 @@ try:
     from scripts.matrix import Cell, expand, find, load, stand_ins
     from scripts.problem import Problem
     from scripts.records import required
+    from scripts.suites import COMMANDS
 except ModuleNotFoundError as missing:
     arguments = " ".join(sys.argv[1:])
     sys.exit(
@@ -87,29 +88,28 @@ def build(session: nox.Session, cell: str) -> None:
 @for_cell
 def image(session: nox.Session, cell: str) -> None:
     """Check, inside the image and from outside, what is stated about it."""
-    _with_docker(session, "scripts.imagetests", "image", cell)
-    _python(session, "scripts.hosttests", "layers", cell)
+    _suite(session, "image", cell)
 
 
 @nox.session
 @for_cell
 def cluster(session: nox.Session, cell: str) -> None:
     """Run the tests on several Ray nodes inside one container."""
-    _with_docker(session, "scripts.imagetests", "cluster", cell)
+    _suite(session, "cluster", cell)
 
 
 @nox.session
 @for_cell
 def network(session: nox.Session, cell: str) -> None:
     """Run the tests on several containers with their own addresses."""
-    _with_docker(session, "scripts.hosttests", "network", cell, *session.posargs)
+    _suite(session, "network", cell)
 
 
 @nox.session
 @for_cell
 def patches(session: nox.Session, cell: str) -> None:
     """Show that each patch's test fails on the pristine package and passes on the patched one."""
-    _with_docker(session, "scripts.imagetests", "patches", cell)
+    _suite(session, "patches", cell)
 
 
 @nox.session
@@ -152,24 +152,23 @@ def publish(session: nox.Session) -> None:
 @nox.session
 @for_cell
 def demo(session: nox.Session, cell: str) -> None:
-    """Train with the real stack on two nodes, from nothing; the report is build/demo/report.json."""
-    _with_docker(session, "scripts.demo", cell, *session.posargs)
+    """Train with the real stack on two nodes, from nothing; the report is build/demo/CELL/report.json."""
+    _suite(session, "demo", cell)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests of the default cell, in the order in which they are cheap."""
+    """Run all tests of the default cell; the suites of its image two at a time."""
     lint(session)
     unit(session)
-    for test in (build, image, cluster, network, patches):
-        test(session, cell=DEFAULT)
+    build(session, cell=DEFAULT)
+    _side_by_side(session, [f"{suite}:{DEFAULT}" for suite in ("cluster", "network", "patches", "image")])
 
 
 @nox.session
 def others(session: nox.Session) -> None:
     """Build other cells and run on each the suites that matrix.yaml names for every submission."""
-    for cell in EVERY:
-        _suites(session, cell, cell.per_submission)
+    _suites(session, {cell: cell.per_submission for cell in EVERY if cell.per_submission})
 
 
 @nox.session(tags=["full"])
@@ -177,14 +176,23 @@ def full(session: nox.Session) -> None:
     """Build every cell (for ROCm the stand-in) and run every suite that applies, as before a release."""
     lint(session)
     unit(session)
-    for cell in EVERY:
-        if not cell.sources:
-            _suites(session, cell, required(cell))
+    _suites(session, {cell: required(cell) for cell in EVERY if not cell.sources})
     registry(session, cell=DEFAULT)
 
 
-def _suites(session: nox.Session, cell: Cell, suites: Iterable[str]) -> None:
-    """Build a cell and run some suites on it, if there are any."""
-    tests = {"image": image, "patches": patches, "cluster": cluster, "network": network, "demo": demo}
-    for test in [build, *(tests[name] for name in tests if name in suites)] if suites else []:
-        test(session, cell=cell.id)
+def _suite(session: nox.Session, suite: str, cell: str) -> None:
+    """Run one suite on the image of a cell, with the session's own arguments."""
+    for command in COMMANDS[suite]:
+        _with_docker(session, *command, cell, *session.posargs)
+
+
+def _suites(session: nox.Session, wanted: Mapping[Cell, Iterable[str]]) -> None:
+    """Build cells, then run suites on each, two at a time; layers are a part of the suite image."""
+    for cell in wanted:
+        build(session, cell=cell.id)
+    jobs = [f"{suite}:{cell.id}" for cell, suites in wanted.items() for suite in suites if suite in COMMANDS]
+    _side_by_side(session, jobs)
+
+
+def _side_by_side(session: nox.Session, jobs: Iterable[str]) -> None:
+    _with_docker(session, "scripts.suites", *jobs)

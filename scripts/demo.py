@@ -2,7 +2,7 @@
 
 ``python -m scripts.demo [CELL]``: builds the cell, starts two containers as two Ray nodes with their own
 addresses, and submits OpenRLHF's own ``train_ppo_ray`` to them. Ends with a report, also in
-``build/demo/report.json``.
+``build/demo/CELL/report.json``.
 """
 
 import argparse
@@ -107,6 +107,11 @@ class JobLog:
         return cause(self.lines)
 
 
+def folder(cell: Cell) -> Path:
+    """Where the demo of a cell keeps its report and logs."""
+    return OUT / cell.id
+
+
 def cause(lines: Sequence[str]) -> str:
     """The line of a job's output that most likely says why it failed: the last exception."""
     errors = [
@@ -148,10 +153,10 @@ def command(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
 
 
 def train(
-    cluster: Cluster, job: list[str], steps: int, display: Display, timeout: float
+    cluster: Cluster, job: list[str], steps: int, display: Display, timeout: float, out: Path
 ) -> list[dict[str, Any]]:
     """Submit the job, follow it, and return its events; a `Problem` says why it failed."""
-    log = JobLog(OUT / "job.log")
+    log = JobLog(out / "job.log")
     submit = [*SUBMIT, "--", *job]
     with display.bar(steps) as bar:
         code = cluster.follow(submit, log.write, lambda: bar.update(events_of(cluster)), timeout)
@@ -185,19 +190,19 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
         console.print("[bold]job[/bold]: ray job submit -- python -m openrlhf.cli.train_ppo_ray")
         submitted = time.time()
         try:
-            events = train(cluster, job, steps, display, timeout)
+            events = train(cluster, job, steps, display, timeout, folder(cell))
         finally:
-            save_logs(cluster)
+            save_logs(cluster, folder(cell))
         seconds = {**display.seconds, **by_phase(events, submitted), "total": time.monotonic() - start}
         result = report.build(cell.id, cell.versions, cluster.addresses, events, seconds)
         tally.passed, tally.failed = (1, 0) if result["weights_equal"] else (0, 1)
     return result
 
 
-def save_logs(cluster: Cluster) -> None:
+def save_logs(cluster: Cluster, out: Path) -> None:
     """Keep what each node printed beside the report."""
     for name, text in cluster.logs().items():
-        (OUT / f"{name}.log").write_text(text, encoding="utf-8")
+        (out / f"{name}.log").write_text(text, encoding="utf-8")
 
 
 def main() -> int:
@@ -224,9 +229,9 @@ def main() -> int:
     if cell.accelerator.kind != "cpu":
         raise Problem(f"{cell.id} needs GPUs; the demo runs on the cpu cells")
     console = Console()
-    with turn(OUT, "a demo"):
+    with turn(folder(cell), "a demo"):
         result = demo(cell, options.layout, options.steps, options.seed, options.timeout, console)
-        path = OUT / "report.json"
+        path = folder(cell) / "report.json"
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     report.show(result, console)
     console.print(f"report: {path.relative_to(ROOT)}")

@@ -25,6 +25,7 @@ from scripts.bake import series_of
 from scripts.cluster import LABEL, owner, removed_at_the_end, sweep
 from scripts.matrix import ROOT, Cell, find, load
 from scripts.problem import Problem, run
+from scripts.turns import turn
 
 TOOLS = ROOT / "build" / "testing"
 PRISTINE = ROOT / "build" / "pristine"
@@ -73,30 +74,24 @@ def test_tools(cell: Cell) -> Path:
     wanted = [entry for entry in lock.parse(lock.HOST.read_text(encoding="utf-8")) if entry.name in PYTEST]
     requirements = "".join(entry.block for entry in wanted)
     stamp = TOOLS / "requirements.txt"
-    if not stamp.exists() or stamp.read_text(encoding="utf-8") != requirements:
-        TOOLS.mkdir(parents=True, exist_ok=True)
-        asked = TOOLS / "asked.txt"
-        asked.write_text(requirements, encoding="utf-8")
-        command = [
-            find_uv_bin(),
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--require-hashes",
-            "--target",
-            str(TOOLS),
-        ]
-        done = subprocess.run(
-            [*command, "--python-version", cell.python, "--only-binary=:all:", "-r", str(asked)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise Problem(f"pytest for the image cannot be installed: {' '.join(done.stderr.split())[:300]}")
-        asked.rename(stamp)
+    with turn(TOOLS, "the installation of pytest"):
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != requirements:
+            asked = TOOLS / "asked.txt"
+            asked.write_text(requirements, encoding="utf-8")
+            _install(asked, cell.python)
+            asked.rename(stamp)
     return TOOLS
+
+
+def _install(requirements: Path, python: str) -> None:
+    """Install what the file names for that version of Python, beside the file."""
+    command = [find_uv_bin(), "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+    wheels_of = ["--target", str(requirements.parent), "--python-version", python, "--only-binary=:all:"]
+    done = subprocess.run(
+        [*command, *wheels_of, "-r", str(requirements)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise Problem(f"pytest for the image cannot be installed: {' '.join(done.stderr.split())[:300]}")
 
 
 def pristine(cell: Cell) -> Path:

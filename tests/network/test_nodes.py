@@ -64,12 +64,12 @@ def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_that_fails_is_explained(start: Callable[..., Cluster]) -> None:
+def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell) -> None:
     """By the exception that ended it, not by the last line of Ray's log."""
     cluster = start()
     job = ["python", "-c", "raise ValueError('said so')"]
     with pytest.raises(Problem, match=r"training failed: ValueError: said so"):
-        demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), timeout=120)
+        demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), 120, demo.folder(cell))
 
 
 @pytest.mark.timeout(300)
