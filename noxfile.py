@@ -100,6 +100,13 @@ def cluster(session: nox.Session, cell: str) -> None:
 
 @nox.session
 @for_cell
+def integration(session: nox.Session, cell: str) -> None:
+    """Train on layouts of up to four nodes with eight GPUs and engines of up to eight, in one container."""
+    _suite(session, "integration", cell)
+
+
+@nox.session
+@for_cell
 def network(session: nox.Session, cell: str) -> None:
     """Run the tests on several containers with their own addresses."""
     _suite(session, "network", cell)

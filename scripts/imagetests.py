@@ -1,9 +1,9 @@
 """Run plain pytest files inside the image of a cell.
 
-``python -m scripts.imagetests {image,cluster,patches} [CELL] [--tag IMAGE [--derived]]``, then arguments for
-pytest. The tests know nothing of Docker: this mounts them, read-only, beside a pytest of the host's lock. The
-suite ``image`` runs twice: as the image's own user, and as a user that nobody knows, on a read-only root
-without a network. What a whole suite said is kept (`scripts.records`), but not of an image made FROM ours.
+``python -m scripts.imagetests SUITE [CELL] [--tag IMAGE [--derived]]``, then arguments for pytest. The tests
+know nothing of Docker: this mounts them, read-only, beside a pytest of the host's lock. The suite ``image``
+runs twice: as the image's own user, and as a user that nobody knows, on a read-only root without a network.
+What a whole suite said is kept (`scripts.records`), but not of an image made FROM ours.
 """
 
 import argparse
@@ -66,7 +66,23 @@ STRICT = Setting(
         "tmpfs": {"/tmp": "rw,exec,mode=1777"},  # noqa: S108
     },
 )
-SUITES = {"image": (OWN, STRICT), "cluster": (OWN,), "patches": (OWN,)}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of a folder, or those of them that pytest's ``-m`` chooses, in each of some settings."""
+
+    folder: str
+    settings: tuple[Setting, ...] = (OWN,)
+    chosen: str = ""
+
+
+SUITES = {
+    "image": Suite("image", (OWN, STRICT)),
+    "cluster": Suite("cluster", chosen="not integration"),
+    "integration": Suite("cluster", chosen="integration"),
+    "patches": Suite("patches"),
+}
 
 
 def test_tools(cell: Cell) -> Path:
@@ -142,6 +158,7 @@ def run_suite(
 def _run_in_container(
     client: docker.DockerClient, cell: Cell, run: Run, setting: Setting, results: Path
 ) -> int:
+    suite = SUITES[run.suite]
     volumes = {
         str(ROOT / "tests"): {"bind": "/opt/tests", "mode": "ro"},
         str(test_tools(cell)): {"bind": "/opt/testing", "mode": "ro"},
@@ -169,7 +186,7 @@ def _run_in_container(
     ]
     container = client.containers.create(
         run.image,
-        [*command, f"/opt/tests/{run.suite}", *run.arguments],
+        [*command, f"/opt/tests/{suite.folder}", "-m", suite.chosen, *run.arguments],
         environment=environment,
         volumes=volumes,
         labels={LABEL: owner()},
@@ -190,7 +207,7 @@ def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
     if run.arguments or run.derived:
         tally = contextlib.nullcontext(records.Tally())
     with tally as counted:
-        for setting in SUITES[run.suite]:
+        for setting in SUITES[run.suite].settings:
             run_suite(client, cell, run, setting, counted)
         if run.suite == "patches" and not run.arguments:
             proved = proofs.report(cell, series_of(cell), counted.proofs, Console())

@@ -25,6 +25,7 @@ LANES = 2
 COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "image": (("scripts.imagetests", "image"), ("scripts.hosttests", "layers")),
     "cluster": (("scripts.imagetests", "cluster"),),
+    "integration": (("scripts.imagetests", "integration"),),
     "network": (("scripts.hosttests", "network"),),
     "patches": (("scripts.imagetests", "patches"),),
     "demo": (("scripts.demo",),),

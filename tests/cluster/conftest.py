@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import pytest
 from processes import END_SECONDS, MARK, ended, marked
 from rlhf_stack import events, settings
 
-TWO_NODES = Path(__file__).with_name("two_nodes.py")
+SIMULATED = Path(__file__).with_name("simulated.py")
+SHARED = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Run:
     log: str
     seconds: float
     events: list[dict[str, Any]]
-    left_over: list[str]
+    left_over: list[str]  # commands that still run, files in shared memory
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """The events of one kind."""
@@ -36,12 +37,20 @@ class Run:
 
 @pytest.fixture
 def train() -> Iterator[Callable[..., Run]]:
-    """Run OpenRLHF's trainer on two simulated nodes, with a deadline; afterwards nothing of it is left."""
+    """Run OpenRLHF's trainer on simulated nodes, with a deadline; afterwards nothing of it is left."""
     folder = Path(tempfile.mkdtemp(prefix="rl"))  # short: Ray's sockets are below it
     mark = folder.name
 
-    def run(layout: str, gpus: int, steps: int, seconds: float, *changes: str, **variables: str) -> Run:
-        start = time.monotonic()
+    def run(
+        layout: str,
+        gpus: Sequence[int],
+        steps: int,
+        seconds: float,
+        *changes: str,
+        heads: int = 0,
+        **variables: str,
+    ) -> Run:
+        start, shared = time.monotonic(), set(SHARED.iterdir())
         environment = {
             MARK: mark,
             "RAY_TMPDIR": str(folder),
@@ -54,11 +63,12 @@ def train() -> Iterator[Callable[..., Run]]:
             process = subprocess.Popen(
                 [
                     sys.executable,
-                    str(TWO_NODES),
+                    str(SIMULATED),
                     str(folder / "tiny"),
                     layout,
-                    str(gpus),
+                    ",".join(map(str, gpus)),
                     str(steps),
+                    str(heads),
                     *changes,
                 ],
                 env=os.environ | environment | variables,
@@ -74,7 +84,9 @@ def train() -> Iterator[Callable[..., Run]]:
                 pytest.fail(f"not done after {seconds:g} s:\n{log.read_text()[-5000:]}")
         found = events.read(folder / "events")
         took = time.monotonic() - start
-        return Run(code, log.read_text(), took, found, ended(mark, END_SECONDS))
+        left_over = ended(mark, END_SECONDS)
+        left_over += sorted(str(file) for file in set(SHARED.iterdir()) - shared)
+        return Run(code, log.read_text(), took, found, left_over)
 
     yield run
     for number in marked(mark):

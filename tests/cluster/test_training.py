@@ -1,52 +1,19 @@
 """OpenRLHF's own trainer, real vLLM engines, real DeepSpeed, on two nodes with fake GPUs."""
 
-import math
-
 import pytest
 from rlhf_stack import settings
+from trained import FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
 
 SECONDS = 400
 SIDES = ("trainer", "engine")
 BUCKET = 50_000  # bytes
 SMALL_BUCKETS = {settings.SYNC_BUCKET: str(BUCKET / 10**6)}
-# How that OpenRLHF is called, and what it can do.
-SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
-FLAT = pytest.mark.carries("openrlhf==0.5.1")
-
-
-def assert_trained(run, steps, backend, engines):
-    assert run.code == 0, run.log[-8000:]
-    assert [event["step"] for event in run.of("step")] == list(range(1, steps + 1))
-    for event in run.of("step"):
-        assert 0 <= event["reward"] <= 1
-        assert math.isfinite(event["policy_loss"])
-    syncs, verified = run.of("sync"), run.of("verify")
-    assert [event["index"] for event in syncs] == [event["index"] for event in verified] == list(range(steps))
-    assert {event["backend"] for event in syncs} == {backend}
-    assert all(event["bytes"] > 0 and event["seconds"] > 0 for event in syncs)
-    assert all(event["equal"] and event["parameters"] == syncs[0]["parameters"] for event in verified)
-    assert [event["straddles"] for event in run.of("engine")] == [False] * engines
-    assert [event["name"] for event in run.of("phase")][-3:] == ["models up", "trained", "saved"]
-    assert run.left_over == []
-
-
-def assert_one_policy(run):
-    for event in run.of("step"):
-        assert event["actor_grad_norm"] > 0
-        assert abs(event["vllm_kl"]) < 0.01, "engine and trainer disagree on the policy"
-
-
-def assert_critic_trained(run):
-    for event in run.of("step"):
-        assert math.isfinite(event["critic_loss"])
-    values = [event["values"] for event in run.of("step")]
-    assert len(set(values)) == len(values), "the critic's values change with each step"
 
 
 @SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
 def test_a_tensor_parallel_engine_learns_from_another_nodes_trainer_over_gloo(train):
-    run = train("separate", 2, 3, SECONDS)
+    run = train("separate", (2, 2), 3, SECONDS)
     assert_trained(run, steps=3, backend="gloo", engines=1)
     assert_one_policy(run)
     (engine,) = run.of("engine")
@@ -58,7 +25,7 @@ def test_a_tensor_parallel_engine_learns_from_another_nodes_trainer_over_gloo(tr
 @pytest.mark.timeout(SECONDS + 40)
 def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
-    run = train("hybrid", 1, 2, SECONDS, *one_gpu_each, **{settings.CHECK_COTENANCY: "1"})
+    run = train("hybrid", (1, 1), 2, SECONDS, *one_gpu_each, **{settings.CHECK_COTENANCY: "1"})
     assert_trained(run, steps=2, backend="ipc", engines=2)
     watched = {side: {e["gpu"] for e in run.of("cotenancy") if e["side"] == side} for side in SIDES}
     assert watched["trainer"] == watched["engine"], "both look at the GPUs that they share"
@@ -75,7 +42,7 @@ def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
 def test_engines_on_the_trainers_gpus_take_buckets_over_gloo(train):
     """Upstream falls into an NCCL group with two ranks on one GPU."""
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
-    run = train("hybrid", 1, 2, SECONDS, *one_gpu_each, "--vllm.sync_backend", "gloo", **SMALL_BUCKETS)
+    run = train("hybrid", (1, 1), 2, SECONDS, *one_gpu_each, "--vllm.sync_backend", "gloo", **SMALL_BUCKETS)
     assert_trained(run, steps=2, backend="gloo", engines=2)
     assert_one_policy(run)
     assert run.of("sync")[0]["bytes"] > 5 * BUCKET
@@ -85,7 +52,7 @@ def test_engines_on_the_trainers_gpus_take_buckets_over_gloo(train):
 @pytest.mark.timeout(SECONDS + 40)
 def test_the_shards_of_two_ranks_are_the_policy_that_the_engine_loaded(train):
     """Upstream on a CPU starts from weights that have not come: the loss was NaN in half of the runs."""
-    run = train("separate", 2, 2, SECONDS, "--ds.zero_stage", "3", **SMALL_BUCKETS)
+    run = train("separate", (2, 2), 2, SECONDS, "--ds.zero_stage", "3", **SMALL_BUCKETS)
     assert_trained(run, steps=2, backend="gloo", engines=1)
     assert_one_policy(run)
 
@@ -93,7 +60,7 @@ def test_the_shards_of_two_ranks_are_the_policy_that_the_engine_loaded(train):
 @FLAT
 @pytest.mark.timeout(SECONDS + 40)
 def test_four_models_train_and_two_engines_on_two_nodes_follow(train):
-    run = train("separate", 2, 3, SECONDS)
+    run = train("separate", (2, 2), 3, SECONDS)
     assert_trained(run, steps=3, backend="gloo", engines=2)
     assert_critic_trained(run)
     nodes = {rank["node_id"] for engine in run.of("engine") for rank in engine["ranks"]}
@@ -103,7 +70,7 @@ def test_four_models_train_and_two_engines_on_two_nodes_follow(train):
 @FLAT
 @pytest.mark.timeout(SECONDS + 40)
 def test_the_shards_of_an_actor_on_two_nodes_are_gathered_bucket_by_bucket(train):
-    run = train("spread", 2, 2, SECONDS, "--zero_stage", "3", **SMALL_BUCKETS)
+    run = train("spread", (2, 2), 2, SECONDS, "--zero_stage", "3", **SMALL_BUCKETS)
     assert_trained(run, steps=2, backend="gloo", engines=1)
     assert_critic_trained(run)
 
@@ -112,7 +79,7 @@ def test_the_shards_of_an_actor_on_two_nodes_are_gathered_bucket_by_bucket(train
 @pytest.mark.timeout(SECONDS + 40)
 def test_an_engine_without_memory_ends_the_run_at_once_with_its_error(train):
     """Upstream's trainer waits for it in a rendezvous, half an hour."""
-    run = train("separate", 2, 2, SECONDS, VLLM_CPU_KVCACHE_SPACE="100000")
+    run = train("separate", (2, 2), 2, SECONDS, VLLM_CPU_KVCACHE_SPACE="100000")
     assert run.code != 0
     assert run.seconds < 300
     assert "can't allocate memory" in run.log
@@ -125,7 +92,7 @@ def test_an_engine_without_memory_ends_the_run_at_once_with_its_error(train):
 def test_an_engine_that_cannot_start_ends_the_run_at_once_with_its_error(train):
     """Upstream's trainer learns of it when its rendezvous times out, 300 s later."""
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
-    run = train("separate", 1, 2, SECONDS, *one_gpu_each, VLLM_CPU_KVCACHE_SPACE="100000")
+    run = train("separate", (1, 1), 2, SECONDS, *one_gpu_each, VLLM_CPU_KVCACHE_SPACE="100000")
     assert run.code != 0
     assert run.seconds < 250
     assert "waiting for clients" not in run.log, "nobody waited in the rendezvous"

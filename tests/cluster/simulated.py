@@ -1,0 +1,50 @@
+"""OpenRLHF's own trainer on simulated Ray nodes, the first of which is the head.
+
+simulated.py DIR LAYOUT GPUS STEPS HEADS [ARGUMENT...]: the GPUs of each node, as in 0,8,8; the attention
+heads of the model, which are a multiple of the engines' tensor parallelism (0: as many as it usually has);
+the arguments come after those of the layout.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+from rlhf_stack import tiny, tiny_run
+
+MEGABYTE = 1 << 20
+HEAD = 32  # elements: vLLM's attention on a CPU knows no smaller one
+
+
+def main() -> None:
+    """Train; an error of the trainer is this process's error."""
+    directory, layout, gpus, steps, heads, *changes = sys.argv[1:]
+    tiny.make(Path(directory), seed=0, steps=int(steps))
+    if int(heads):
+        tiny.HIDDEN = HEAD * int(heads)
+        tiny.make_model(Path(directory, "model"), seed=0, layers=2, heads=int(heads))
+    cluster = Cluster()
+    try:
+        for index, count in enumerate(map(int, gpus.split(","))):
+            address = (
+                {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
+            )  # the head is the driver's own
+            cluster.add_node(
+                num_cpus=max(4, 2 * count),
+                num_gpus=count,
+                object_store_memory=100 * MEGABYTE,
+                include_dashboard=False,
+                **address,
+            )
+        ray.init(address=cluster.address)
+        arguments = tiny_run.train_arguments(layout, Path(directory), int(steps), seed=0)
+        sys.argv = ["train_ppo_ray", *arguments, *changes]
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Nodes and engines as clusters have them: the real trainer takes a step, and every engine follows it.
+
+Minutes each: the suite ``integration``, which is run before a release.
+"""
+
+import pytest
+from trained import FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
+
+pytestmark = pytest.mark.integration
+
+SECONDS = 900
+LEVELS = (1, 2, 4, 8)
+MICRO_BATCHES = (
+    "--train.micro_batch_size",
+    "4",
+    "--rollout.micro_batch_size",
+    "4",
+)  # there is one for each rank
+
+
+def nodes_of_trainers(run):
+    """For each of the trainer's groups the number of its ranks on each node, by the plan."""
+    (placed,) = run.of("placement")
+    return {
+        name: [nodes.count(node) for node in sorted(set(nodes))] for name, nodes in placed["groups"].items()
+    }
+
+
+def engines(count, size):
+    return "--vllm.num_engines", str(count), "--vllm.tensor_parallel_size", str(size)
+
+
+def actor(nodes, gpus):
+    return "--actor.num_nodes", str(nodes), "--actor.num_gpus_per_node", str(gpus), *MICRO_BATCHES
+
+
+@SECTIONS
+@pytest.mark.timeout(len(LEVELS) * SECONDS)
+def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
+    """The first level that fails is named; the head has no GPU."""
+    for size in LEVELS:
+        run = train("separate", (0, 8, 8), 1, SECONDS, *engines(1, size), heads=8)
+        try:
+            assert_trained(run, steps=1, backend="gloo", engines=1)
+            assert_one_policy(run)
+        except AssertionError as error:
+            raise AssertionError(f"TP {size} is the first level that fails: {error}") from error
+        (engine,) = run.of("engine")
+        assert [rank["rank"] for rank in engine["ranks"]] == list(range(size))
+
+
+@SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize(
+    ("gpus", "count", "size", "ranks"),
+    [
+        pytest.param((6, 6, 6), 3, 4, (1, 2), id="3x6, engines of 4 that upstream spreads over nodes"),
+        pytest.param((5, 4), 3, 2, (1, 2), id="5 and 4"),
+        pytest.param((8, 8, 8, 8), 2, 8, (2, 4), id="4x8"),
+    ],
+)
+def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, size, ranks):
+    run = train("separate", gpus, 1, SECONDS, *actor(*ranks), *engines(count, size), heads=8)
+    assert_trained(run, steps=1, backend="gloo", engines=count)
+    assert_one_policy(run)
+    assert nodes_of_trainers(run)["actor"] == [ranks[1]] * ranks[0]
+
+
+@SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize(
+    ("gpus", "count", "size"),
+    [
+        pytest.param((2, 2), 2, 2, id="2x2"),
+        pytest.param((0, 4, 4), 2, 4, id="a head without a GPU"),
+    ],
+)
+def test_engines_on_the_trainers_gpus_are_on_one_node_each(train, gpus, count, size):
+    ranks = sum(gpus) // count
+    run = train("hybrid", gpus, 1, SECONDS, *actor(count, ranks), *engines(count, size), heads=8)
+    assert_trained(run, steps=1, backend="ipc", engines=count)
+    assert_one_policy(run)
+    assert nodes_of_trainers(run)["actor"] == [ranks] * count
+
+
+@FLAT
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize(
+    ("gpus", "count"), [((2, 2), 2), ((0, 2, 4), 4), ((0, 8, 8), 6)], ids=["2x2", "uneven", "2x8"]
+)
+def test_engines_of_one_gpu_follow_an_actor_and_a_critic(train, gpus, count):
+    run = train("separate", gpus, 1, SECONDS, "--vllm_num_engines", str(count))
+    assert_trained(run, steps=1, backend="gloo", engines=count)
+    assert_critic_trained(run)
