@@ -27,6 +27,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "layers": ("cpu", "cuda", "rocm"),
     "patches": ("cpu", "cuda", "rocm"),
     "cluster": ("cpu",),
+    "integration": ("cpu",),
     "network": ("cpu",),
     "demo": ("cpu",),
 }

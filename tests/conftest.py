@@ -23,7 +23,9 @@ ANSWER_SECONDS = 600  # of the engine, which may have to export an image of 9 GB
 def pytest_configure(config: pytest.Config) -> None:
     """Say what the marks mean."""
     config.addinivalue_line("markers", "carries(*pins): for cells with one of these packages, name==version")
-    config.addinivalue_line("markers", "integration: of the folder cluster, a suite of its own: minutes each")
+    config.addinivalue_line(
+        "markers", "integration: minutes each; run before a release, as a suite of its own"
+    )
 
 
 @pytest.fixture(autouse=True)

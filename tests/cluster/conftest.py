@@ -1,5 +1,6 @@
 """These tests run inside the image. Ray's nodes are simulated in one kernel, and so are their GPUs."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -38,8 +39,9 @@ class Run:
 @pytest.fixture
 def train() -> Iterator[Callable[..., Run]]:
     """Run OpenRLHF's trainer on simulated nodes, with a deadline; afterwards nothing of it is left."""
-    folder = Path(tempfile.mkdtemp(prefix="rl"))  # short: Ray's sockets are below it
-    mark = folder.name
+    folders = Path(tempfile.mkdtemp(prefix="rl"))  # short: Ray's sockets are below it
+    mark = folders.name
+    numbers = itertools.count()
 
     def run(
         layout: str,
@@ -50,6 +52,8 @@ def train() -> Iterator[Callable[..., Run]]:
         heads: int = 0,
         **variables: str,
     ) -> Run:
+        folder = folders / str(next(numbers))
+        folder.mkdir()
         start, shared = time.monotonic(), set(SHARED.iterdir())
         environment = {
             MARK: mark,
@@ -91,4 +95,4 @@ def train() -> Iterator[Callable[..., Run]]:
     yield run
     for number in marked(mark):
         os.kill(number, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folders, ignore_errors=True)

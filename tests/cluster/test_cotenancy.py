@@ -12,6 +12,7 @@ UNSAFE = Path(__file__).with_name("unsafe_barrier.py")
 SECONDS = 400
 
 
+@pytest.mark.integration
 @pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(SECONDS + 20)
 def test_an_engine_that_generates_while_a_rank_waits_on_its_gpu_is_an_error(tmp_path):

@@ -1,7 +1,4 @@
-"""Nodes and engines as clusters have them: the real trainer takes a step, and every engine follows it.
-
-Minutes each: the suite ``integration``, which is run before a release.
-"""
+"""Nodes and engines as clusters have them: the real trainer takes a step, and every engine follows it."""
 
 import pytest
 from trained import FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
@@ -10,6 +7,7 @@ pytestmark = pytest.mark.integration
 
 SECONDS = 900
 LEVELS = (1, 2, 4, 8)
+LITTLE_CACHE = {"VLLM_CPU_KVCACHE_SPACE": ""}  # which knows whole GB only, for each of up to 16 workers
 MICRO_BATCHES = (
     "--train.micro_batch_size",
     "4",
@@ -27,7 +25,8 @@ def nodes_of_trainers(run):
 
 
 def engines(count, size):
-    return "--vllm.num_engines", str(count), "--vllm.tensor_parallel_size", str(size)
+    cache = "--vllm.gpu_memory_utilization", "0.04"  # of the memory, half of it for the process itself
+    return "--vllm.num_engines", str(count), "--vllm.tensor_parallel_size", str(size), *cache
 
 
 def actor(nodes, gpus):
@@ -39,7 +38,7 @@ def actor(nodes, gpus):
 def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
     """The first level that fails is named; the head has no GPU."""
     for size in LEVELS:
-        run = train("separate", (0, 8, 8), 1, SECONDS, *engines(1, size), heads=8)
+        run = train("separate", (0, 8, 8), 1, SECONDS, *engines(1, size), heads=8, **LITTLE_CACHE)
         try:
             assert_trained(run, steps=1, backend="gloo", engines=1)
             assert_one_policy(run)
@@ -47,6 +46,7 @@ def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
             raise AssertionError(f"TP {size} is the first level that fails: {error}") from error
         (engine,) = run.of("engine")
         assert [rank["rank"] for rank in engine["ranks"]] == list(range(size))
+        assert len({rank["gpu"] for rank in engine["ranks"]}) == size
 
 
 @SECTIONS
@@ -56,11 +56,12 @@ def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
     [
         pytest.param((6, 6, 6), 3, 4, (1, 2), id="3x6, engines of 4 that upstream spreads over nodes"),
         pytest.param((5, 4), 3, 2, (1, 2), id="5 and 4"),
-        pytest.param((8, 8, 8, 8), 2, 8, (2, 4), id="4x8"),
+        pytest.param((8, 8, 8, 8), 3, 4, (1, 4), id="4x8"),
     ],
 )
 def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, size, ranks):
-    run = train("separate", gpus, 1, SECONDS, *actor(*ranks), *engines(count, size), heads=8)
+    arguments = *actor(*ranks), *engines(count, size)
+    run = train("separate", gpus, 1, SECONDS, *arguments, heads=8, **LITTLE_CACHE)
     assert_trained(run, steps=1, backend="gloo", engines=count)
     assert_one_policy(run)
     assert nodes_of_trainers(run)["actor"] == [ranks[1]] * ranks[0]
@@ -77,7 +78,8 @@ def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, siz
 )
 def test_engines_on_the_trainers_gpus_are_on_one_node_each(train, gpus, count, size):
     ranks = sum(gpus) // count
-    run = train("hybrid", gpus, 1, SECONDS, *actor(count, ranks), *engines(count, size), heads=8)
+    arguments = *actor(count, ranks), *engines(count, size)
+    run = train("hybrid", gpus, 1, SECONDS, *arguments, heads=8, **LITTLE_CACHE)
     assert_trained(run, steps=1, backend="ipc", engines=count)
     assert_one_policy(run)
     assert nodes_of_trainers(run)["actor"] == [ranks] * count
@@ -89,6 +91,6 @@ def test_engines_on_the_trainers_gpus_are_on_one_node_each(train, gpus, count, s
     ("gpus", "count"), [((2, 2), 2), ((0, 2, 4), 4), ((0, 8, 8), 6)], ids=["2x2", "uneven", "2x8"]
 )
 def test_engines_of_one_gpu_follow_an_actor_and_a_critic(train, gpus, count):
-    run = train("separate", gpus, 1, SECONDS, "--vllm_num_engines", str(count))
-    assert_trained(run, steps=1, backend="gloo", engines=count)
+    run = train("separate", gpus, 2, SECONDS, "--vllm_num_engines", str(count))
+    assert_trained(run, steps=2, backend="gloo", engines=count)
     assert_critic_trained(run)
