@@ -50,7 +50,7 @@ def train() -> Iterator[Callable[..., Run]]:
         seconds: float,
         *changes: str,
         heads: int = 0,
-        **variables: str,
+        **variables: str | None,
     ) -> Run:
         folder = folders / str(next(numbers))
         folder.mkdir()
@@ -62,6 +62,7 @@ def train() -> Iterator[Callable[..., Run]]:
             settings.VERIFY_SYNC: "1",
             "HF_HUB_OFFLINE": "1",
         }
+        wanted = os.environ | environment | variables
         log = folder / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -75,7 +76,7 @@ def train() -> Iterator[Callable[..., Run]]:
                     str(heads),
                     *changes,
                 ],
-                env=os.environ | environment | variables,
+                env={name: value for name, value in wanted.items() if value is not None},
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
