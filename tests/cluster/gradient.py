@@ -91,3 +91,5 @@ for zero in STAGES:
     for times in ACCUMULATIONS:
         norms[f"{zero}/{times}"] = step(zero, times)
 print(json.dumps(norms))
+torch.distributed.barrier()  # gloo aborts a rank that is still in a collective when another has ended
+torch.distributed.destroy_process_group()
