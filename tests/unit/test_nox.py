@@ -28,6 +28,7 @@ SESSIONS = [
     "build",
     "image",
     "cluster",
+    "integration",
     "network",
     "patches",
     "knownbad",
