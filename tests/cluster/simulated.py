@@ -27,9 +27,8 @@ def main() -> None:
     cluster = Cluster()
     try:
         for index, count in enumerate(map(int, gpus.split(","))):
-            address = (
-                {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
-            )  # the head is the driver's own
+            # The driver has to find the head as its own.
+            address = {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
             cluster.add_node(
                 num_cpus=max(4, 2 * count),
                 num_gpus=count,

@@ -8,12 +8,8 @@ pytestmark = pytest.mark.integration
 SECONDS = 900
 LEVELS = (1, 2, 4, 8)
 LITTLE_CACHE = {"VLLM_CPU_KVCACHE_SPACE": None}  # which knows whole GB only, for each of up to 16 workers
-MICRO_BATCHES = (
-    "--train.micro_batch_size",
-    "4",
-    "--rollout.micro_batch_size",
-    "4",
-)  # there is one for each rank
+# Small enough that there is one for each rank.
+MICRO_BATCHES = "--train.micro_batch_size", "4", "--rollout.micro_batch_size", "4"
 
 
 def nodes_of_trainers(run):

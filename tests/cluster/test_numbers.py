@@ -2,12 +2,12 @@
 
 import json
 import math
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 GRADIENT = Path(__file__).with_name("gradient.py")
 PROBABILITIES = Path(__file__).with_name("probabilities.py")
@@ -17,9 +17,7 @@ WORLD, SECONDS = 2, 300
 @pytest.fixture(scope="module")
 def norms(tmp_path_factory):
     """The norm of the gradient by stage and accumulation, as each rank has it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("gradient")
     running = [
         subprocess.Popen(
