@@ -107,7 +107,9 @@ def test_the_dead_are_named_where_others_were_cut_off(monkeypatch: pytest.Monkey
         raise cut_off
 
 
-@pytest.mark.parametrize(("text", "state"), [("no such file", "DEAD"), ("Connection reset by peer", "ALIVE")])
+@pytest.mark.parametrize(
+    ("text", "state"), [("no such file", "DEAD"), ("Connection reset by peer", "ALIVE"), ("", "DEAD")]
+)
 def test_an_error_of_a_task_stays_where_nobody_is_dead_or_cut_off(
     monkeypatch: pytest.MonkeyPatch, text: str, state: str
 ) -> None:

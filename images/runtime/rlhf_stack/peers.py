@@ -58,7 +58,7 @@ def named(what: str = "") -> Iterator[None]:
             raise
         raise PeerError(_text(what, lost(error))) from error
     except ray.exceptions.RayTaskError as error:
-        reason = str(error.cause).strip().splitlines()[0]
+        reason = str(error.cause).strip().partition("\n")[0]
         if not CUT_OFF.search(reason) or not (dead := _dead()):
             raise
         why = f"{' and '.join(dead)} died, and others were cut off: {reason}"
