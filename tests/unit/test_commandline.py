@@ -64,7 +64,10 @@ def test_upstreams_own_block_says_what_train_would_be_given() -> None:
         (["--nodes", "many"], "OpenRLHF 0.11.2: argument --nodes: invalid int value: 'many'"),
         (["--nod", "1", "--bogus", "2"], "OpenRLHF 0.11.2: unrecognized arguments: --bogus 2"),
         (["--nodes", "8"], "OpenRLHF 0.11.2 does not take these arguments: nodes must be below 5, got 8"),
-        (["--critic", "broken"], "AttributeError: 'str' object has no attribute 'split_up'"),
+        (
+            ["--critic", "broken"],
+            "AttributeError: 'str' object has no attribute 'split_up', in `args.critic.split_up()`",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -124,6 +125,9 @@ def _argv(arguments: list[str]) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """An error's first line; the kind of those that were not raised for users."""
+    """An error's first line; of one that was not raised for users its kind and the statement too."""
     text = str(error).split("\n")[0]
-    return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
+    if isinstance(error, AssertionError) and text:
+        return text
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text}, in `{raised.line}` ({raised.filename}:{raised.lineno})"
