@@ -334,7 +334,8 @@ def _build(cell: Cell) -> str:
     before = client.images.list(name=cell.tag)
     engine.need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
     engine.check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
-    folder = context(cell, config)
+    with turn(PATCHED, "the laying out of another build"):  # all write the wheel of rlhf_stack there
+        folder = context(cell, config)
     with tempfile.TemporaryDirectory() as temporary:
         secrets = write_secrets(config, Path(temporary))
         image_id = Path(temporary, "image")

@@ -176,11 +176,8 @@ def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console
     """The whole chain; returns the report."""
     start = time.monotonic()
     display = Display(console)
-    with (
-        display.phase("build", f"{cell.tag}, cached layers are used"),
-        turn(OUT, "a build"),
-    ):
-        image = bake.build(cell)  # not beside that of another cell: both write the wheel of rlhf_stack
+    with display.phase("build", f"{cell.tag}, cached layers are used"):
+        image = bake.build(cell)
     with ExitStack() as stack:
         tally = stack.enter_context(records.kept(cell.id, image, "demo"))
         with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
