@@ -24,12 +24,13 @@ def start(nothing_left: None, client: docker.DockerClient, cell: Cell) -> Iterat
 
 
 def owned(client: docker.DockerClient) -> list[str]:
-    """The containers and networks that this process has made, and the volumes that nobody uses."""
+    """The containers and networks that this process has made, and unused volumes that no other one has."""
     containers = client.containers.list(
         all=True, filters={"label": f"{LABEL}={owner()}"}, ignore_removed=True
     )
     networks = client.networks.list(filters={"label": f"{LABEL}={owner()}"})
-    volumes = client.volumes.list(filters={"dangling": True})
+    unused = client.volumes.list(filters={"dangling": True})
+    volumes = [one for one in unused if (one.attrs["Labels"] or {}).get(LABEL, owner()) == owner()]
     return sorted(str(item.id) for item in (*containers, *networks, *volumes))
 
 
