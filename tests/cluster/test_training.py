@@ -7,6 +7,8 @@ import pytest
 from rlhf_stack import settings
 from trained import FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
 
+pytestmark = pytest.mark.integration
+
 SECONDS = 400
 SIDES = ("trainer", "engine")
 BUCKET = 50_000  # bytes
@@ -14,7 +16,6 @@ SMALL_BUCKETS = {settings.SYNC_BUCKET: str(BUCKET / 10**6)}
 
 
 @SECTIONS
-@pytest.mark.integration
 @pytest.mark.timeout(SECONDS + 40)
 def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
