@@ -110,6 +110,20 @@ def test_facts_of_another_tree_are_named_and_dropped(change: dict[str, object], 
     assert catalogue.still_true(CELLS, known) == {}
 
 
+def test_an_image_that_was_tested_less_does_not_displace_one_that_was_tested_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else a rebuild would take the tests from the catalogue."""
+    passed, failed = Suite("passed", 9, 0, 0, 5.0), Suite("failed", 9, 1, 0, 5.0)
+    tested = msgspec.structs.replace(measured(CELL), suites={"image": passed, "cluster": passed})
+    again = msgspec.structs.replace(tested, image="sha256:" + "2" * 64)
+    less = msgspec.structs.replace(again, suites={"image": passed, "cluster": failed, "registry": passed})
+    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: less}) == {CELL.id: tested}
+    assert "on which cluster passed too" in capsys.readouterr().out
+    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: again}) == {CELL.id: again}
+    assert catalogue.best_tested(CELLS, {}, {CELL.id: less}) == {CELL.id: less}
+
+
 def test_a_cell_that_is_gone_is_named_and_dropped() -> None:
     known = {"gone": measured(CELL)}
     assert catalogue.stale(CELLS, known, README) == ["gone is no cell any more: run `nox -s catalogue`"]
