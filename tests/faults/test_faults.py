@@ -43,6 +43,8 @@ class Trial:
         node = next(node for node, known in by_address(self._cluster) if known == address)
         site = Site(self._cluster, phase, node, address)
         printed = len(job.printed)
+        if job.ended:
+            raise Problem(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
         fault.inject(site)
         in_time = job.phases == phases
         outcome, seconds = job.outcome()

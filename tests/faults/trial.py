@@ -125,7 +125,7 @@ class Job:
         begun, since = time.monotonic(), time.time()
         self.wait(lambda: len(self.steps(since)) >= GOES_ON, HANG_SECONDS)
         if self.ended:
-            return "ended", self.ended_at - begun
+            return "ended", max(0.0, self.ended_at - begun)
         goes_on = len(self.steps(since)) >= GOES_ON
         return "goes on" if goes_on else "hangs", time.monotonic() - begun
 
