@@ -1,0 +1,94 @@
+"""Which tests of a suite fail now and then: the suite again and again, on one image.
+
+``python -m tests.bench.flakes [SUITE] [--runs 10] [--cell CELL] [--json]``; ten times as long as the suite.
+What each run printed is kept in ``build/flakes``. No record of the image is written.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts import engine
+from scripts.matrix import ROOT, find, load
+from scripts.problem import Problem, run
+from scripts.suites import COMMANDS
+from tests.bench.results import parser
+
+LOGS = ROOT / "build" / "flakes"
+SUITES = tuple(suite for suite in COMMANDS if suite != "demo")  # which is no pytest
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
+PASSED = re.compile(r"\b(\d+) passed\b")
+
+
+@dataclass(frozen=True)
+class Once:
+    """One run of the suite."""
+
+    passed: int
+    failed: tuple[str, ...]
+    seconds: float
+
+
+def once(suite: str, cell: str, log: Path) -> Once:
+    """Run the suite; a `Problem` if it fails and names no test."""
+    start = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        codes = [
+            subprocess.run(
+                [sys.executable, "-m", *command, cell, "-rfE"],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+            for command in COMMANDS[suite]
+        ]
+    text = log.read_text(encoding="utf-8")
+    failed = tuple(FAILED.findall(text))
+    if any(codes) and not failed:
+        raise Problem(f"{suite} failed, and no test of it: {log.relative_to(ROOT)}")
+    return Once(sum(map(int, PASSED.findall(text))), failed, time.monotonic() - start)
+
+
+def show(suite: str, runs: Sequence[Once]) -> None:
+    """The runs, and of each test that failed how often it did."""
+    table = Table("run", "passed", "failed", "seconds", title=suite)
+    for number, one in enumerate(runs, 1):
+        table.add_row(str(number), str(one.passed), str(len(one.failed)), f"{one.seconds:.0f}")
+    console = Console()
+    console.print(table)
+    for test, count in Counter(test for one in runs for test in one.failed).most_common():
+        console.print(f"failed in {count} of {len(runs)} runs: {test}", soft_wrap=True)
+
+
+def main() -> int:
+    """The command line; a flaky test is a result here, and no error."""
+    options = parser("flakes", __doc__)
+    options.add_argument("suite", nargs="?", default="cluster", choices=SUITES)
+    options.add_argument("--runs", type=int, default=10, help="how often (10)")
+    asked = options.parse_args()
+    matrix = load()
+    cell = find(matrix, asked.cell or matrix.default)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for number in range(1, asked.runs + 1):
+        print(f"{asked.suite}: run {number} of {asked.runs} ...", file=sys.stderr, flush=True)
+        runs.append(once(asked.suite, cell.id, LOGS / f"{asked.suite}-{number}.log"))
+    if asked.json:
+        print(json.dumps([asdict(one) for one in runs]))
+    else:
+        show(f"{asked.suite} on {cell.id}", runs)
+    return 0
+
+
+if __name__ == "__main__":
+    run(engine.asked(main))
