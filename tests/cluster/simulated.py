@@ -2,9 +2,11 @@
 
 simulated.py DIR LAYOUT GPUS STEPS HEADS [ARGUMENT...]: the GPUs of each node, as in 0,8,8; the attention
 heads of the model, which are a multiple of the engines' tensor parallelism (0: as many as it usually has);
-the arguments come after those of the layout.
+the arguments come after those of the layout. Layout "apart" is "separate" with GPUs for each role alone.
+RLHF_STACK_TEST_HOOK names what each worker process calls first.
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ from ray.cluster_utils import Cluster
 from rlhf_stack import tiny, tiny_run
 
 MEGABYTE = 1 << 20
+APART = "apart"
+HOOK = "RLHF_STACK_TEST_HOOK"
 HEAD = 32  # elements: vLLM's attention on a CPU knows no smaller one
 
 
@@ -36,8 +40,12 @@ def main() -> None:
                 include_dashboard=False,
                 **address,
             )
-        ray.init(address=cluster.address)
-        arguments = tiny_run.train_arguments(layout, Path(directory), int(steps), seed=0)
+        hook = os.environ.get(HOOK)
+        ray.init(address=cluster.address, runtime_env={"worker_process_setup_hook": hook} if hook else None)
+        base = "separate" if layout == APART else layout
+        arguments = tiny_run.train_arguments(base, Path(directory), int(steps), seed=0)
+        if layout == APART:
+            arguments = [argument for argument in arguments if not argument.startswith("--colocate")]
         sys.argv = ["train_ppo_ray", *arguments, *changes]
         runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
     finally:

@@ -1,7 +1,15 @@
 """Nodes and engines as clusters have them: the real trainer takes a step, and every engine follows it."""
 
 import pytest
-from trained import FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
+from rlhf_stack import devices
+from trained import (
+    FLAT,
+    SECTIONS,
+    assert_critic_trained,
+    assert_one_policy,
+    assert_trained,
+    nodes_of_trainers,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -10,14 +18,6 @@ LEVELS = (1, 2, 4, 8)
 LITTLE_CACHE = {"VLLM_CPU_KVCACHE_SPACE": None}  # which knows whole GB only, for each of up to 16 workers
 # Small enough that there is one for each rank.
 MICRO_BATCHES = "--train.micro_batch_size", "4", "--rollout.micro_batch_size", "4"
-
-
-def nodes_of_trainers(run):
-    """For each of the trainer's groups the number of its ranks on each node, by the plan."""
-    (placed,) = run.of("placement")
-    return {
-        name: [nodes.count(node) for node in sorted(set(nodes))] for name, nodes in placed["groups"].items()
-    }
 
 
 def engines(count, size):
@@ -82,6 +82,7 @@ def test_engines_on_the_trainers_gpus_are_on_one_node_each(train, gpus, count, s
 
 
 @FLAT
+@pytest.mark.skipif(devices.is_gpu(), reason="vLLM's engine for CPUs is not in this image")
 @pytest.mark.timeout(SECONDS + 40)
 @pytest.mark.parametrize(
     ("gpus", "count"), [((2, 2), 2), ((0, 2, 4), 4), ((0, 8, 8), 6)], ids=["2x2", "uneven", "2x8"]

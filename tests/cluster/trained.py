@@ -36,3 +36,11 @@ def assert_critic_trained(run):
         assert math.isfinite(event["critic_loss"])
     values = [event["values"] for event in run.of("step")]
     assert len(set(values)) == len(values), "the critic's values change with each step"
+
+
+def nodes_of_trainers(run):
+    """For each of the trainer's groups the number of its ranks on each node, by the plan."""
+    (placed,) = run.of("placement")
+    return {
+        name: [nodes.count(node) for node in sorted(set(nodes))] for name, nodes in placed["groups"].items()
+    }

@@ -1,0 +1,122 @@
+"""In place of the GPU of an engine's worker: its CPU. Model runner, layers and sampler are vLLM 0.4.2's own.
+
+A rank has its shard of the model and computes with it; the ranks of an engine meet in the rendezvous that
+vLLM's executor gave them, and every layer needs all of them. Replaced are
+
+* the kernels: by the PyTorch code that vLLM has beside them, and of attention by `attention_of_vllm_0_4`;
+* NCCL and vLLM's own all-reduce, by gloo; and the broadcast of a step's input, which refuses a CPU's tensors;
+* what asks for memory: the cache has `BLOCKS` blocks, and the machine `MEMORY` bytes, because vLLM refuses
+  one without several GiB for each GPU of an engine to swap to. Nothing is swapped.
+"""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from attention_of_vllm_0_4 import Backend
+from rlhf_stack import events
+from vllm import config
+from vllm.attention import layer as attention_layer
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    get_tensor_model_parallel_cpu_group,
+    init_distributed_environment,
+    tensor_model_parallel_gather,
+)
+from vllm.model_executor import sampling_metadata, set_random_seed
+from vllm.model_executor.layers import logits_processor
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.worker import cache_engine, model_runner, worker
+
+BLOCKS = 1024  # of 16 tokens
+MEMORY = 1 << 40
+
+
+class OnCpu(worker.Worker):
+    """vLLM's worker of a GPU; what it overrides is what reaches the device."""
+
+    def __init__(self, *, device_config, **options):
+        device_config.device = torch.device("cpu")  # its type stays: it chose the executor
+        super().__init__(device_config=device_config, **options)
+
+    def init_device(self):
+        torch.cuda.current_device = lambda: self.local_rank
+        torch.cuda.get_device_properties = lambda _: SimpleNamespace()  # rlhf_stack asks for a UUID
+        self.device = self.device_config.device
+        init_distributed_environment(
+            self.parallel_config.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            backend="gloo",
+        )
+        ensure_model_parallel_initialized(
+            self.parallel_config.tensor_parallel_size, self.parallel_config.pipeline_parallel_size
+        )
+        dist.all_reduce(torch.zeros(1))
+        set_random_seed(self.model_config.seed)
+
+    def determine_num_available_blocks(self):
+        return BLOCKS, 0
+
+    def execute_model(self, *arguments, **options):
+        """vLLM's; that this rank has done its part is told."""
+        found = super().execute_model(*arguments, **options)
+        events.emit("engine step", rank=self.rank)
+        return found
+
+
+class Unmeasured:
+    """Of the memory that loading takes."""
+
+    consumed_memory = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class Cache(cache_engine.CacheEngine):
+    def _allocate_kv_cache(self, num_blocks, device):
+        assert device in ("cuda", "cpu")
+        return super()._allocate_kv_cache(num_blocks, "cpu")
+
+
+def broadcast(tensor_dict=None, src=0):
+    """vLLM's ``broadcast_tensor_dict``."""
+    if dist.get_world_size() == 1:
+        return tensor_dict
+    held = [tensor_dict]
+    dist.broadcast_object_list(held, src=src, group=get_tensor_model_parallel_cpu_group())
+    return held[0]
+
+
+def gathered(logits, *arguments):
+    """vLLM's ``tensor_model_parallel_gather``; gloo's threads may not write into its inference tensors."""
+    with torch.inference_mode(mode=False):
+        return tensor_model_parallel_gather(logits.clone(), *arguments)
+
+
+def rotated(self, positions, query, key, offsets=None):
+    """``RotaryEmbedding.forward``; vLLM's PyTorch code takes batches of sequences."""
+    query, key = self._forward(positions[None], query[None], key[None], offsets)
+    return query[0], key[0]
+
+
+def install():
+    """Replace them in this process."""
+    config.get_cpu_memory = lambda: MEMORY
+    worker.Worker, worker.CacheEngine = OnCpu, Cache
+    model_runner.CudaMemoryProfiler = Unmeasured
+    worker.broadcast_tensor_dict = model_runner.broadcast_tensor_dict = broadcast
+    logits_processor.tensor_model_parallel_gather = gathered
+    for module in (model_runner, cache_engine, attention_layer):
+        module.get_attn_backend = lambda _dtype: Backend
+    for module in (model_runner, cache_engine, sampling_metadata):
+        module.is_pin_memory_available = lambda: False
+    RMSNorm.forward, SiluAndMul.forward = RMSNorm._forward, SiluAndMul._forward
+    RotaryEmbedding.forward = rotated

@@ -1,0 +1,122 @@
+"""Engines of vLLM 0.4.2 with tensor parallelism, on nodes as clusters have them; their GPUs are replaced.
+
+vLLM's engine for CPUs has a single rank (test_layouts.py), and is in the images for CPUs alone. What stands
+in place of a GPU is said in `replaced/device_of_vllm_0_4.py`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rlhf_stack import settings
+from simulated import HOOK
+from trained import FLAT, assert_critic_trained, assert_trained, nodes_of_trainers
+
+pytestmark = [pytest.mark.integration, FLAT]
+
+SECONDS = 900
+LEVELS = (1, 2, 4, 8)
+REPLACED = Path(__file__).with_name("replaced")
+CELL = json.loads(Path("/etc/rlhf-stack/cell.json").read_text(encoding="utf-8"))["id"]
+DEVICE = {
+    settings.ACCELERATOR: "rocm" if "rocm" in CELL else "cuda",  # also where the image says cpu
+    HOOK: "device_of_vllm_0_4.install",
+    "PYTHONPATH": os.pathsep.join([str(REPLACED), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    # Workers that Ray starts ahead lack the hook, and none of them would be used.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
+GLOO = "--vllm_sync_backend", "gloo"
+NO_CRITIC = "--advantage_estimator", "reinforce"
+
+
+def engines(count, size):
+    return "--vllm_num_engines", str(count), "--vllm_tensor_parallel_size", str(size), *GLOO
+
+
+def actor(nodes, gpus):
+    of_both = [("--actor", nodes, gpus), ("--ref", nodes, gpus)]
+    return [
+        text
+        for role, *counts in of_both
+        for name, count in zip(("nodes", "gpus_per_node"), counts, strict=True)
+        for text in (f"{role}_num_{name}", str(count))
+    ]
+
+
+def assert_all_ranks_answered(run, count, size):
+    """Each rank of each engine has a GPU of its own, and took part in the answers."""
+    told = [engine["ranks"] for engine in run.of("engine")]
+    assert [[rank["rank"] for rank in ranks] for ranks in told] == [list(range(size))] * count
+    each = [rank for ranks in told for rank in ranks]
+    assert len({(rank["node_id"], rank["gpu"]) for rank in each}) == count * size
+    assert {rank["pid"] for rank in each} == {step["pid"] for step in run.of("engine step")}
+
+
+@pytest.mark.timeout(len(LEVELS) * SECONDS)
+def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
+    """The first level that fails is named; the head has no GPU."""
+    for size in LEVELS:
+        run = train("separate", (0, 8, 8), 1, SECONDS, *engines(1, size), *NO_CRITIC, heads=8, **DEVICE)
+        try:
+            assert_trained(run, steps=1, backend="gloo", engines=1)
+            assert_all_ranks_answered(run, 1, size)
+        except AssertionError as error:
+            raise AssertionError(f"TP {size} is the first level that fails: {error}") from error
+
+
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize(
+    ("gpus", "count", "size", "ranks"),
+    [
+        pytest.param((2, 2), 1, 2, (1, 1), id="2x2"),
+        pytest.param((0, 5, 4), 3, 2, (1, 2), id="5 and 4, all of them taken"),
+        pytest.param((8, 8, 8, 8), 3, 4, (2, 1), id="4x8"),
+    ],
+)
+def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, size, ranks):
+    run = train(
+        "separate", gpus, 1, SECONDS, *actor(*ranks), *engines(count, size), *NO_CRITIC, heads=8, **DEVICE
+    )
+    assert_trained(run, steps=1, backend="gloo", engines=count)
+    assert_all_ranks_answered(run, count, size)
+    assert nodes_of_trainers(run)["actor"] == [ranks[1]] * ranks[0]
+
+
+@pytest.mark.timeout(SECONDS + 40)
+def test_groups_with_gpus_of_their_own_leave_room_for_whole_engines(train):
+    """3x6, all of them taken: upstream gives each group the emptiest nodes, and an engine of 4 straddles."""
+    run = train("apart", (6, 6, 6), 1, SECONDS, *actor(1, 2), *engines(3, 4), heads=8, **DEVICE)
+    assert_trained(run, steps=1, backend="gloo", engines=3)
+    assert_all_ranks_answered(run, 3, 4)
+    assert_critic_trained(run)
+    assert {name: nodes for name, nodes in nodes_of_trainers(run).items() if name != "engines"} == {
+        "actor": [2],
+        "ref": [2],
+        "critic": [1],
+        "reward": [1],
+    }
+
+
+@pytest.mark.timeout(SECONDS)
+def test_what_replaces_the_device_gives_each_token_the_probability_that_the_trainer_computes(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(REPLACED / "probabilities_of_vllm_0_4.py"), str(tmp_path), "1", "4"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | DEVICE,
+        timeout=SECONDS - 20,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for size, found in json.loads((tmp_path / "probabilities.json").read_text()).items():
+        assert len(found["engine"]) == len(found["trainer"]) == 3 * 32
+        assert len(set(found["engine"])) > 48, "the tokens are not all alike"
+        differences = [a - b for a, b in zip(found["engine"], found["trainer"], strict=True)]
+        assert max(map(abs, differences)) < 0.1, f"TP {size}"
+        assert abs(sum(differences)) / len(differences) < 0.01, f"TP {size}"
