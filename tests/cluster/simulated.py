@@ -9,9 +9,11 @@ RLHF_STACK_TEST_HOOK names what each worker process calls first.
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import ray
+from processes import END_SECONDS
 from ray.cluster_utils import Cluster
 from rlhf_stack import tiny, tiny_run
 
@@ -48,9 +50,31 @@ def main() -> None:
             arguments = [argument for argument in arguments if not argument.startswith("--colocate")]
         sys.argv = ["train_ppo_ray", *arguments, *changes]
         runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+        ray.shutdown()
+        ray.init(address=cluster.address, log_to_driver=False)
+        expect_nothing_left()
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def expect_nothing_left() -> None:
+    """SystemExit names the actors and placement groups of a run that stay after its driver has gone."""
+    end = time.monotonic() + END_SECONDS
+    while left := living():
+        if time.monotonic() > end:
+            sys.exit(f"the run is over and left in the cluster: {', '.join(left)}")
+        time.sleep(0.1)
+
+
+def living() -> list[str]:
+    """The actors that are not dead, by class, and the placement groups that are not removed, by id."""
+    actors = ray._private.state.actors().values()
+    groups = ray.util.placement_group_table().values()
+    return [
+        *(actor["ActorClassName"] for actor in actors if actor["State"] != "DEAD"),
+        *(group["placement_group_id"] for group in groups if group["state"] != "REMOVED"),
+    ]
 
 
 if __name__ == "__main__":
