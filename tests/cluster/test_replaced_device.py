@@ -76,7 +76,7 @@ def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
     [
         pytest.param((2, 2), 1, 2, (1, 1), id="2x2"),
         pytest.param((0, 5, 4), 3, 2, (1, 2), id="5 and 4, all of them taken"),
-        pytest.param((8, 8, 8, 8), 3, 4, (2, 1), id="4x8"),
+        pytest.param((8, 8, 8, 8), 2, 4, (2, 1), id="4x8"),
     ],
 )
 def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, size, ranks):
@@ -106,7 +106,7 @@ def test_groups_with_gpus_of_their_own_leave_room_for_whole_engines(train):
 @pytest.mark.timeout(SECONDS)
 def test_what_replaces_the_device_gives_each_token_the_probability_that_the_trainer_computes(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(REPLACED / "probabilities_of_vllm_0_4.py"), str(tmp_path), "1", "4"],
+        [sys.executable, str(REPLACED / "probabilities_of_vllm_0_4.py"), str(tmp_path), "4"],
         capture_output=True,
         text=True,
         check=False,
