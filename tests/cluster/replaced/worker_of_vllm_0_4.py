@@ -62,9 +62,11 @@ class OnCpu(worker.Worker):
         return BLOCKS, 0
 
     def execute_model(self, *arguments, **options):
-        """vLLM's; that this rank has done its part is told."""
+        """vLLM's; that this rank has done its part is told, with a number that its weights have."""
         found = super().execute_model(*arguments, **options)
-        events.emit("engine step", rank=self.rank)
+        parameters = self.model_runner.model.parameters()
+        weights = sum(float(weight.abs().sum(dtype=torch.float64)) for weight in parameters)
+        events.emit("engine step", rank=self.rank, weights=weights)
         return found
 
 
