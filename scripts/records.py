@@ -27,7 +27,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "layers": ("cpu", "cuda", "rocm"),
     "patches": ("cpu", "cuda", "rocm"),
     "cluster": ("cpu",),
-    "integration": ("cpu",),
+    "integration": ("cpu", "cuda", "rocm"),
     "network": ("cpu",),
     "demo": ("cpu",),
 }
