@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import replacing
 from processes import END_SECONDS, MARK, ended, marked
 from rlhf_stack import events, settings
 
@@ -62,7 +63,7 @@ def train() -> Iterator[Callable[..., Run]]:
             settings.VERIFY_SYNC: "1",
             "HF_HUB_OFFLINE": "1",
         }
-        wanted = os.environ | environment | variables
+        wanted = os.environ | environment | replacing.variables(folder) | variables
         log = folder / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
