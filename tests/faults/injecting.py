@@ -112,10 +112,10 @@ def fill(folder: str) -> Fault:
 
 
 def limit_memory(site: Site) -> None:
-    """To what the node uses, and as little more as the kernel takes."""
-    counted = (CGROUP / str(site.node.id) / "memory.stat").read_text(encoding="ascii").split()
-    used = dict(zip(counted[::2], map(int, counted[1::2]), strict=True))
+    """To what the node uses, which grows meanwhile, and as little more as the kernel takes."""
     for slack in SLACK:
+        counted = (CGROUP / str(site.node.id) / "memory.stat").read_text(encoding="ascii").split()
+        used = dict(zip(counted[::2], map(int, counted[1::2]), strict=True))
         limit = used["total_rss"] + used["total_shmem"] + slack
         try:
             site.node.update(mem_limit=limit, memswap_limit=limit)
