@@ -44,6 +44,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.started = time.monotonic()
         self.seconds: dict[str, float] = {}
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True)
@@ -172,31 +173,27 @@ def by_phase(events: list[dict[str, Any]], submitted: float) -> dict[str, float]
     return {"engines": up - submitted, "training": end - up}
 
 
-def demo(cell: Cell, layout: str, steps: int, seed: int, timeout: float, console: Console) -> dict[str, Any]:
-    """The whole chain; returns the report."""
-    start = time.monotonic()
-    display = Display(console)
-    with display.phase("build", f"{cell.tag}, cached layers are used"):
-        image = bake.build(cell)
+def demo(
+    cell: Cell, image: str, layout: str, steps: int, seed: int, timeout: float, display: Display
+) -> dict[str, Any]:
+    """Train with the image on two nodes; returns the report."""
     with ExitStack() as stack:
-        tally = stack.enter_context(records.kept(cell.id, image, "demo"))
         with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
             cluster = stack.enter_context(Cluster(engine.client(), image, NODES, ENVIRONMENT))
         for node in cluster.addresses:
-            console.print(f"  {node['host']}: {node['address']}, {node['gpus']:g} fake GPUs")
+            display.console.print(f"  {node['host']}: {node['address']}, {node['gpus']:g} fake GPUs")
         with display.phase("data", "a tiny model, its tokenizer, prompts and a rule-based reward"):
             prepare(cluster, steps, seed)
             job = command(cluster, layout, steps, seed)
-        console.print("[bold]job[/bold]: ray job submit -- python -m openrlhf.cli.train_ppo_ray")
+        display.console.print("[bold]job[/bold]: ray job submit -- python -m openrlhf.cli.train_ppo_ray")
         submitted = time.time()
         try:
             events = train(cluster, job, steps, display, timeout, folder(cell))
         finally:
             save_logs(cluster, folder(cell))
-        seconds = {**display.seconds, **by_phase(events, submitted), "total": time.monotonic() - start}
-        result = report.build(cell.id, cell.versions, cluster.addresses, events, seconds)
-        tally.passed, tally.failed = (1, 0) if result["weights_equal"] else (0, 1)
-    return result
+        total = time.monotonic() - display.started
+        seconds = {**display.seconds, **by_phase(events, submitted), "total": total}
+        return report.build(cell.id, cell.versions, cluster.addresses, events, seconds)
 
 
 def save_logs(cluster: Cluster, out: Path) -> None:
@@ -230,7 +227,12 @@ def main() -> int:
         raise Problem(f"{cell.id} needs GPUs; the demo runs on the cpu cells")
     console = Console()
     with turn(folder(cell), "a demo"):
-        result = demo(cell, options.layout, options.steps, options.seed, options.timeout, console)
+        display = Display(console)
+        with display.phase("build", f"{cell.tag}, cached layers are used"):
+            image = bake.build(cell)
+        with records.kept(cell.id, image, "demo") as tally:
+            result = demo(cell, image, options.layout, options.steps, options.seed, options.timeout, display)
+            tally.passed, tally.failed = (1, 0) if result["weights_equal"] else (0, 1)
         path = folder(cell) / "report.json"
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     report.show(result, console)

@@ -150,7 +150,8 @@ def measure(client: docker.DockerClient, cell: Cell, image: Image, kept: Path = 
     if inside["lock"] != lock_digest(cell):
         raise Problem(f"{cell.id} was built from another lock")
     revision = labels.get("org.opencontainers.image.revision", "")
-    if patched(series) != [_named(manifest) for manifest in inside["patched"]] or _repatched(revision):
+    same = patched(series) == [_named(manifest) for manifest in inside["patched"]]
+    if not same or _repatched(series, revision):
         raise Problem(f"{cell.id} was built with other patches")
     found = records.read(str(image.id), kept)
     proofs = found["patches"].proofs if "patches" in found else ()
@@ -189,7 +190,8 @@ def _named(manifest: Mapping[str, Any]) -> tuple[str, str, str, tuple[str, ...]]
     return manifest["package"], manifest["version"], manifest["label"], names
 
 
-def _repatched(revision: str) -> bool:
-    """Whether a patch changed since the commit that an image was built from, where that commit is known."""
-    command = ["git", "diff", "--quiet", revision.removesuffix(records.DIRTY), "--", "patches"]
+def _repatched(series: Iterable[Series], revision: str) -> bool:
+    """Whether ``series`` changed since the commit that an image was built from, if that commit is known."""
+    folders = [f"patches/{one.package}/{one.version}" for one in series]
+    command = ["git", "diff", "--quiet", revision.removesuffix(records.DIRTY), "--", *folders]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 1

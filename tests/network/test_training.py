@@ -1,6 +1,7 @@
 """OpenRLHF's own trainer on two containers: trainer ranks on both, equal weights in every engine after it."""
 
 import pytest
+from docker.models.images import Image
 from rich.console import Console
 from rlhf_stack import tiny_run
 
@@ -11,12 +12,13 @@ STEPS = 3
 
 
 @pytest.mark.timeout(900)
-def test_a_layout_over_both_nodes_trains(cell: Cell) -> None:
+def test_a_layout_over_both_nodes_trains(cell: Cell, image: Image) -> None:
     """Trainer ranks on two nodes, with the engines on the same GPUs where that OpenRLHF can."""
     layout = next(
         name for name in tiny_run.installed(cell.versions["openrlhf"]).layouts if name != "separate"
     )
-    result = demo.demo(cell, layout=layout, steps=STEPS, seed=0, timeout=800, console=Console())
+    display = demo.Display(Console())
+    result = demo.demo(cell, str(image.id), layout, STEPS, seed=0, timeout=800, display=display)
     assert result["steps"] == STEPS
     assert not any(engine["straddles"] for engine in result["engines"])
     assert len({engine["node"] for engine in result["engines"]}) == len(result["engines"])
