@@ -1,4 +1,7 @@
-"""The device that an image for GPUs has no driver for here, replaced in every process of a training run."""
+"""The device that an image for GPUs has no driver for here, replaced in every process of a training run.
+
+What is in place of it is in `replaced`, for each vLLM; here is what both need, and how vLLM 0.29 finds its own.
+"""
 
 import os
 from importlib.metadata import version
@@ -19,13 +22,19 @@ replaced = device_of_vllm_0_29:platform
 replaced = device_of_vllm_0_29:linear_layers
 """,
 }
+TRAINER = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 VARIABLES = {
+    **TRAINER,
     settings.ACCELERATOR: "cpu",
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # made of Triton's kernels
 }
+
+
+def path(*folders: Path) -> dict[str, str]:
+    """``PYTHONPATH`` with ``folders``, then `REPLACED`, before what it has."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), str(REPLACED), inherited]))}
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -36,5 +45,4 @@ def variables(folder: Path) -> dict[str, str]:
     (plugins / DISTRIBUTION).mkdir(parents=True)
     for name, text in FILES.items():
         (plugins / DISTRIBUTION / name).write_text(text, encoding="utf-8")
-    path = [str(plugins), str(REPLACED), os.environ.get("PYTHONPATH", "")]
-    return VARIABLES | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return VARIABLES | path(plugins)

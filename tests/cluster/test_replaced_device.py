@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import replacing
 from rlhf_stack import settings
 from simulated import HOOK
 from trained import FLAT, assert_critic_trained, assert_trained, nodes_of_trainers
@@ -20,14 +21,12 @@ pytestmark = [pytest.mark.integration, FLAT]
 SECONDS = 900
 STEPS = 3  # OpenRLHF takes the first at a rate of 0: the second sync is the first that sends anything new
 LEVELS = (1, 2, 4, 8)
-REPLACED = Path(__file__).with_name("replaced")
 CELL = json.loads(Path("/etc/rlhf-stack/cell.json").read_text(encoding="utf-8"))["id"]
 DEVICE = {
+    **replacing.TRAINER,
+    **replacing.path(),
     settings.ACCELERATOR: "rocm" if "rocm" in CELL else "cuda",  # also where the image says cpu
     HOOK: "device_of_vllm_0_4.install",
-    "PYTHONPATH": os.pathsep.join([str(REPLACED), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
     # Workers that Ray starts ahead lack the hook, and none of them would be used.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
@@ -111,7 +110,7 @@ def test_groups_with_gpus_of_their_own_leave_room_for_whole_engines(train):
 @pytest.mark.timeout(SECONDS)
 def test_what_replaces_the_device_gives_each_token_the_probability_that_the_trainer_computes(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(REPLACED / "probabilities_of_vllm_0_4.py"), str(tmp_path), "4"],
+        [sys.executable, str(replacing.REPLACED / "probabilities_of_vllm_0_4.py"), str(tmp_path), "4"],
         capture_output=True,
         text=True,
         check=False,
