@@ -1,6 +1,6 @@
 """The device that an image for GPUs has no driver for here, replaced in every process of a training run.
 
-What is in place of it is in `replaced`, for each vLLM; here is what both need, and how vLLM 0.29 finds its own.
+What is in place of it is in `replaced`, for each vLLM; here is what both need, and how 0.29 finds its own.
 """
 
 import os
