@@ -73,7 +73,7 @@ def stage(free, run, cpus=CPUS):
     taken = [{name: amount for name, amount in bundle.items() if amount} for bundle in taken]
     others = ray.util.placement_group(taken)
     assert others.wait(30)
-    await_free(sum(free))
+    await_free(gpus=sum(free), cpus=NODES * cpus)
     before = set(ray.util.placement_group_table())
 
     try:
@@ -82,14 +82,18 @@ def stage(free, run, cpus=CPUS):
         for number in set(ray.util.placement_group_table()) - before | {others.id.hex()}:
             if ray.util.placement_group_table()[number]["state"] != "REMOVED":
                 ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
-        await_free(NODES * GPUS)
+        await_free(gpus=NODES * GPUS, cpus=NODES * CPUS)
 
 
-def await_free(gpus):
-    # Ray tells what was taken or given back only after a while.
+def await_free(gpus, cpus):
+    # Ray tells what was taken or given back only after a while, and of each node and resource on its own.
     until = time.monotonic() + 30
-    while ray.available_resources().get("GPU") != gpus and time.monotonic() < until:
+    while time.monotonic() < until:
+        free = ray.available_resources()
+        if (free.get("GPU", 0), free.get("CPU", 0)) == (gpus, cpus):
+            return
         time.sleep(0.05)
+    raise AssertionError(f"{gpus} GPUs and {cpus} CPUs were to be free after 30 s, and Ray says {free}")
 
 
 def few_cpus(make, *arguments):
