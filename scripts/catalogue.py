@@ -3,7 +3,7 @@
 ``python -m scripts.catalogue`` measures the images that are here and writes ``images/catalogue.json``, then
 ``images/README.md`` and the README's table of cells. What was measured of a cell whose image is not here
 stays, until its lock, patches or versions change: then the cell is shown as not built. So does what was
-measured of another image of the cell on which more of the required suites passed.
+measured of another image of the cell on which more of the required suites passed, if none failed on this one.
 
 ``--offline`` asks no engine. ``--check`` writes nothing and fails when a file does not follow from the
 others, or, without ``--offline``, when an image that is here says something else than the catalogue.
@@ -121,12 +121,16 @@ def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> dict[str,
 def best_tested(
     cells: Sequence[Cell], known: Mapping[str, Facts], measured: Mapping[str, Facts]
 ) -> dict[str, Facts]:
-    """Of each cell the image here, unless more of the required suites passed on the one that is known."""
+    """Of each cell the image here, unless more of the required suites passed on the one that is known.
+
+    What failed on the image here is always told.
+    """
     best = {**known, **measured}
     for cell in cells:
         if cell.id in known and cell.id in measured:
             now, before = (_passed(cell, facts[cell.id]) for facts in (measured, known))
-            if len(before) > len(now):
+            failed = any(suite.outcome != "passed" for suite in measured[cell.id].suites.values())
+            if len(before) > len(now) and not failed:
                 only = ", ".join(sorted(before - now))
                 print(f"{cell.id}: the row of another image stays, on which {only} passed too", flush=True)
                 best[cell.id] = known[cell.id]

@@ -1,12 +1,13 @@
 """What it costs that an engine straddles nodes: tokens a second, as upstream places engines and as we do.
 
-``python -m tests.bench.straddling [--megabits 100] [--plot FILE.png] [--json]``; about 5 minutes, as root.
+``python -m tests.bench.straddling [--megabits 10] [--plot FILE.png] [--json]``; about 5 minutes, as root.
 
 Two containers of the default cell with three fake GPUs each, two engines with tensor parallelism 2.
 Upstream's placement group gives three bundles to one node and one to the other, so its second engine
-straddles; ours does not. Each engine answers the same 16 requests for 64 tokens, alone; model, nodes and link
-are the same for both placements. What a container sends is limited, as a fabric is that is slow against GPUs:
-the CPUs here compute slowly, so that the link has to be slow too for the ratio of a real cluster.
+straddles; ours does not. Each engine answers the same 16 requests for 64 tokens while no other lives; model,
+nodes and link are the same for both placements. What a container sends is limited, as a fabric is that is
+slow against GPUs: a core computes some 50 GFLOP/s and an H100 some 1000 TFLOP/s, so that 10 Mbit/s are to the
+core what 200 Gbit/s are to the H100.
 """
 
 import json
@@ -30,14 +31,17 @@ NODES = (Node("one", gpus=3), Node("two", gpus=3))
 SCRIPT = Path(__file__).with_name("straddling_engines.py")
 INSIDE = "/opt/bench.py"
 LAYERS = 8
+ENGINES = 2
 PLACED_BY = {"upstream": "as upstream places them", "ours": "as we do"}
 
 
 def measure(cluster: Cluster, placed_by: str) -> list[dict[str, Any]]:
     """The engines of one placement: ``nodes``, ``tokens``, ``seconds``."""
-    print(f"engines {PLACED_BY[placed_by]} ...", file=sys.stderr, flush=True)
-    output = cluster.output(cluster.head, ["python", INSIDE, placed_by, f"{DATA}/model"])
-    engines: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    engines = []
+    for index in range(ENGINES):
+        print(f"engines {PLACED_BY[placed_by]}, engine {index} ...", file=sys.stderr, flush=True)
+        output = cluster.output(cluster.head, ["python", INSIDE, placed_by, str(index), f"{DATA}/model"])
+        engines.append(json.loads(output.splitlines()[-1]))
     return engines
 
 
@@ -78,7 +82,7 @@ def rows(upstream: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> 
 def main() -> int:
     """The command line."""
     options = parser("straddling", __doc__)
-    options.add_argument("--megabits", type=int, default=100, help="a second, that a node may send (100)")
+    options.add_argument("--megabits", type=int, default=10, help="a second, that a node may send (10)")
     options.add_argument("--plot", type=Path, help="also draw it, as PNG")
     asked = options.parse_args()
     if reason := links.obstacle():

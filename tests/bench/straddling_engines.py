@@ -1,7 +1,7 @@
-"""Tokens a second of two engines on the cluster of this container, placed by upstream or by us.
+"""How fast one of two engines answers on the cluster of this container, placed by upstream or by us.
 
-straddling_engines.py {upstream,ours} MODEL: one engine after the other answers the same prompts; prints JSON,
-an object an engine: the nodes of its workers, tokens, seconds.
+straddling_engines.py {upstream,ours} INDEX MODEL: both engines start, then all but the one of this index end,
+because an engine that waits for requests waits busily. Prints JSON: its workers' nodes, tokens, seconds.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 import ray
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.utils import get_bundle_indices
+from ray.util.state import list_actors
 from rlhf_stack import placement, starting
 from vllm import SamplingParams
 
@@ -21,7 +22,7 @@ DEADLINE = 600
 
 def main() -> None:
     """Start the engines, ask them, say how fast they were."""
-    placed_by, model = sys.argv[1:]
+    placed_by, index, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     ray.init(address="auto", log_to_driver=False)
     own = None
     if placed_by == "upstream":  # its own group, and its own cut into engines
@@ -42,7 +43,25 @@ def main() -> None:
         own_pg=own,
     )
     starting.wait(engines)
-    print(json.dumps([ask(engine) for engine in engines]))
+    for other in engines[:index] + engines[index + 1 :]:
+        end(other)
+    print(json.dumps(ask(engines[index])))
+
+
+def end(engine: ray.actor.ActorHandle) -> None:
+    """Kill an engine; returns when its workers, which are actors too, have gone with it."""
+    workers = {(one["node_id"], one["pid"]) for one in ray.get(engine.where.remote(), timeout=DEADLINE)}
+    ray.kill(engine)
+    until = time.monotonic() + DEADLINE
+    while left := workers & alive():
+        if time.monotonic() > until:
+            sys.exit(f"{len(left)} workers are alive {DEADLINE} s after their engine was killed")
+        time.sleep(0.1)
+
+
+def alive() -> set[tuple[str, int]]:
+    """Node and process of each actor of this cluster that lives."""
+    return {(one.node_id, one.pid) for one in list_actors(filters=[("state", "=", "ALIVE")])}
 
 
 def ask(engine: ray.actor.ActorHandle) -> dict[str, object]:

@@ -117,10 +117,12 @@ def test_an_image_that_was_tested_less_does_not_displace_one_that_was_tested_mor
     passed, failed = Suite("passed", 9, 0, 0, 5.0), Suite("failed", 9, 1, 0, 5.0)
     tested = msgspec.structs.replace(measured(CELL), suites={"image": passed, "cluster": passed})
     again = msgspec.structs.replace(tested, image="sha256:" + "2" * 64)
-    less = msgspec.structs.replace(again, suites={"image": passed, "cluster": failed, "registry": passed})
+    less = msgspec.structs.replace(again, suites={"image": passed, "registry": passed})
+    broken = msgspec.structs.replace(again, suites={"image": passed, "cluster": failed})
     assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: less}) == {CELL.id: tested}
     assert "on which cluster passed too" in capsys.readouterr().out
     assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: again}) == {CELL.id: again}
+    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: broken}) == {CELL.id: broken}
     assert catalogue.best_tested(CELLS, {}, {CELL.id: less}) == {CELL.id: less}
 
 
