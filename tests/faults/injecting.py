@@ -22,7 +22,10 @@ ENGINE, TRAINER = "VLLM::EngineCore", "ray::PolicyModelActor"
 CGROUP = Path("/sys/fs/cgroup/memory/docker")
 MEGABYTE = 1 << 20
 SLACK = tuple(MEGABYTE * size for size in (32, 64, 128, 256, 512))
+OVERFLOW = 64 * MEGABYTE
 UNLIMITED = 1 << 40
+KILL_SECONDS = 60.0
+POLL_SECONDS = 0.1
 REJOIN_SECONDS = 180.0
 ATTEMPT_SECONDS = 10.0
 
@@ -65,9 +68,7 @@ class Fault:
 
 def kill_process(site: Site) -> None:
     """The trainer's rank while it trains, else the engine's process."""
-    name = TRAINER if site.phase == TRAINING else ENGINE
-    table = site.node.top(ps_args="-eo pid,args")["Processes"]
-    (pid,) = (int(pid) for pid, command in table if command.startswith(name))
+    (pid,) = _processes(site)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -112,22 +113,53 @@ def fill(folder: str) -> Fault:
 
 
 def limit_memory(site: Site) -> None:
-    """To what the node uses, which grows meanwhile, and as little more as the kernel takes."""
+    """To what the node uses and as little more as the kernel takes; then something else fills that.
+
+    Returns when the kernel or Ray has ended a process for it; a `Problem` if neither does.
+    """
+    before = _kills(site)
+    slack = _limit(site)
+    size = (slack + OVERFLOW) // MEGABYTE
+    fill = f"dd if=/dev/zero of=/dev/shm/{FILLED} bs=1M count={size} 2>/dev/null"
+    site.cluster.output(site.node, ["sh", "-c", fill])
+    until = time.monotonic() + KILL_SECONDS
+    while _processes(site) and _kills(site) == before:
+        if time.monotonic() > until:
+            raise Problem(f"nothing on {site.node.name} was ended for want of memory")
+        time.sleep(POLL_SECONDS)
+
+
+def _limit(site: Site) -> int:
+    """Limit the memory of the node; the bytes that it may use more than it does."""
     for slack in SLACK:
         counted = (CGROUP / str(site.node.id) / "memory.stat").read_text(encoding="ascii").split()
         used = dict(zip(counted[::2], map(int, counted[1::2]), strict=True))
         limit = used["total_rss"] + used["total_shmem"] + slack
         try:
             site.node.update(mem_limit=limit, memswap_limit=limit)
-            return
+            return slack
         except docker.errors.APIError:
             continue  # the kernel cannot reclaim that much
     raise Problem(f"the memory of {site.node.name} cannot be limited to what it uses")
 
 
+def _kills(site: Site) -> str:
+    """How often the kernel has ended a process of the node because memory was used up."""
+    control = (CGROUP / str(site.node.id) / "memory.oom_control").read_text(encoding="ascii")
+    return control.split("oom_kill ")[-1].strip()
+
+
+def _processes(site: Site) -> list[int]:
+    """The process of the run on the node in this phase: a rank of the trainer, or the engine."""
+    name = TRAINER if site.phase == TRAINING else ENGINE
+    table = site.node.top(ps_args="-eo pid,args")["Processes"]
+    return [int(pid) for pid, command in table if command.startswith(name)]
+
+
 def unlimit_memory(site: Site) -> None:
     """End `limit_memory`."""
     site.node.update(mem_limit=UNLIMITED, memswap_limit=UNLIMITED)
+    fill("/dev/shm").mend(site)
 
 
 FAULTS = {
