@@ -36,6 +36,7 @@ POLL_SECONDS = 0.5
 MEGABYTE = 1 << 20
 KILLED = 137
 END_SECONDS = 5
+SHARES, SHARES_AT_START = 1024, 32768  # of the CPUs, against containers that have Docker's own 1024
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ def _started(pid: int) -> str:
 class Cluster:
     """A context: on entry every node is up and known to Ray; on exit nothing of it is left.
 
+    A node that starts goes before all else on this machine: the raylet of Ray 2.55 ends itself, and the node,
+    if its agents are not up within 15 s (github.com/ray-project/ray/issues/65983). ``ray start`` ends without
+    flushing, so that what it says last would be lost if it were buffered.
+
     The first of ``nodes`` is the head. ``environment`` reaches every process. ``timeout`` in seconds is for
     the nodes to join. ``start`` is the command of a node, given the head's host name as `ray_start` is.
     """
@@ -112,7 +117,7 @@ class Cluster:
         self._client = client
         self._image = image
         self._nodes = nodes
-        self._environment = dict(environment or {})
+        self._environment = {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
         self._timeout = timeout
         self._options = dict(options or {})
         self._command = start
@@ -127,6 +132,8 @@ class Cluster:
         try:
             self._start()
             self.wait(self._timeout)
+            for container in self.containers:
+                container.update(cpu_shares=SHARES)
         except BaseException:
             self._end.close()
             raise
@@ -238,6 +245,7 @@ class Cluster:
                 environment=self._environment,
                 labels=labels,
                 shm_size=node.shm,
+                cpu_shares=SHARES_AT_START,
                 network=network,
                 networking_config={network: self._client.api.create_endpoint_config(aliases=[node.name])},
                 **self._options,
@@ -303,8 +311,8 @@ def _why(state: Mapping[str, Any]) -> str:
 
 
 def _last_words(container: Container) -> str:
-    lines = container.logs(tail=5).decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "none")
+    lines = container.logs(tail=10).decode(errors="replace").split("\n")
+    return " / ".join([line.strip() for line in lines if line.strip()][-3:]) or "none"
 
 
 @contextlib.contextmanager
