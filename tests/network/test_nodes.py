@@ -10,9 +10,10 @@ from collections.abc import Callable
 import docker
 import pytest
 from docker.models.containers import Container
+from docker.models.images import Image
 from rich.console import Console
 
-from scripts import demo
+from scripts import demo, records
 from scripts.cluster import LABEL, Cluster, sweep
 from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
@@ -81,8 +82,8 @@ def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cel
 
 
 def start_demo(*arguments: str) -> "subprocess.Popen[str]":
-    """The demo as a process of its own."""
-    command = [sys.executable, "-m", "scripts.demo", *arguments]
+    """The demo as a process of its own, with a number of steps that makes it no test of the image."""
+    command = [sys.executable, "-m", "scripts.demo", "--steps", "3", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -110,8 +111,9 @@ def test_an_interrupted_demo_leaves_nothing(
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Cell) -> None:
-    """While it trains or gets ready to: one line, exit code 2, nothing left."""
+def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Cell, image: Image) -> None:
+    """While it trains or gets ready to: one line, exit code 2, nothing left, no word against the image."""
+    before = records.read(str(image.id)).get("demo")
     process = start_demo(cell.id)
     until(lambda: len(containers_of(client, process)) == 2, "two nodes")
     worker = next(item for item in containers_of(client, process) if str(item.name).endswith("-worker"))
@@ -122,6 +124,7 @@ def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Ce
     assert "error: node worker ended: it was killed" in errors
     assert "Traceback" not in errors
     assert containers_of(client, process) == []
+    assert records.read(str(image.id)).get("demo") == before
 
 
 @pytest.mark.timeout(SECONDS)
