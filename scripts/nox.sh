@@ -2,8 +2,8 @@
 # Runs nox in the project's own environment, which it makes first: bash scripts/nox.sh -s demo
 #
 # The environment is .nox/host, made of scripts/requirements.txt, hashes required, by the pip that the user
-# configured. It is made anew when that lock or the Python changed, or when a former attempt was cut short:
-# the stamp is written last.
+# configured. It is made anew when that lock changed, when its Python is gone or is another release by now, or when
+# a former attempt was cut short: the stamp is written last.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -51,20 +51,19 @@ quietly() {
     fi
 }
 
-python=$(find_python)
-if [ -z "$python" ]; then
-    install_python
-    python=$(find_python)
-    [ -n "$python" ] || fail "this system's Python is older than 3.11: install Python 3.11 or newer with venv"
-fi
-
 mkdir -p "$root/.nox" || fail "cannot write into $root"
 exec 9>"$root/.nox/host.lock"
 if command -v flock >/dev/null; then
     flock 9
 fi
-stamp="$("$python" --version) $(sha256sum <"$lock")"
-if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] || ! "$environment/bin/python" -c '' 2>/dev/null; then
+stamp=$(sha256sum <"$lock")
+if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] || ! "$environment/bin/python" -c 'import nox' 2>/dev/null; then
+    python=$(find_python)
+    if [ -z "$python" ]; then
+        install_python
+        python=$(find_python)
+        [ -n "$python" ] || fail "this system's Python is older than 3.11: install Python 3.11 or newer with venv"
+    fi
     echo "making the host's environment, once (.nox/host)" >&2
     rm -rf "$environment"
     "$python" -m venv "$environment" || fail "python3 -m venv failed: see above"

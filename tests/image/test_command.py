@@ -1,26 +1,25 @@
-"""The command is there for whoever runs the image, and starts at once."""
+"""The command is there for whoever runs the image, and waits for no import that it does not need."""
 
 import json
 import subprocess
 import sys
-import time
 
-START_SECONDS = 2.0
+import pytest
 
 
 def test_the_command_is_on_the_path() -> None:
-    """It lists its commands, and imports nothing heavy for it."""
-    start = time.monotonic()
+    """It lists its commands."""
     done = subprocess.run(["rlhf-stack", "--help"], capture_output=True, text=True, check=False)
-    assert time.monotonic() - start < START_SECONDS
     assert done.returncode == 0, done.stderr
     assert "patches" in done.stdout
 
 
-def test_a_command_imports_only_what_it_needs() -> None:
-    """Of the heavy ones none, unless it is asked to look at them."""
+@pytest.mark.parametrize("command", ["--help", "patches"])
+def test_a_command_imports_only_what_it_needs(command: str) -> None:
+    """Of what takes seconds to import nothing, unless it is asked to look at it."""
     code = (
-        "import sys; from rlhf_stack.cli import main; main(['patches']); "
+        "import contextlib, sys; from rlhf_stack.cli import main\n"
+        f"with contextlib.suppress(SystemExit): main(['{command}'])\n"
         "print([name for name in ('torch', 'ray', 'vllm', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -109,6 +109,8 @@ def test_the_environment_is_made_once_and_anew_when_it_is_broken_or_the_lock_cha
     assert (first.returncode, first.stdout) == (0, f"nox 1.0 -s a b {project.folder}\n"), first.stderr
     assert "making the host's environment" in first.stderr
     assert project.run().stderr == "", "a second run must install nothing"
+    other = os.pathsep.join([str(project.environment / "bin"), os.environ["PATH"]])
+    assert project.run(PATH=other).stderr == "", "nor one that finds another Python first"
 
     (project.environment / "bin" / "python").unlink()
     assert "making the host's environment" in project.run().stderr, "a broken one must be made anew"
@@ -138,7 +140,7 @@ def test_a_file_with_another_hash_is_refused(project: Project) -> None:
 def test_a_machine_without_python_and_rights_is_told_what_to_run(project: Project, tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name in ("bash", "dirname"):
+    for name in ("bash", "dirname", "mkdir", "sha256sum"):
         (commands / name).symlink_to(shutil.which(name) or "")
     for name, body in {"apt-get": "exit 0", "id": "echo 1000", "python3": "exit 1", "sudo": "exit 1"}.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
