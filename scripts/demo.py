@@ -2,7 +2,8 @@
 
 ``python -m scripts.demo [CELL]``: builds the cell, starts two containers as two Ray nodes with their own
 addresses, and submits OpenRLHF's own ``train_ppo_ray`` to them. Ends with a report, also in
-``build/demo/CELL/report.json``.
+``build/demo/CELL/report.json``. With another layout, number of steps or seed than its own it is no test of
+the image, and leaves no record of one.
 """
 
 import argparse

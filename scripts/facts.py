@@ -193,6 +193,7 @@ def _named(manifest: Mapping[str, Any]) -> tuple[str, str, str, tuple[str, ...]]
 def _repatched(series: Iterable[Series], revision: str) -> bool:
     """Whether ``series`` changed since the commit that an image was built from, if that commit is known."""
     folders = [f"patches/{one.package}/{one.version}" for one in series]
+    if not folders:  # git would compare the whole tree
+        return False
     command = ["git", "diff", "--quiet", revision.removesuffix(records.DIRTY), "--", *folders]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    return bool(folders) and done.returncode == 1  # without folders git compares the whole tree
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 1

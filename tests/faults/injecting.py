@@ -16,6 +16,7 @@ from scripts.problem import Problem
 from tests.network import links
 
 CHECKPOINTS = "/checkpoints"
+SHARED_MEMORY = "/dev/shm"
 MEGABITS = 4
 FILLED = "filled-by-the-test"
 ENGINE, TRAINER = "VLLM::EngineCore", "ray::PolicyModelActor"
@@ -120,8 +121,8 @@ def limit_memory(site: Site) -> None:
     before = _kills(site)
     slack = _limit(site)
     size = (slack + OVERFLOW) // MEGABYTE
-    fill = f"dd if=/dev/zero of=/dev/shm/{FILLED} bs=1M count={size} 2>/dev/null"
-    site.cluster.output(site.node, ["sh", "-c", fill])
+    command = f"dd if=/dev/zero of={SHARED_MEMORY}/{FILLED} bs=1M count={size} 2>/dev/null"
+    site.cluster.output(site.node, ["sh", "-c", command])
     until = time.monotonic() + KILL_SECONDS
     while _processes(site) and _kills(site) == before:
         if time.monotonic() > until:
@@ -159,7 +160,7 @@ def _processes(site: Site) -> list[int]:
 def unlimit_memory(site: Site) -> None:
     """End `limit_memory`."""
     site.node.update(mem_limit=UNLIMITED, memswap_limit=UNLIMITED)
-    fill("/dev/shm").mend(site)
+    fill(SHARED_MEMORY).mend(site)
 
 
 FAULTS = {
@@ -170,7 +171,7 @@ FAULTS = {
     "disk of the checkpoints full": fill(CHECKPOINTS),
     "head restarted": Fault(lambda site: site.cluster.head.restart(timeout=0)),
     f"link slowed to {MEGABITS} Mbit/s": Fault(slow_down, speed_up),
-    "shared memory full": fill("/dev/shm"),
+    "shared memory full": fill(SHARED_MEMORY),
     "memory limit hit": Fault(limit_memory, unlimit_memory),
 }
 

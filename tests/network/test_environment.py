@@ -8,8 +8,8 @@ import pytest
 from scripts.cluster import Cluster
 from scripts.demo import SUBMIT
 from scripts.matrix import Cell
+from tests.network.waiting import TEST_SECONDS
 
-SECONDS = 600  # for what takes a minute on a quiet machine
 SCRIPT = "/tmp/look.py"
 LOOK = """
 import json, os, sys, ray
@@ -58,7 +58,7 @@ def submit(environment: dict[str, str] | None = None) -> list[str]:
     return [*SUBMIT, *runtime_env, "--"]
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_defaults_reach_the_second_node(
     start: Callable[..., Cluster], names: list[str], defaults: dict[str, str]
 ) -> None:
@@ -71,7 +71,7 @@ def test_defaults_reach_the_second_node(
     assert of_job == defaults | {changed: OF_JOB}
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_user_s_own_value_reaches_the_second_node(
     start: Callable[..., Cluster], cell: Cell, names: list[str], defaults: dict[str, str]
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_user_s_own_value_reaches_the_second_node(
         assert f"rlhf-stack: {own}={OWN} (default {defaults[own]}: {reason})" in log
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_profile_reaches_the_second_node(
     start: Callable[..., Cluster], cell: Cell, names: list[str], defaults: dict[str, str]
 ) -> None:

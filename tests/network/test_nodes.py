@@ -18,9 +18,8 @@ from scripts.cluster import LABEL, Cluster, sweep
 from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
 from tests.network import diagnosis
-from tests.network.waiting import WAIT_SECONDS, until
+from tests.network.waiting import TEST_SECONDS, WAIT_SECONDS, until
 
-SECONDS = 600  # for what takes half a minute on a quiet machine
 ON_EVERY_NODE = """
 import json, os, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -36,7 +35,7 @@ print(json.dumps(ray.get(answers, timeout=60)))
 """
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
     """A Ray worker runs on each machine."""
     cluster = start()
@@ -45,7 +44,7 @@ def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
     assert {answer[0] for answer in answers} == {node["address"] for node in cluster.addresses}
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_doctor_asks_every_node(start: Callable[..., Cluster]) -> None:
     """And finds them alike, with no error."""
     cluster = start()
@@ -56,7 +55,7 @@ def test_doctor_asks_every_node(start: Callable[..., Cluster]) -> None:
     assert [f["severity"] for f in report["findings"] if f["id"] == "env-nodes"] == ["ok"]
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
     """While a command runs on the head, which would otherwise wait for the node that is gone."""
     cluster = start()
@@ -65,7 +64,7 @@ def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
         cluster.follow(["sh", "-c", "echo begun; sleep 100"], line=lambda _: worker.kill())
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell) -> None:
     """By the exception that ended it, not by the last line of Ray's log."""
     cluster = start()
@@ -74,7 +73,7 @@ def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell
         demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), 120, demo.folder(cell))
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cell) -> None:
     """After the deadline, here too short for any, with what is missing; and nothing is left."""
     with pytest.raises(Problem, match=r"the cluster did not come up: .* after \d+ s"):
@@ -95,7 +94,7 @@ def containers_of(client: docker.DockerClient, process: "subprocess.Popen[str]")
     return [container for container in found if f":{process.pid}:" in container.labels[LABEL]]
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(
     client: docker.DockerClient, cell: Cell, number: signal.Signals
@@ -110,7 +109,7 @@ def test_an_interrupted_demo_leaves_nothing(
     assert containers_of(client, process) == []
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Cell, image: Image) -> None:
     """While it trains or gets ready to: one line, exit code 2, nothing left, no word against the image."""
     before = records.read(str(image.id)).get("demo")
@@ -127,7 +126,7 @@ def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Ce
     assert records.read(str(image.id)).get("demo") == before
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_what_a_killed_process_left_is_removed_by_the_next(client: docker.DockerClient, cell: Cell) -> None:
     """SIGKILL leaves no time to clean up."""
     process = start_demo(cell.id)

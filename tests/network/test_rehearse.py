@@ -12,9 +12,9 @@ import pytest
 from scripts.cluster import Cluster, Node
 from scripts.matrix import Cell
 from tests.network import links
+from tests.network.waiting import TEST_SECONDS
 
 NODES = (Node("head", gpus=1), Node("left", gpus=1), Node("right", gpus=1))
-SECONDS = 600  # for what takes half a minute on a quiet machine
 SLOW_MEGABITS = 80  # 0.01 GB/s, where the bridge of one machine has several
 
 
@@ -48,7 +48,7 @@ def rehearse(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any], st
         "8",
         *arguments,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_SECONDS - 60, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout), done.stderr
 
@@ -64,7 +64,7 @@ def address(cluster: Cluster, name: str) -> str:
     return next(str(node["address"]) for node in cluster.addresses if node["host"] == name)
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_links_that_are_well(cluster: Cluster) -> None:
     """Every pair, and then the whole group, with a rate of each; how high it is, is not asked."""
     code, report, said = rehearse(cluster, "--floor", "0.0001")
@@ -80,7 +80,7 @@ def test_links_that_are_well(cluster: Cluster) -> None:
     assert said.count("round ") == len(NODES)
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_dead_link_is_named_and_others_are_well(cluster: Cluster, after: ExitStack) -> None:
     """Two workers that both reach the head, so Ray knows of nothing."""
     left, right = cluster.containers[1:]
@@ -98,7 +98,7 @@ def test_a_dead_link_is_named_and_others_are_well(cluster: Cluster, after: ExitS
     assert report["group"] is None
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_link_that_is_blocked_one_way(cluster: Cluster, after: ExitStack) -> None:
     """The right node may connect to the left one, and not the other way."""
     right = cluster.containers[2]
@@ -111,7 +111,7 @@ def test_a_link_that_is_blocked_one_way(cluster: Cluster, after: ExitStack) -> N
     assert "open all ports" in broken["remedy"] or "GLOO_SOCKET_IFNAME" in broken["remedy"]
 
 
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_slow_node_is_named(cluster: Cluster, after: ExitStack) -> None:
     """What it sends is slow, what it is sent is not."""
     right = cluster.containers[2]

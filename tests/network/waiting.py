@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 WAIT_SECONDS = 300  # of a busy machine
+TEST_SECONDS = 600  # on a busy machine, for what takes up to a minute on a quiet one
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
