@@ -117,7 +117,7 @@ class Cluster:
         self._client = client
         self._image = image
         self._nodes = nodes
-        self._environment = {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
+        self._environment = dict(environment or {})
         self._timeout = timeout
         self._options = dict(options or {})
         self._command = start

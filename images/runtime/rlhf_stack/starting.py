@@ -6,6 +6,7 @@ leaves a record of its step.
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,8 +75,16 @@ class ToldStart:
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
         """The weights."""
+        _draw_bars_alone()
         with step("model loaded", self.rank):
             return super().load_model(*arguments, **options)  # type: ignore[misc]
+
+
+def _draw_bars_alone() -> None:
+    """Give tqdm a lock of this process: its own is a file in /dev/shm, left by an engine that is killed."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def wait(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:

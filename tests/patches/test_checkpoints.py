@@ -1,0 +1,45 @@
+"""A checkpoint for which there is no room; a whole run that meets a full disk is in tests/faults."""
+
+import pytest
+
+FULL = """
+import resource
+import signal
+
+import deepspeed
+import torch
+
+pretend_flash_attn()
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+
+alone()
+ROOM = 100_000  # bytes of a file, as on a disk that fills up
+
+
+class Engine(deepspeed.DeepSpeedEngine):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+
+    def save_checkpoint(self, save_dir, tag, **options):
+        torch.save(torch.zeros(ROOM), Path(save_dir, tag))
+
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
+folder = Path("checkpoints").absolute()
+try:
+    DeepspeedStrategy.__new__(DeepspeedStrategy).save_ckpt(Engine(), str(folder), tag="step")
+except Exception as error:
+    said = str(error)
+else:
+    raise SystemExit("the checkpoint was written, though there is no room for it")
+resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, resource.RLIM_INFINITY))
+print(said.splitlines()[0])
+expected = f"rank 0 on node {os.uname().nodename} ", f"the checkpoint in {folder} is not whole"
+sys.exit(not all(part in said for part in expected))
+"""
+
+
+@pytest.mark.carries("openrlhf==0.11.2", "openrlhf==0.5.1")
+def test_a_checkpoint_that_cannot_be_written_is_named(proves):
+    proves(FULL, r"unexpected pos|File too large")
