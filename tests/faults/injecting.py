@@ -151,7 +151,7 @@ def _kills(site: Site) -> str:
 
 
 def _processes(site: Site) -> list[int]:
-    """Those of the run on the node in this phase: a rank of the trainer, or the engine; none if the node ended."""
+    """Of the run, on the node, in this phase: a rank of the trainer or the engine; none if the node ended."""
     name = TRAINER if site.phase == TRAINING else ENGINE
     table = site.node.top(ps_args="-eo pid,args")["Processes"] or []
     return [int(pid) for pid, command in table if command.startswith(name)]
