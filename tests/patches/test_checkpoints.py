@@ -13,6 +13,7 @@ pretend_flash_attn()
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 alone()
+torch.cuda.synchronize = lambda: None  # upstream's barrier asks for a GPU
 ROOM = 100_000  # bytes of a file, as on a disk that fills up
 
 
