@@ -169,7 +169,8 @@ def tests(session: nox.Session) -> None:
     lint(session)
     unit(session)
     build(session, cell=DEFAULT)
-    _side_by_side(session, [f"{suite}:{DEFAULT}" for suite in ("cluster", "network", "patches", "image")])
+    longest_first = ("patches", "network", "cluster", "image")
+    _side_by_side(session, [f"{suite}:{DEFAULT}" for suite in longest_first])
 
 
 @nox.session
