@@ -6,12 +6,15 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from scripts.cluster import SHARES_AT_START
 from scripts.matrix import ROOT, Cell
 
 FILE = ROOT / "images" / "examples" / "compose.yaml"
+SERVICES = ("head", "node")
 SECONDS = 240
 Compose = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -25,12 +28,17 @@ def installed() -> list[str]:
 
 
 @pytest.fixture
-def compose(cell: Cell) -> Iterator[Compose]:
-    """Runs compose on the file, as a project of its own that is taken down at the end."""
+def compose(cell: Cell, tmp_path: Path) -> Iterator[Compose]:
+    """Runs compose on the file, as a project of its own that is taken down at the end.
+
+    Its services come before what else runs on this machine, as nodes of a `Cluster` do while they start.
+    """
     command = installed()
     if not command:
         pytest.skip("neither `docker compose` nor docker-compose is here")
-    project = ["-f", str(FILE), "-p", f"rlhf-stacks-{secrets.token_hex(4)}"]
+    shares = tmp_path / "shares.json"
+    shares.write_text(json.dumps({"services": {name: {"cpu_shares": SHARES_AT_START} for name in SERVICES}}))
+    project = ["-f", str(FILE), "-f", str(shares), "-p", f"rlhf-stacks-{secrets.token_hex(4)}"]
     environment = os.environ | {"RLHF_STACKS": cell.tag, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
