@@ -60,6 +60,20 @@ def recorded(event):
     return [found for found in map(json.loads, lines) if found["event"] == event]
 
 
+def bound(seconds, otherwise):
+    """A wait of ``ray.get`` without a deadline ends after ``seconds`` from now on, with ``otherwise``."""
+    ray = importlib.import_module("ray")
+    real = ray.get
+
+    def get(what, *, timeout=None):
+        try:
+            return real(what, timeout=timeout or seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(otherwise if timeout is None else "waited to the deadline") from None
+
+    ray.get = get
+
+
 def ends(action, reason, otherwise):
     """``action``, which may wait for ever, has to raise an error with ``reason``; the process ends here."""
     told = []
