@@ -61,10 +61,11 @@ def by_address(cluster: Cluster) -> list[tuple[Container, str]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and what ends it."""
+    """What is done, and what ends it; ``shared`` if every rank of the trainer meets it, and not one alone."""
 
     inject: Callable[[Site], None]
     mend: Callable[[Site], None] = lambda _: None
+    shared: bool = False
 
 
 def kill_process(site: Site) -> None:
@@ -98,7 +99,7 @@ def speed_up(site: Site) -> None:
         links.speed_up(node)
 
 
-def fill(folder: str) -> Fault:
+def fill(folder: str, shared: bool = False) -> Fault:
     """Write to ``folder`` of the node until nothing more fits."""
     path = f"{folder}/{FILLED}"
 
@@ -110,7 +111,7 @@ def fill(folder: str) -> Fault:
         for node in site.running:
             site.cluster.output(node, ["rm", "--force", path])
 
-    return Fault(inject, mend)
+    return Fault(inject, mend, shared)
 
 
 def limit_memory(site: Site) -> None:
@@ -168,7 +169,7 @@ FAULTS = {
     "process killed": Fault(kill_process),
     "link cut": Fault(cut, join),
     "node paused": Fault(lambda site: site.node.pause(), lambda site: site.node.unpause()),
-    "disk of the checkpoints full": fill(CHECKPOINTS),
+    "disk of the checkpoints full": fill(CHECKPOINTS, shared=True),
     "head restarted": Fault(lambda site: site.cluster.head.restart(timeout=0)),
     f"link slowed to {MEGABITS} Mbit/s": Fault(slow_down, speed_up),
     "shared memory full": fill(SHARED_MEMORY),

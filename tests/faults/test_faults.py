@@ -51,7 +51,7 @@ class Trial:
         fault.mend(site)
         said, named, left = "", False, []
         if outcome != "goes on":
-            said, named = job.said(printed, address)
+            said, named = job.said(printed, job.ranks if fault.shared else [address])
             rejoin(self._cluster)
             job.stop()
             if left := left_behind(self._cluster):

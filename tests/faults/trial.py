@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,12 @@ class Job:
 
     def address(self, phase: str) -> str:
         """The node that a fault in ``phase`` hits: that of the trainer's last rank or that of the engine."""
-        (placed,) = self.events("placement")
-        return str(placed["groups"]["actor"][-1] if phase == TRAINING else placed["engines"][0][0])
+        return self.ranks[-1] if phase == TRAINING else str(self._placed["engines"][0][0])
+
+    @property
+    def ranks(self) -> list[str]:
+        """The nodes of the trainer's ranks."""
+        return [str(address) for address in self._placed["groups"]["actor"]]
 
     def outcome(self) -> tuple[Outcome, float]:
         """What becomes of it from now on, and after how many seconds."""
@@ -129,21 +133,27 @@ class Job:
         goes_on = len(self.steps(since)) >= GOES_ON
         return "goes on" if goes_on else "hangs", time.monotonic() - begun
 
-    def said(self, after: int, address: str) -> tuple[str, bool]:
-        """The line with the error, and whether the driver's own text names the node at ``address``.
+    def said(self, after: int, addresses: Collection[str]) -> tuple[str, bool]:
+        """The line with the error, and whether the driver's own text names a node of ``addresses``.
 
         Both from what was printed ``after`` so many lines. Ray tells in a line of its own why an actor died.
         """
         lines = [COLOUR.sub("", line).strip() for line in self.printed[after:]]
         why = [line for line in lines if line.startswith(WHY_DEAD)]
         told = demo.cause(lines) + (f" ... {why[-1]}" if why else "")
-        return told, any(address in line for line in lines if not OF_AN_ACTOR.match(line))
+        own = [line for line in lines if not OF_AN_ACTOR.match(line)]
+        return told, any(address in line for line in own for address in addresses)
 
     def stop(self) -> None:
         """End it, if it runs."""
         if not self.ended:
             stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, self._name]
             self._cluster.output(self._cluster.head, stop)
+
+    @property
+    def _placed(self) -> dict[str, Any]:
+        (placed,) = self.events("placement")
+        return placed
 
     def _count(self, phase: str) -> int:
         if phase == START:
