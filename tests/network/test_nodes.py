@@ -14,12 +14,13 @@ from docker.models.images import Image
 from rich.console import Console
 
 from scripts import demo, records
-from scripts.cluster import LABEL, Cluster, sweep
+from scripts.cluster import LABEL, Cluster, Node, ray_start, sweep
 from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
 from tests.network import diagnosis
 from tests.network.waiting import TEST_SECONDS, WAIT_SECONDS, until
 
+SERVER = "http://head:8265"
 ON_EVERY_NODE = """
 import json, os, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -71,6 +72,32 @@ def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell
     job = ["python", "-c", "raise ValueError('said so')"]
     with pytest.raises(Problem, match=r"training failed: ValueError: said so"):
         demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), 120, demo.folder(cell))
+
+
+def reachable(node: Node, head: str | None) -> list[str]:
+    """The ``ray start`` of a node, the head's job server for all machines."""
+    return [*ray_start(node, head), *(["--dashboard-host=0.0.0.0"] if head is None else [])]
+
+
+@pytest.mark.timeout(TEST_SECONDS)
+def test_who_follows_a_job_is_told_that_its_head_was_lost(client: docker.DockerClient, cell: Cell) -> None:
+    """On another machine, when the head is started again: one line, with the head and the job."""
+    with Cluster(client, cell.tag, demo.NODES, start=reachable) as cluster:
+        submit = ["rlhf-stack", "submit", "--address", SERVER, "--", "sh", "-c", "echo begun; sleep 600"]
+        following = subprocess.Popen(
+            ["docker", "exec", str(cluster.containers[1].id), *submit],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert following.stdout is not None
+        assert "begun\n" in following.stdout
+        cluster.head.restart(timeout=0)
+        _, errors = following.communicate(timeout=WAIT_SECONDS)
+    assert following.returncode == 2, errors
+    assert f"error: Ray's head at {SERVER} was lost while job raysubmit_" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.timeout(TEST_SECONDS)

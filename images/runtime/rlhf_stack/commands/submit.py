@@ -132,6 +132,7 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
 
 def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], output: Any) -> Ended:
     """Submit, write the job's output to ``output``, and say how it ended."""
+    from aiohttp import ClientError
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
@@ -143,17 +144,27 @@ def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], 
     print(f"rlhf-stack: job {job}", file=sys.stderr, flush=True)
     try:
         asyncio.run(_tail(client, job, output))
+        info = client.get_job_info(job)
     except KeyboardInterrupt:
         print(f"rlhf-stack: job {job} goes on: ray job logs -f {job}, ray job stop {job}", file=sys.stderr)
         raise
-    info = client.get_job_info(job)
+    except (OSError, RuntimeError, RayError, ClientError) as error:
+        raise _lost(job, address, said(error)) from None
     status = str(getattr(info.status, "value", info.status))
     if status not in ENDED:
-        raise Problem(f"the log of job {job} ended and it is {status}: ray job logs -f {job}")
+        raise _lost(job, address, f"its log ended, and it is {status}")
     if status != "SUCCEEDED":
         print(f"rlhf-stack: job {job} {status.lower()}: {_first(info.message)}", file=sys.stderr)
     code = getattr(info, "driver_exit_code", None)
     return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
+
+
+def _lost(job: str, address: str, why: str) -> Problem:
+    return Problem(
+        f"Ray's head at {address} was lost while job {job} ran: {why}. A head that ended took its jobs with "
+        "it, and knows none of them when it is started again: submit the command again, with the flag that "
+        f"loads its last checkpoint. If only the connection was lost: ray job logs -f {job}"
+    )
 
 
 def _first(message: str | None) -> str:
