@@ -5,10 +5,11 @@ A disk that is full is "unexpected pos 128 vs 0" to torch.
 
 import functools
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rlhf_stack import peers
 
 GB = 1e9
 
@@ -32,12 +33,10 @@ def named(save: Callable[..., Any]) -> Callable[..., Any]:
 
 def _text(folder: Path, reason: str) -> str:
     """Who it was first; ``reason`` may have more than one line."""
-    import ray
     from torch import distributed as dist
 
-    node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
-    what = f"the checkpoint in {folder} is not whole{_room(folder)}"
-    return f"rank {dist.get_rank()} on node {node}: {what}: {reason}"
+    who = peers.describe(peers.here(f"rank {dist.get_rank()}"), [])
+    return f"{who}: the checkpoint in {folder} is not whole{_room(folder)}: {reason}"
 
 
 def _room(folder: Path) -> str:

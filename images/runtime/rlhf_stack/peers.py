@@ -30,8 +30,7 @@ def introduce(who: str) -> None:
         return
     context = ray.get_runtime_context()
     if (actor := context.get_actor_id()) is not None:
-        here = {"host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
-        store.put(_key(actor), {"who": who, "actor": actor, "job": str(context.get_job_id()), **here})
+        store.put(_key(actor), here(who) | {"actor": actor, "job": str(context.get_job_id())})
 
 
 def introduce_rank(actor: Any, rank: int) -> None:
@@ -63,6 +62,13 @@ def named(what: str = "") -> Iterator[None]:
             raise
         why = f"{' and '.join(dead)} died, and others were cut off: {reason}"
         raise PeerError(_text(what, why)) from error
+
+
+def here(who: str) -> dict[str, str]:
+    """What `describe` needs of this process, which goes by ``who``."""
+    import ray
+
+    return {"who": who, "host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
 
 
 def lost(error: Any) -> str:
