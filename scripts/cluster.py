@@ -187,16 +187,20 @@ class Cluster:
         tick: Callable[[], None] = lambda: None,
         timeout: float = 1800.0,
         nodes_may_end: bool = False,
+        container: Container | None = None,
     ) -> int:
-        """Run ``command`` on the head: ``line`` gets its output, ``tick`` is called twice a second.
+        """Run ``command`` in ``container``, by default on the head: ``line`` gets its output.
+
+        ``tick`` is called twice a second.
 
         Returns its exit code. A `Problem` after ``timeout`` seconds, or if a node ends that may not.
         """
+        runs_on = container or self.head
         lines: queue.Queue[str | None] = queue.Queue()
         deadline = time.monotonic() + timeout
         checked = 0.0
         process = subprocess.Popen(
-            _exec(self.head, command),
+            _exec(runs_on, command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -220,7 +224,7 @@ class Cluster:
         finally:
             process.kill()
         if not nodes_may_end:
-            self._check_after(self.head, code)
+            self._check_after(runs_on, code)
         return code
 
     def _check_after(self, container: Container, code: int) -> None:

@@ -11,9 +11,13 @@ from scripts.cluster import LABEL, Cluster, Node, owner
 from scripts.matrix import Cell
 from tests.faults.injecting import CHECKPOINTS
 from tests.faults.trial import ENVIRONMENT, EVENTS
-from tests.network import links
+from tests.network import links, remote
 
-NODES = (Node("head", gpus=0), *(Node(name, gpus=1) for name in ("one", "two", "three")))
+NODES = (
+    Node("head", gpus=0),
+    *(Node(name, gpus=1) for name in ("one", "two", "three")),
+    Node("desk", gpus=0, cpus=0),
+)
 DISK = {"type": "tmpfs", "device": "tmpfs", "o": "size=48m,mode=1777"}
 
 
@@ -36,7 +40,7 @@ def disk(client: docker.DockerClient) -> Iterator[Volume]:
 
 @pytest.fixture
 def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
-    """The head, from which runs are submitted, and three nodes with a GPU each."""
+    """The head, three nodes with a GPU each, and one on which nothing runs, from which runs are submitted."""
     if not cell.versions["openrlhf"].startswith("0.11."):
         pytest.skip("the arguments of these runs are OpenRLHF 0.11's")
     if reason := links.obstacle():
@@ -45,5 +49,6 @@ def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path)
         str(disk.name): {"bind": CHECKPOINTS, "mode": "rw"},
         str(folder): {"bind": EVENTS, "mode": "rw"},
     }
-    with Cluster(client, cell.tag, NODES, ENVIRONMENT, options={"volumes": mounts}) as running:
+    options = {"volumes": mounts}
+    with Cluster(client, cell.tag, NODES, ENVIRONMENT, options=options, start=remote.reachable) as running:
         yield running

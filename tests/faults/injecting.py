@@ -3,21 +3,23 @@
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import docker.errors
 from docker.models.containers import Container
 
 from scripts.cluster import Cluster
-from scripts.faults import TRAINING
+from scripts.faults import SYNC, TRAINING
 from scripts.problem import Problem
-from tests.network import links
+from tests.network import links, remote
 
 CHECKPOINTS = "/checkpoints"
 SHARED_MEMORY = "/dev/shm"
 MEGABITS = 4
+SYNC_MEGABITS = 0.3  # of this link, on which the weights of the tiny model take some seconds
 FILLED = "filled-by-the-test"
 ENGINE, TRAINER = "VLLM::EngineCore", "ray::PolicyModelActor"
 CGROUP = Path("/sys/fs/cgroup/memory/docker")
@@ -33,12 +35,13 @@ ATTEMPT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a fault happens: ``node`` of ``cluster``, in ``phase``."""
+    """Where a fault happens: ``node`` of ``cluster``, in ``phase``; ``ranks`` are the trainer's nodes."""
 
     cluster: Cluster
     phase: str
     node: Container
     address: str
+    ranks: Sequence[str]
 
     @property
     def running(self) -> list[Container]:
@@ -52,6 +55,10 @@ class Site:
         """All nodes but this one, with their addresses."""
         return [(node, address) for node, address in by_address(self.cluster) if address != self.address]
 
+    def stretched(self) -> AbstractContextManager[None]:
+        """The phase takes long enough to be hit: a sync of the tiny model ends within a tenth of a second."""
+        return links.slow_towards(self.node, SYNC_MEGABITS) if self.phase == SYNC else nullcontext()
+
 
 def by_address(cluster: Cluster) -> list[tuple[Container, str]]:
     """The nodes with their addresses."""
@@ -61,11 +68,11 @@ def by_address(cluster: Cluster) -> list[tuple[Container, str]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and what ends it; ``shared`` if every rank of the trainer meets it, and not one alone."""
+    """What is done, what ends it, and which nodes an error may name for it."""
 
     inject: Callable[[Site], None]
     mend: Callable[[Site], None] = lambda _: None
-    shared: bool = False
+    blamed: Callable[[Site], Sequence[str]] = lambda site: [site.address]
 
 
 def kill_process(site: Site) -> None:
@@ -99,7 +106,7 @@ def speed_up(site: Site) -> None:
         links.speed_up(node)
 
 
-def fill(folder: str, shared: bool = False) -> Fault:
+def fill(folder: str) -> Fault:
     """Write to ``folder`` of the node until nothing more fits."""
     path = f"{folder}/{FILLED}"
 
@@ -111,7 +118,7 @@ def fill(folder: str, shared: bool = False) -> Fault:
         for node in site.running:
             site.cluster.output(node, ["rm", "--force", path])
 
-    return Fault(inject, mend, shared)
+    return Fault(inject, mend)
 
 
 def limit_memory(site: Site) -> None:
@@ -169,8 +176,10 @@ FAULTS = {
     "process killed": Fault(kill_process),
     "link cut": Fault(cut, join),
     "node paused": Fault(lambda site: site.node.pause(), lambda site: site.node.unpause()),
-    "disk of the checkpoints full": fill(CHECKPOINTS, shared=True),
-    "head restarted": Fault(lambda site: site.cluster.head.restart(timeout=0)),
+    "disk of the checkpoints full": replace(fill(CHECKPOINTS), blamed=lambda site: site.ranks),
+    "head restarted": Fault(
+        lambda site: site.cluster.head.restart(timeout=0), blamed=lambda _: [remote.SERVER]
+    ),
     f"link slowed to {MEGABITS} Mbit/s": Fault(slow_down, speed_up),
     "shared memory full": fill(SHARED_MEMORY),
     "memory limit hit": Fault(limit_memory, unlimit_memory),

@@ -34,24 +34,26 @@ class Trial:
         self._runs += 1
         name = f"{'-'.join(self._fault.replace('/', ' ').split())}-{self._runs}"
         log = self._folder.parent / f"{name}.log"
-        return Job(self._cluster, self._command, name, self._folder, log)
+        return Job(self._cluster, self._command, self._folder, log)
 
     def hit(self, job: Job, phase: str) -> bool:
         """Hit ``job`` in ``phase``, and say whether it goes on."""
-        phases = job.reach(phase)
-        address, fault = job.address(phase), FAULTS[self._fault]
+        fault = FAULTS[self._fault]
+        address = job.address(phase)
         node = next(node for node, known in by_address(self._cluster) if known == address)
-        site = Site(self._cluster, phase, node, address)
-        printed = len(job.printed)
-        if job.ended:
-            raise Problem(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
-        fault.inject(site)
-        in_time = job.phases == phases
+        site = Site(self._cluster, phase, node, address, job.ranks)
+        with site.stretched():
+            phases = job.reach(phase)
+            printed = len(job.printed)
+            if job.ended:
+                raise Problem(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
+            fault.inject(site)
+            in_time = job.phases == phases
         outcome, seconds = job.outcome()
         fault.mend(site)
         said, named, left = "", False, []
         if outcome != "goes on":
-            said, named = job.said(printed, job.ranks if fault.shared else [address])
+            said, named = job.said(printed, fault.blamed(site))
             rejoin(self._cluster)
             job.stop()
             if left := left_behind(self._cluster):

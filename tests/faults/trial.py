@@ -15,6 +15,7 @@ from scripts.cluster import Cluster
 from scripts.faults import GENERATION, START, SYNC, TRAINING, Outcome
 from scripts.problem import Problem
 from tests.faults.injecting import CHECKPOINTS
+from tests.network import remote
 
 EVENTS = "/events"
 STEPS = 400  # prompts for more steps than any run here does
@@ -44,6 +45,8 @@ ENVIRONMENT = {
     "RLHF_STACK_PLACEMENT_TIMEOUT": "60",
     "HF_HUB_OFFLINE": "1",
 }
+SUBMIT = ("rlhf-stack", "submit", "--address", remote.SERVER, "--")
+SUBMITTED = "rlhf-stack: job "
 REAP = ("rlhf-stack", "reap", "--older-than", "0")
 RESERVED = f"""
 import json
@@ -56,10 +59,10 @@ print(json.dumps(found + [f"placement group {{one.state}}" for one in groups]))
 
 
 class Job:
-    """A submitted run; its events are in ``folder``, which is emptied first."""
+    """A run, submitted on the last node; its events are in ``folder``, which is emptied first."""
 
-    def __init__(self, cluster: Cluster, command: list[str], name: str, folder: Path, log: Path) -> None:
-        self._cluster, self._name, self._folder = cluster, name, folder
+    def __init__(self, cluster: Cluster, command: list[str], folder: Path, log: Path) -> None:
+        self._cluster, self._folder = cluster, folder
         for file in folder.glob("*.jsonl"):
             file.unlink()
         self.begins_after = saved_step(cluster)
@@ -67,7 +70,7 @@ class Job:
         self._log = demo.JobLog(log)
         self.ended_at = 0.0
         pool = ThreadPoolExecutor(1)
-        self._code = pool.submit(self._follow, [*demo.SUBMIT, "--submission-id", name, "--", *command])
+        self._code = pool.submit(self._follow, [*SUBMIT, *command])
         pool.shutdown(wait=False)
 
     @property
@@ -93,12 +96,10 @@ class Job:
         return True
 
     def reach(self, phase: str) -> int:
-        """Until the run is in ``phase``, of a step after the first; a `Problem` if it never is.
+        """Until the run is in ``phase``, of a step after those done; a `Problem` if it never is.
 
         The answer is `phases` of then.
         """
-        if phase != START:
-            self.first_step()
         seen = self._count(phase)
         if not self.wait(lambda: self._count(phase) > seen, REACH_SECONDS):
             raise Problem(f"the run did not come to {phase}: {demo.cause(self.printed)}")
@@ -116,7 +117,14 @@ class Job:
         return self.steps()[0]
 
     def address(self, phase: str) -> str:
-        """The node that a fault in ``phase`` hits: that of the trainer's last rank or that of the engine."""
+        """The node that a fault in ``phase`` hits: that of the trainer's last rank or that of the engine.
+
+        Waits for them to be placed, and for the first step unless ``phase`` is the start.
+        """
+        if not self.wait(lambda: bool(self.events("placement")), REACH_SECONDS):
+            raise Problem(f"nothing was placed: {demo.cause(self.printed)}")
+        if phase != START:
+            self.first_step()
         return self.ranks[-1] if phase == TRAINING else str(self._placed["engines"][0][0])
 
     @property
@@ -133,8 +141,8 @@ class Job:
         goes_on = len(self.steps(since)) >= GOES_ON
         return "goes on" if goes_on else "hangs", time.monotonic() - begun
 
-    def said(self, after: int, addresses: Collection[str]) -> tuple[str, bool]:
-        """The line with the error, and whether the driver's own text names a node of ``addresses``.
+    def said(self, after: int, nodes: Collection[str]) -> tuple[str, bool]:
+        """The line with the error, and whether the driver's own text names one of ``nodes``.
 
         Both from what was printed ``after`` so many lines. Ray tells in a line of its own why an actor died.
         """
@@ -142,12 +150,13 @@ class Job:
         why = [line for line in lines if line.startswith(WHY_DEAD)]
         told = demo.cause(lines) + (f" ... {why[-1]}" if why else "")
         own = [line for line in lines if not OF_AN_ACTOR.match(line)]
-        return told, any(address in line for line in own for address in addresses)
+        return told, any(node in line for line in own for node in nodes)
 
     def stop(self) -> None:
         """End it, if it runs."""
         if not self.ended:
-            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, self._name]
+            (submitted, *_) = (line for line in self.printed if line.startswith(SUBMITTED))
+            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, submitted.removeprefix(SUBMITTED)]
             self._cluster.output(self._cluster.head, stop)
 
     @property
@@ -171,7 +180,8 @@ class Job:
 
     def _follow(self, command: list[str]) -> int:
         try:
-            return self._cluster.follow(command, self._print, nodes_may_end=True)
+            desk = self._cluster.containers[-1]
+            return self._cluster.follow(command, self._print, nodes_may_end=True, container=desk)
         finally:
             self.ended_at = time.monotonic()
 

@@ -1,15 +1,18 @@
 """Links between the containers of a test that are cut or slowed, from the host and only for these containers.
 
-What is done is done in the container's own network namespace, and ends with it.
+What is done is done to the container's own end of its link, or to the host's, and ends with the container.
 """
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 from docker.models.containers import Container
 
-TOOLS = ("nsenter", "tc", "iptables")
+TOOLS = ("nsenter", "tc", "ip", "iptables")
 
 
 def obstacle() -> str:
@@ -44,8 +47,7 @@ def unblock(receiver: Container) -> None:
 
 def slow_down(sender: Container, megabits: int) -> None:
     """Limit what ``sender`` sends, in 10^6 bits a second, as a slow card would."""
-    rate = [f"{megabits}mbit", "burst", "32kbit", "latency", "400ms"]
-    _inside(sender, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", *rate)
+    _inside(sender, *_limit("eth0", megabits))
 
 
 def speed_up(sender: Container) -> None:
@@ -53,7 +55,29 @@ def speed_up(sender: Container) -> None:
     _inside(sender, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
-def _inside(container: Container, *command: str) -> None:
+@contextlib.contextmanager
+def slow_towards(receiver: Container, megabits: float) -> Iterator[None]:
+    """Limit what reaches ``receiver``, in 10^6 bits a second; what it sends is as fast as before."""
+    (inner,) = json.loads(_inside(receiver, "ip", "-json", "link", "show", "eth0"))
+    interfaces = json.loads(_run("ip", "-json", "link"))
+    outer = next(each["ifname"] for each in interfaces if each["ifindex"] == inner["link_index"])
+    _run(*_limit(outer, megabits))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(subprocess.CalledProcessError):  # the interface went with the container
+            _run("tc", "qdisc", "del", "dev", outer, "root")
+
+
+def _limit(interface: str, megabits: float) -> list[str]:
+    rate = [f"{megabits}mbit", "burst", "32kbit", "latency", "400ms"]
+    return ["tc", "qdisc", "replace", "dev", interface, "root", "tbf", "rate", *rate]
+
+
+def _inside(container: Container, *command: str) -> str:
     container.reload()
-    namespace = f"--net=/proc/{container.attrs['State']['Pid']}/ns/net"
-    subprocess.run(["nsenter", namespace, "--", *command], check=True, capture_output=True, text=True)
+    return _run("nsenter", f"--net=/proc/{container.attrs['State']['Pid']}/ns/net", "--", *command)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

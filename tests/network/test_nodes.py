@@ -14,13 +14,13 @@ from docker.models.images import Image
 from rich.console import Console
 
 from scripts import demo, records
-from scripts.cluster import LABEL, Cluster, Node, ray_start, sweep
+from scripts.cluster import LABEL, Cluster, sweep
 from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
 from tests.network import diagnosis
+from tests.network.remote import SERVER, reachable
 from tests.network.waiting import TEST_SECONDS, WAIT_SECONDS, until
 
-SERVER = "http://head:8265"
 ON_EVERY_NODE = """
 import json, os, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -72,11 +72,6 @@ def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell
     job = ["python", "-c", "raise ValueError('said so')"]
     with pytest.raises(Problem, match=r"training failed: ValueError: said so"):
         demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), 120, demo.folder(cell))
-
-
-def reachable(node: Node, head: str | None) -> list[str]:
-    """The ``ray start`` of a node, the head's job server for all machines."""
-    return [*ray_start(node, head), *(["--dashboard-host=0.0.0.0"] if head is None else [])]
 
 
 @pytest.mark.timeout(TEST_SECONDS)
