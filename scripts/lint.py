@@ -35,17 +35,22 @@ def checks() -> dict[str, list[str]]:
     """The command of each check, by name."""
     python = [sys.executable, "-m"]
     return {
-        "ruff check": ["ruff", "check", "--quiet"],
-        "ruff format": ["ruff", "format", "--quiet", "--check"],
-        "mypy": ["mypy", "--no-error-summary"],
-        "shellcheck": ["shellcheck", "--severity=warning", *map(str, shell_scripts(tracked()))],
-        "hadolint": ["hadolint", "--failure-threshold=warning", *map(str, dockerfiles(tracked()))],
+        "ruff check": [_tool("ruff"), "check", "--quiet"],
+        "ruff format": [_tool("ruff"), "format", "--quiet", "--check"],
+        "mypy": [_tool("mypy"), "--no-error-summary"],
+        "shellcheck": [_tool("shellcheck"), "--severity=warning", *map(str, shell_scripts(tracked()))],
+        "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(tracked()))],
         "catalogue": [*python, "scripts.catalogue", "--check", "--offline"],
         "schema": [*python, "scripts.matrix", "schema", "--check"],
         "patches": [*python, "scripts.patches"],
         "hunks": [*python, "scripts.hunks"],
         "locks": [*python, "scripts.lock", "--check", "--offline"],
     }
+
+
+def _tool(name: str) -> str:
+    """A tool of the environment that runs this, whatever PATH says."""
+    return str(Path(sys.executable).with_name(name))
 
 
 def _first_line(file: Path) -> bytes:

@@ -19,7 +19,8 @@ SUITES = {
     "layers": "of the image from outside: size, labels, base, no secret in a layer",
     "patches": "each patch's probe, on the package as released and on ours",
     "cluster": "simulated: several Ray nodes in one container",
-    "integration": "simulated: a step of training on up to four nodes of eight GPUs, engines up to TP 8",
+    "integration": "simulated: a step of training on up to four nodes of eight GPUs, engines up to TP 8; "
+    "what reaches the device is replaced in images for GPUs, and with vLLM 0.4.2 for engines above TP 1",
     "network": "several containers as nodes, each with its own address",
     "registry": "pushed to a registry, pulled by digest; an image built FROM it",
     "demo": "a training run on CPU, on two containers as nodes",

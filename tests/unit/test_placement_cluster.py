@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rlhf_stack.placement import cluster
 from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, PlacementError, Request
 from rlhf_stack.placement.openrlhf import request_of, upstream_order
+from rlhf_stack.problem import Problem
 
 
 def role(nodes: int, gpus: int) -> SimpleNamespace:
@@ -172,3 +173,25 @@ def test_nodes_that_a_group_of_whole_nodes_lacks_are_counted() -> None:
 def test_a_driver_without_a_gpu_asks_for_a_sliver_of_a_cpu() -> None:
     assert cluster.driver_cpus(1) == 1
     assert 0 < cluster.driver_cpus(0) < 0.2
+
+
+ONE, OTHER = FreeNode("10.0.0.1", 8, 8, 8), FreeNode("10.0.0.2", 8, 8, 8)
+
+
+def test_a_machine_that_was_started_again_is_one_node_once_ray_finds_the_old_one_dead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = iter([[OTHER, ONE, OTHER], [OTHER, OTHER, ONE], [OTHER, ONE]])
+    monkeypatch.setattr(cluster, "_living", lambda _: next(seen))
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0)
+    assert cluster.nodes_now() == [ONE, OTHER]
+    assert caplog.messages == ["Ray has two nodes at 10.0.0.2: waiting until it finds the old one dead"]
+
+
+def test_nodes_that_keep_one_address_are_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which commands show the line alone."""
+    monkeypatch.setenv("RLHF_STACK_PLACEMENT_TIMEOUT", "0.1")
+    monkeypatch.setattr(cluster, "_living", lambda _: [ONE, ONE, OTHER])
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0)
+    with pytest.raises(Problem, match=r"several have 10\.0\.0\.1 \(waited 0 s"):
+        cluster.nodes_now()

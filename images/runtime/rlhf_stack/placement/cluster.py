@@ -41,7 +41,11 @@ def driver_cpus(gpus: float) -> float:
 
 
 def nodes_now() -> list[FreeNode]:
-    """The living nodes with what is free on each; `PlacementError` if two have one address."""
+    """The living nodes with what is free on each, each with an address of its own.
+
+    A machine that was started again is two nodes until Ray finds the old one dead: that is awaited, and a
+    `PlacementError` if it is not so in time.
+    """
     return _nodes(free=True)
 
 
@@ -158,6 +162,24 @@ def unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, float]]) 
 
 
 def _nodes(free: bool) -> list[FreeNode]:
+    end = time.monotonic() + settings.placement_timeout()
+    warned = False
+    while twice := _repeated(found := _living(free)):
+        if time.monotonic() > end:
+            raise PlacementError(
+                f"Ray nodes must have addresses of their own, and several have {', '.join(twice)} "
+                f"(waited {settings.placement_timeout():.0f} s, {settings.PLACEMENT_TIMEOUT}): "
+                "start each with ray start --node-ip-address"
+            )
+        if not warned:
+            warn(f"Ray has two nodes at {', '.join(twice)}: waiting until it finds the old one dead")
+            warned = True
+        time.sleep(POLL_SECONDS)
+    return sorted(found, key=lambda node: [part.zfill(3) for part in node.address.split(".")])
+
+
+def _living(free: bool) -> list[FreeNode]:
+    """What Ray has, in its order."""
     import ray
     from ray._private import state
 
@@ -178,13 +200,12 @@ def _nodes(free: bool) -> list[FreeNode]:
                     total.get("GPU", 0.0),
                 )
             )
-    twice = [address for address, count in Counter(node.address for node in found).items() if count > 1]
-    if twice:
-        raise PlacementError(
-            f"Ray nodes must have addresses of their own, and several have {', '.join(twice)}: "
-            "start each with ray start --node-ip-address"
-        )
-    return sorted(found, key=lambda node: [part.zfill(3) for part in node.address.split(".")])
+    return found
+
+
+def _repeated(nodes: Sequence[FreeNode]) -> list[str]:
+    """The addresses that several of ``nodes`` have."""
+    return [address for address, count in Counter(node.address for node in nodes).items() if count > 1]
 
 
 def _plan_on_free(request: Request) -> tuple[list[FreeNode], Plan]:
