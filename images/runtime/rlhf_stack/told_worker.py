@@ -1,11 +1,12 @@
 """vLLM's own worker of the platform: vLLM's argument ``worker_cls``.
 
-Its start is told step by step, and on request it looks at its GPU before each step of generation.
+Its start is told step by step, and ends if its engine dies; on request it looks at its GPU before each step
+of generation.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack import cotenancy, devices, starting
+from rlhf_stack import cotenancy, devices, orphans, starting
 
 if TYPE_CHECKING:
     Base = Any
@@ -20,8 +21,14 @@ class ToldWorker(starting.ToldStart, Base):  # type: ignore[misc]
 
     _gpu: cotenancy.Watch | None = None
 
+    def init_device(self) -> Any:
+        """The first step of a worker."""
+        orphans.tie()
+        return super().init_device()
+
     def compile_or_warm_up_model(self) -> Any:
-        """The last step of a worker."""
+        """The last step of a worker; from here on it sees by itself that its engine has died."""
+        orphans.untie()
         with starting.step("warm", self.rank):
             found = super().compile_or_warm_up_model()
         self._gpu = cotenancy.Watch()
