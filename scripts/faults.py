@@ -35,13 +35,15 @@ FAULTS = {
 COLUMNS = ("fault", "during", "the run", "what is said", "names the node", "left behind", "afterwards")
 INTRODUCTION = """## Faults
 
-A run of OpenRLHF's own trainer on four containers as nodes: the head, the engine, and two ranks of the
-trainer that share the optimiser's states, each on its own. It saves a checkpoint after every step. The
+A run of OpenRLHF's own trainer on five containers as nodes: the head, the engine, two ranks of the trainer
+that share the optimiser's states, each on its own, and a machine from which `rlhf-stack submit` follows it.
+It saves a checkpoint after every step. OpenRLHF 0.5.1 has a critic and a reward model too, on a sixth. The
+link to the engine is slowed until a fault in a sync is there, as a sync of the tiny model ends at once. The
 fault hits the node of the engine and, in training, that of the trainer's second rank. *The run* ends with
 an error, goes on (it does further steps while the fault lasts), or hangs; the seconds are those from the
 fault to the end of the job. *Left behind* is what still runs or is reserved half a minute after the fault
-was mended: processes, segments of shared memory, actors, placement groups. `rlhf-stack reap --yes` has to end
-all of it before the run goes on. *Afterwards* is what the same command does when it is submitted again.
+was mended: processes, segments of shared memory, actors, placement groups. `rlhf-stack reap --yes` has to
+end all of it before the run goes on. *Afterwards* is what the same command does when it is submitted again.
 `nox -s faults` runs them; the deadline of a sync was 20 s, Ray's own were as Ray has them.
 """
 

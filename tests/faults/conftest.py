@@ -9,15 +9,12 @@ from docker.models.volumes import Volume
 
 from scripts.cluster import LABEL, Cluster, Node, owner
 from scripts.matrix import Cell
-from tests.faults.injecting import CHECKPOINTS
+from tests.faults.runs import CHECKPOINTS, run_of
 from tests.faults.trial import ENVIRONMENT, EVENTS
 from tests.network import links, remote
 
-NODES = (
-    Node("head", gpus=0),
-    *(Node(name, gpus=1) for name in ("one", "two", "three")),
-    Node("desk", gpus=0, cpus=0),
-)
+HEAD, DESK = Node("head", gpus=0), Node("desk", gpus=0, cpus=0)
+GPU_NODES = tuple(Node(name, gpus=1) for name in ("one", "two", "three", "four"))
 DISK = {"type": "tmpfs", "device": "tmpfs", "o": "size=48m,mode=1777"}
 
 
@@ -40,9 +37,8 @@ def disk(client: docker.DockerClient) -> Iterator[Volume]:
 
 @pytest.fixture
 def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
-    """The head, three nodes with a GPU each, and one on which nothing runs, from which runs are submitted."""
-    if not cell.versions["openrlhf"].startswith("0.11."):
-        pytest.skip("the arguments of these runs are OpenRLHF 0.11's")
+    """The head, nodes with a GPU each, and one on which nothing runs, from which runs are submitted."""
+    nodes = (HEAD, *GPU_NODES[: run_of(cell).gpus], DESK)
     if reason := links.obstacle():
         pytest.skip(reason)
     mounts = {
@@ -50,5 +46,5 @@ def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path)
         str(folder): {"bind": EVENTS, "mode": "rw"},
     }
     options = {"volumes": mounts}
-    with Cluster(client, cell.tag, NODES, ENVIRONMENT, options=options, start=remote.reachable) as running:
+    with Cluster(client, cell.tag, nodes, ENVIRONMENT, options=options, start=remote.reachable) as running:
         yield running

@@ -12,16 +12,15 @@ import docker.errors
 from docker.models.containers import Container
 
 from scripts.cluster import Cluster
-from scripts.faults import SYNC, TRAINING
+from scripts.faults import SYNC
 from scripts.problem import Problem
+from tests.faults.runs import CHECKPOINTS
 from tests.network import links, remote
 
-CHECKPOINTS = "/checkpoints"
 SHARED_MEMORY = "/dev/shm"
 MEGABITS = 4
 SYNC_MEGABITS = 0.3  # of this link, on which the weights of the tiny model take some seconds
 FILLED = "filled-by-the-test"
-ENGINE, TRAINER = "VLLM::EngineCore", "ray::PolicyModelActor"
 CGROUP = Path("/sys/fs/cgroup/memory/docker")
 MEGABYTE = 1 << 20
 SLACK = tuple(MEGABYTE * size for size in (32, 64, 128, 256, 512))
@@ -35,13 +34,17 @@ ATTEMPT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a fault happens: ``node`` of ``cluster``, in ``phase``; ``ranks`` are the trainer's nodes."""
+    """Where a fault happens: ``node`` of ``cluster``, in ``phase``.
+
+    ``ranks`` are the trainer's nodes, and ``process`` begins the name of what runs on ``node`` in this phase.
+    """
 
     cluster: Cluster
     phase: str
     node: Container
     address: str
     ranks: Sequence[str]
+    process: str
 
     @property
     def running(self) -> list[Container]:
@@ -160,9 +163,8 @@ def _kills(site: Site) -> str:
 
 def _processes(site: Site) -> list[int]:
     """Of the run, on the node, in this phase: a rank of the trainer or the engine; none if the node ended."""
-    name = TRAINER if site.phase == TRAINING else ENGINE
     table = site.node.top(ps_args="-eo pid,args")["Processes"] or []
-    return [int(pid) for pid, command in table if command.startswith(name)]
+    return [int(pid) for pid, command in table if command.startswith(site.process)]
 
 
 def unlimit_memory(site: Site) -> None:

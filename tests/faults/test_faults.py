@@ -9,11 +9,12 @@ from docker.models.images import Image
 
 from scripts import demo, faults, records
 from scripts.cluster import Cluster
-from scripts.faults import Case
+from scripts.faults import TRAINING, Case
 from scripts.matrix import Cell
 from scripts.problem import Problem
 from tests.faults.injecting import FAULTS, Site, by_address, rejoin
-from tests.faults.trial import ARGUMENTS, STEPS, Job, end, left_behind
+from tests.faults.runs import run_of
+from tests.faults.trial import STEPS, Job, end, left_behind
 
 SAID = 220  # characters of an error that the table shows
 
@@ -21,11 +22,12 @@ SAID = 220  # characters of an error that the table shows
 class Trial:
     """The runs that one fault hits, one after the other, each of which resumes the one before."""
 
-    def __init__(self, cluster: Cluster, folder: Path, fault: str, cell: str, image: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, fault: str, cell: Cell, image: str) -> None:
         self._cluster, self._folder, self._fault = cluster, folder, fault
-        self._cell, self._image = cell, image
+        self._cell, self._image = cell.id, image
+        self._run = run_of(cell)
         demo.prepare(cluster, STEPS, seed=0)
-        self._command = [*demo.command(cluster, "separate", STEPS, seed=0), *ARGUMENTS]
+        self._command = [*demo.command(cluster, self._run.layout, STEPS, seed=0), *self._run.arguments]
         self._runs = 0
         self.cases: list[Case] = []
 
@@ -34,21 +36,22 @@ class Trial:
         self._runs += 1
         name = f"{'-'.join(self._fault.replace('/', ' ').split())}-{self._runs}"
         log = self._folder.parent / f"{name}.log"
-        return Job(self._cluster, self._command, self._folder, log)
+        return Job(self._cluster, self._command, self._run.trains, self._folder, log)
 
     def hit(self, job: Job, phase: str) -> bool:
         """Hit ``job`` in ``phase``, and say whether it goes on."""
         fault = FAULTS[self._fault]
         address = job.address(phase)
         node = next(node for node, known in by_address(self._cluster) if known == address)
-        site = Site(self._cluster, phase, node, address, job.ranks)
+        process = self._run.trainer if phase == TRAINING else self._run.engine
+        site = Site(self._cluster, phase, node, address, job.ranks, process)
         with site.stretched():
-            phases = job.reach(phase)
+            beyond = job.reach(phase)
             printed = len(job.printed)
             if job.ended:
                 raise Problem(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
             fault.inject(site)
-            in_time = job.phases == phases
+            in_time = job.beyond(phase) == beyond
         outcome, seconds = job.outcome()
         fault.mend(site)
         said, named, left = "", False, []
@@ -99,7 +102,7 @@ def test_a_run_that_is_hit_ends_or_goes_on(
 ) -> None:
     """No silent hang, nothing left behind, and the next run goes on from the last checkpoint."""
     del client
-    trial = Trial(cluster, folder, fault, cell.id, str(image.id))
+    trial = Trial(cluster, folder, fault, cell, str(image.id))
     job = trial.submit()
     for phase in faults.FAULTS[fault]:
         if trial.hit(job, phase):

@@ -14,7 +14,7 @@ from scripts import demo
 from scripts.cluster import Cluster
 from scripts.faults import GENERATION, START, SYNC, TRAINING, Outcome
 from scripts.problem import Problem
-from tests.faults.injecting import CHECKPOINTS
+from tests.faults.runs import CHECKPOINTS
 from tests.network import remote
 
 EVENTS = "/events"
@@ -24,19 +24,9 @@ REACH_SECONDS = 300.0
 HANG_SECONDS = 240.0
 LEFT_SECONDS = 30.0
 GOES_ON = 2  # steps while the fault lasts
-TRAINS = "Sample: ["  # what OpenRLHF's trainer prints before it trains on what was generated
 WHY_DEAD = "The actor died because"
 COLOUR = re.compile(r"\x1b\[\d+m")
 OF_AN_ACTOR = re.compile(r"\(\w+[^)]* pid=")
-ARGUMENTS = (
-    # the engine and two ranks of the trainer, each on a node of its own
-    *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "1"),
-    *("--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "1"),
-    # a checkpoint after every step, from which the same command goes on
-    *("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "1", "--ckpt.load_enable"),
-    # each phase long enough to be hit
-    *("--data.max_len", "240", "--rollout.max_new_tokens", "200", "--train.micro_batch_size", "1"),
-)
 ENVIRONMENT = {
     "RLHF_STACK_EVENTS": EVENTS,
     "RLHF_STACK_SYNC_TIMEOUT": "20",
@@ -59,10 +49,13 @@ print(json.dumps(found + [f"placement group {{one.state}}" for one in groups]))
 
 
 class Job:
-    """A run, submitted on the last node; its events are in ``folder``, which is emptied first."""
+    """A run, submitted on the last node; its events are in ``folder``, which is emptied first.
 
-    def __init__(self, cluster: Cluster, command: list[str], folder: Path, log: Path) -> None:
-        self._cluster, self._folder = cluster, folder
+    ``trains`` is in what it prints when training begins.
+    """
+
+    def __init__(self, cluster: Cluster, command: list[str], trains: str, folder: Path, log: Path) -> None:
+        self._cluster, self._trains, self._folder = cluster, trains, folder
         for file in folder.glob("*.jsonl"):
             file.unlink()
         self.begins_after = saved_step(cluster)
@@ -98,17 +91,20 @@ class Job:
     def reach(self, phase: str) -> int:
         """Until the run is in ``phase``, of a step after those done; a `Problem` if it never is.
 
-        The answer is `phases` of then.
+        The answer is `beyond` of then.
         """
         seen = self._count(phase)
         if not self.wait(lambda: self._count(phase) > seen, REACH_SECONDS):
             raise Problem(f"the run did not come to {phase}: {demo.cause(self.printed)}")
-        return self.phases
+        return self.beyond(phase)
 
-    @property
-    def phases(self) -> int:
-        """How many phases after the start have begun or, at the end of a step, are over."""
-        return sum(map(self._count, (GENERATION, SYNC, TRAINING))) + len(self.steps())
+    def beyond(self, phase: str) -> int:
+        """How often what is not ``phase`` has begun or, of a step, ended.
+
+        ``phase`` itself may begin again while it lasts: each rank of OpenRLHF 0.5 has its own generation.
+        """
+        others = (other for other in (GENERATION, SYNC, TRAINING) if other != phase)
+        return sum(map(self._count, others)) + len(self.steps())
 
     def first_step(self) -> int:
         """The number of the first step that this run did; a `Problem` if it does none."""
@@ -168,7 +164,7 @@ class Job:
         if phase == START:
             return sum(event["rank"] is not None for event in self.events("engine start"))
         if phase == TRAINING:
-            return sum(TRAINS in line for line in tuple(self.printed))
+            return sum(self._trains in line for line in tuple(self.printed))
         return sum(
             event["name"] == {GENERATION: "generation", SYNC: "sync"}[phase]
             for event in self.events("begins")

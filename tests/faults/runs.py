@@ -1,0 +1,59 @@
+"""How a run that is hit is started with each generation of OpenRLHF, and how it looks from outside."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.matrix import Cell
+
+CHECKPOINTS = "/checkpoints"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The engine and two ranks of the trainer, each on a node of its own with one GPU.
+
+    ``layout`` is one of the image's own; ``arguments`` give a checkpoint after every step, from which the
+    same command goes on, and phases that are long enough to be hit. ``gpus`` are the nodes that have one;
+    ``engine`` and ``trainer`` begin the names of processes, and ``trains`` is in what is printed when
+    training begins.
+    """
+
+    layout: str
+    arguments: Sequence[str]
+    gpus: int
+    engine: str
+    trainer: str
+    trains: str
+
+
+RUNS = {
+    "0.11": Run(
+        layout="separate",
+        arguments=(
+            *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "1"),
+            *("--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "1"),
+            *("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "1", "--ckpt.load_enable"),
+            *("--data.max_len", "240", "--rollout.max_new_tokens", "200", "--train.micro_batch_size", "1"),
+        ),
+        gpus=3,
+        engine="VLLM::EngineCore",
+        trainer="ray::PolicyModelActor",
+        trains="Sample: [",
+    ),
+    "0.5": Run(
+        layout="spread",
+        arguments=(
+            *("--ckpt_path", CHECKPOINTS, "--save_steps", "1", "--load_checkpoint"),
+            *("--generate_max_len", "200", "--micro_train_batch_size", "1"),
+        ),
+        gpus=4,  # critic and reward model have one
+        engine="ray::LLMRayActor",
+        trainer="ray::ActorModelRayActor",
+        trains="Train epoch [1/1]:   0%",
+    ),
+}
+
+
+def run_of(cell: Cell) -> Run:
+    """That of the cell's OpenRLHF."""
+    return RUNS[cell.versions["openrlhf"].rpartition(".")[0]]
