@@ -11,6 +11,7 @@ from scripts.faults import FAULTS, Case
 from scripts.matrix import expand, load
 from scripts.problem import Problem
 from tests.faults import injecting
+from tests.faults.runs import CHECKPOINTS, run_of
 
 WHEN = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
 CASE = Case(
@@ -104,3 +105,10 @@ def test_a_fault_that_came_too_late_for_its_phase_is_told() -> None:
     late = msgspec.structs.replace(CASE, in_time=False)
     (line,) = (line for line in rows([late]) if "not run" not in line)
     assert "| sync, which had just ended |" in line
+
+
+def test_the_runs_of_every_cell_can_be_hit() -> None:
+    runs = {cell.id: run_of(cell) for cell in expand(load())}
+    for run in runs.values():
+        assert CHECKPOINTS in run.arguments
+        assert len({run.engine, run.trainer}) == 2
