@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf_stack import events, peers, settings, store
+from rlhf_stack import events, peers, settings, store, tracker
 from rlhf_stack.log import tell
 
 ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
@@ -23,7 +23,11 @@ class StartError(RuntimeError):
 
 
 def begin(index: int | None) -> str | None:
-    """The actor of engine ``index`` starts: its children inherit whose they are; what others `join` by."""
+    """The actor of engine ``index`` starts: its children inherit whose they are; what others `join` by.
+
+    What they name in /dev/shm is removed when all of them have died, also if Ray ends them.
+    """
+    tracker.detach()
     if index is None:
         return None
     import ray
