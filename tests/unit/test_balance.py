@@ -109,3 +109,12 @@ def test_that_generation_begins_is_told(
     balance.engines_of(engines, ["x"], tokenizer, SimpleNamespace(max_tokens=9), limit=128, samples=1)
     (event,) = events.read(tmp_path)
     assert (event["event"], event["name"]) == ("begins", "generation")
+
+
+def test_that_generation_begins_is_told_of_the_older_openrlhf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.EVENTS, str(tmp_path))
+    balance.shares([[1, 2]], 9, 1)
+    (event,) = events.read(tmp_path)
+    assert (event["event"], event["name"]) == ("begins", "generation")

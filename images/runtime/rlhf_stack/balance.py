@@ -36,7 +36,11 @@ def makespan(work: Sequence[float], busy: Sequence[float], engines: Sequence[int
 
 
 def shares(prompts: Sequence[Sequence[int]], answer: int, engines: int) -> list[list[int]]:
-    """For each idle engine the indices of its ``prompts`` (tokens); an answer has ``answer`` at most."""
+    """For each idle engine the indices of its ``prompts`` (tokens); an answer has ``answer`` at most.
+
+    OpenRLHF 0.5 asks for it when a generation begins, which is told here.
+    """
+    events.begins("generation")
     found: list[list[int]] = [[] for _ in range(engines)]
     work = [len(tokens) + answer for tokens in prompts]
     for prompt, engine in enumerate(assign(work, [0.0] * engines)):
