@@ -38,6 +38,8 @@ def disk(client: docker.DockerClient) -> Iterator[Volume]:
 @pytest.fixture
 def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
     """The head, nodes with a GPU each, and one on which nothing runs, from which runs are submitted."""
+    if cell.accelerator.kind != "cpu":
+        pytest.skip("these runs have no GPU")
     nodes = (HEAD, *GPU_NODES[: run_of(cell).gpus], DESK)
     if reason := links.obstacle():
         pytest.skip(reason)
