@@ -17,6 +17,13 @@ def test_head_comes_first_and_the_dead_are_left_out() -> None:
     assert [node.address for node in found] == ["10.0.0.9", "10.0.0.3"]
 
 
+def test_a_machine_that_was_started_again_is_one() -> None:
+    """While Ray still takes the old node for alive."""
+    found = parse([entry("10.0.0.2", 2, head=True), entry("10.0.0.3", 2), entry("10.0.0.3", 2)])
+    assert [node.address for node in found] == ["10.0.0.2", "10.0.0.3"]
+    assert missing(found, nodes=3, gpus=6) == "2 of 3 nodes joined (10.0.0.2, 10.0.0.3), 4 of 6 GPUs"
+
+
 def test_complete_cluster_lacks_nothing() -> None:
     """Also with more than was asked for."""
     found = parse([entry("10.0.0.2", 2, head=True), entry("10.0.0.3", 2)])

@@ -40,7 +40,10 @@ class NotReadyError(RuntimeError):
 
 
 def parse(table: list[dict[str, Any]]) -> list[Node]:
-    """The living nodes in what ``ray.nodes()`` returns, the head first, then by address."""
+    """The living nodes in what ``ray.nodes()`` returns, the head first, then by address.
+
+    A machine that was started again is one, though Ray has two of it until it finds the old one dead.
+    """
     nodes = [
         Node(
             address=entry["NodeManagerAddress"],
@@ -52,7 +55,8 @@ def parse(table: list[dict[str, Any]]) -> list[Node]:
         for entry in table
         if entry["Alive"]
     ]
-    return sorted(nodes, key=lambda node: (not node.is_head, node.address))
+    machines = {node.address: node for node in nodes}.values()
+    return sorted(machines, key=lambda node: (not node.is_head, node.address))
 
 
 def missing(found: list[Node], nodes: int, gpus: float) -> str:
