@@ -59,8 +59,7 @@ class Trial:
             said, named = job.said(printed, fault.blamed(site))
             rejoin(self._cluster)
             job.stop()
-            if left := left_behind(self._cluster):
-                end(self._cluster)
+            left = left_behind(self._cluster)
         case = Case(
             cell=self._cell,
             image=self._image,
@@ -77,6 +76,8 @@ class Trial:
         )
         self.cases.append(case)
         faults.write(case)
+        if left:
+            end(self._cluster)
         return outcome == "goes on"
 
     def tell(self, afterwards: str) -> None:

@@ -202,7 +202,7 @@ def end(cluster: Cluster) -> None:
     """End what is left, as a user would, so that the next run finds none of it; a `Problem` if some stays."""
     for container in cluster.containers:
         cluster.output(container, [*REAP, "--yes"])
-    if found := _left(cluster):
+    if found := left_behind(cluster):  # it takes Ray a moment to see that what was ended has ended
         raise Problem(f"rlhf-stack reap --yes did not end {'; '.join(found)}")
 
 
