@@ -1,5 +1,6 @@
 """How each fault is brought about on a node of a cluster, and how it is mended."""
 
+import contextlib
 import os
 import signal
 import time
@@ -133,7 +134,8 @@ def limit_memory(site: Site) -> None:
     slack = _limit(site)
     size = (slack + OVERFLOW) // MEGABYTE
     command = f"dd if=/dev/zero of={SHARED_MEMORY}/{FILLED} bs=1M count={size} 2>/dev/null"
-    site.cluster.output(site.node, ["sh", "-c", command])
+    with contextlib.suppress(Problem):  # it may be what is ended, or the whole node
+        site.cluster.output(site.node, ["sh", "-c", command])
     until = time.monotonic() + KILL_SECONDS
     while _processes(site) and _kills(site) == before:
         if time.monotonic() > until:
@@ -156,14 +158,20 @@ def _limit(site: Site) -> int:
 
 
 def _kills(site: Site) -> str:
-    """How often the kernel has ended a process of the node because memory was used up."""
-    control = (CGROUP / str(site.node.id) / "memory.oom_control").read_text(encoding="ascii")
+    """How often the kernel has ended a process of the node for want of memory; "" if the node has ended."""
+    try:
+        control = (CGROUP / str(site.node.id) / "memory.oom_control").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return ""
     return control.split("oom_kill ")[-1].strip()
 
 
 def _processes(site: Site) -> list[int]:
     """Of the run, on the node, in this phase: a rank of the trainer or the engine; none if the node ended."""
-    table = site.node.top(ps_args="-eo pid,args")["Processes"] or []
+    try:
+        table = site.node.top(ps_args="-eo pid,args")["Processes"] or []
+    except docker.errors.APIError:  # it does not run
+        return []
     return [int(pid) for pid, command in table if command.startswith(site.process)]
 
 

@@ -59,7 +59,7 @@ class Trial:
             said, named = job.said(printed, fault.blamed(site))
             rejoin(self._cluster)
             job.stop()
-            left = left_behind(self._cluster)
+            left = self._left()
         case = Case(
             cell=self._cell,
             image=self._image,
@@ -79,6 +79,14 @@ class Trial:
         if left:
             end(self._cluster)
         return outcome == "goes on"
+
+    def _left(self) -> list[str]:
+        """What is left behind; a node may end meanwhile, as Ray ends one that it took for dead."""
+        try:
+            return left_behind(self._cluster)
+        except Problem:
+            rejoin(self._cluster)
+            return left_behind(self._cluster)
 
     def tell(self, afterwards: str) -> None:
         """Note what became of the last case afterwards."""
