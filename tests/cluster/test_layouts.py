@@ -1,8 +1,8 @@
 """Nodes and engines as clusters have them: the real trainer takes a step, and every engine follows it."""
 
 import pytest
-from rlhf_stack import devices
 from trained import (
+    CPU_ENGINE,
     FLAT,
     SECTIONS,
     assert_critic_trained,
@@ -82,7 +82,7 @@ def test_engines_on_the_trainers_gpus_are_on_one_node_each(train, gpus, count, s
 
 
 @FLAT
-@pytest.mark.skipif(devices.is_gpu(), reason="vLLM's engine for CPUs is not in this image")
+@CPU_ENGINE
 @pytest.mark.timeout(SECONDS + 40)
 @pytest.mark.parametrize(
     ("gpus", "count"), [((2, 2), 2), ((0, 2, 4), 4), ((0, 8, 8), 6)], ids=["2x2", "uneven", "2x8"]

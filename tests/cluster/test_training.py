@@ -5,7 +5,7 @@ What is usual is shown by the demo, and over layouts by test_layouts.py; here is
 
 import pytest
 from rlhf_stack import settings
-from trained import FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
+from trained import CPU_ENGINE, FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +52,7 @@ def test_the_shards_of_two_ranks_are_the_policy_that_the_engine_loaded(train):
 
 
 @FLAT
+@CPU_ENGINE
 @pytest.mark.timeout(SECONDS + 40)
 def test_the_shards_of_an_actor_on_two_nodes_are_gathered_bucket_by_bucket(train):
     run = train("spread", (2, 2), 2, SECONDS, "--zero_stage", "3", **SMALL_BUCKETS)
@@ -60,6 +61,7 @@ def test_the_shards_of_an_actor_on_two_nodes_are_gathered_bucket_by_bucket(train
 
 
 @FLAT
+@CPU_ENGINE
 @pytest.mark.timeout(SECONDS + 40)
 def test_an_engine_without_memory_ends_the_run_at_once_with_its_error(train):
     """Upstream's trainer waits for it in a rendezvous, half an hour."""

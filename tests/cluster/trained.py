@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from rlhf_stack import devices
 
 # How that OpenRLHF is called, and what it can do.
 SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
 FLAT = pytest.mark.carries("openrlhf==0.5.1")
+CPU_ENGINE = pytest.mark.skipif(devices.is_gpu(), reason="vLLM's engine for CPUs is not in this image")
 
 
 def assert_trained(run, steps, backend, engines):
