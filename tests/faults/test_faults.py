@@ -1,5 +1,6 @@
 """A fault in each phase of a run: it ends with an error or goes on, leaves nothing, and can be resumed."""
 
+import time
 from pathlib import Path
 
 import docker
@@ -16,6 +17,7 @@ from tests.faults.injecting import FAULTS, Site, by_address, rejoin
 from tests.faults.runs import run_of
 from tests.faults.trial import STEPS, Job, end, left_behind
 
+REFUSED_SECONDS = 120.0
 SAID = 220  # characters of an error that the table shows
 
 
@@ -32,7 +34,13 @@ class Trial:
         self.cases: list[Case] = []
 
     def submit(self) -> Job:
-        """The run, from its last checkpoint on."""
+        """The run, from its last checkpoint on; again if it is refused: Ray may find a node dead only now."""
+        deadline = time.monotonic() + REFUSED_SECONDS
+        while (job := self._submit()).refused and time.monotonic() < deadline:
+            rejoin(self._cluster)
+        return job
+
+    def _submit(self) -> Job:
         self._runs += 1
         name = f"{'-'.join(self._fault.replace('/', ' ').split())}-{self._runs}"
         log = self._folder.parent / f"{name}.log"

@@ -71,6 +71,17 @@ class Job:
         """Whether the command that the user waits for has ended."""
         return self._code.done()
 
+    @property
+    def refused(self) -> bool:
+        """Whether it was not submitted, for want of room; waits until that is known."""
+        self.wait(lambda: bool(self._submitted), REACH_SECONDS)
+        return not self._submitted
+
+    @property
+    def _submitted(self) -> list[str]:
+        """The line that says its id, once it is there."""
+        return [line for line in tuple(self.printed) if line.startswith(SUBMITTED)]
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Those of one kind so far."""
         return [event for event in events.read(self._folder) if event["event"] == name]
@@ -151,8 +162,8 @@ class Job:
     def stop(self) -> None:
         """End it, if it runs."""
         if not self.ended:
-            (submitted, *_) = (line for line in self.printed if line.startswith(SUBMITTED))
-            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, submitted.removeprefix(SUBMITTED)]
+            name = self._submitted[0].removeprefix(SUBMITTED)
+            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, name]
             self._cluster.output(self._cluster.head, stop)
 
     @property
