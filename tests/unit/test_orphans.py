@@ -4,13 +4,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from rlhf_stack import orphans
+
+from tests.network.waiting import until
 
 SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 60
@@ -37,9 +38,9 @@ def be_killed(begin: Callable[[], None], told: Connection) -> None:
 
 def begin_late(begin: Callable[[], None], told: Connection) -> None:
     """A worker whose engine dies before it has begun."""
-    told.send(os.getpid())
     engine = os.getppid()
-    until(lambda: os.getppid() != engine)
+    told.send(os.getpid())
+    until(lambda: os.getppid() != engine, "another parent")
     begin()
     signal.pause()
 
@@ -59,7 +60,7 @@ def orphan(engine: Callable[..., None], begin: Callable[[], None]) -> int:
     worker = int(reading.recv())
     process.kill()
     process.join()
-    until(lambda: status(worker)[1:2] != [str(process.pid)])
+    until(lambda: status(worker)[1:2] != [str(process.pid)], "the worker to lose its engine")
     return worker
 
 
@@ -72,17 +73,10 @@ def status(pid: int) -> list[str]:
     return [] if found[0] in "ZX" else found
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("engine", [be_killed, be_killed_early])
 def test_a_worker_that_is_tied_ends_with_its_engine(engine: Callable[..., None]) -> None:
     worker = orphan(engine, orphans.tie)
-    until(lambda: not status(worker))
+    until(lambda: not status(worker), "the worker to end")
 
 
 def test_a_worker_that_is_tied_no_more_lives_on() -> None:
