@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ports import free_port
 from rlhf_stack import devices, settings, sync
 from rlhf_stack.sync import backend, choice
+from rlhf_stack.sync.members import Members
 
 WORLD = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
@@ -149,6 +150,36 @@ def test_a_rank_that_does_not_join_is_named_within_the_deadline(monkeypatch):
     assert isinstance(found[2], sync.SyncError), "also if rank 0, whose store it is, ended first"
     assert "join" in str(found[2])
     assert "within 2 s" in str(found[2])
+
+
+class Busy:
+    """A store on a machine that is busy: no answer comes within 50 ms."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def wait(self, keys, timeout):
+        if timeout < timedelta(milliseconds=50):
+            raise RuntimeError("timeout")
+        self._store.wait(keys, timeout)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_has_spoken_is_not_blamed_with_one_that_is_silent(monkeypatch):
+    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
+
+    def exchange(rank, port):
+        members = Members("127.0.0.1", port, rank, WORLD)
+        KEPT.append(members)
+        members.store = Busy(members.store)
+        return str(members.failure("bucket 1 of 1", RuntimeError("cut"))) if rank != 1 else ""
+
+    found = together(exchange)
+    for rank in (0, 2):
+        assert "bucket 1 of 1: rank 1 on 127.0.0.1 does not answer: dead, stopped or cut off" in found[rank]
 
 
 @pytest.mark.timeout(60)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from multiprocessing import resource_tracker, util
 from unittest import mock
 
+_spawn = util.spawnv_passfds
 FROM_A_GRANDCHILD = "import os\nif os.fork():\n    os._exit(0)\n"
 
 
@@ -15,9 +16,6 @@ def detach() -> None:
     """Start the tracker of this process, if it has none yet, as nobody's child."""
     with mock.patch.object(util, "spawnv_passfds", _spawn_grandchild):
         resource_tracker.ensure_running()
-
-
-_spawn = util.spawnv_passfds
 
 
 def _spawn_grandchild(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -137,18 +137,10 @@ class Members:
 
         RuntimeError when the store is gone, which is rank 0's.
         """
-        found = {}
-        end = time.monotonic() + settings.sync_grace()
-        for rank in range(self.world) if ranks is None else ranks:
-            key = self._key(rank) + suffix
-            try:
-                self.store.wait([key], timedelta(seconds=max(0.001, end - time.monotonic())))
-            except RuntimeError:
-                if time.monotonic() < end:
-                    raise
-                continue
-            found[rank] = self.store.get(key).decode()
-        return found
+        keys = {rank: self._key(rank) + suffix for rank in (range(self.world) if ranks is None else ranks)}
+        with suppress(RuntimeError):  # one says nothing in time, or the store is gone, as `check` tells
+            self.store.wait(list(keys.values()), timedelta(seconds=settings.sync_grace()))
+        return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
 
     def _silent(self, ranks: list[int]) -> str:
         who = ", ".join(self.who(rank) for rank in ranks)
