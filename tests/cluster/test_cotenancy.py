@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import replacing
 from rlhf_stack import events, settings
 
 UNSAFE = Path(__file__).with_name("unsafe_barrier.py")
@@ -20,7 +21,9 @@ def test_an_engine_that_generates_while_a_rank_waits_on_its_gpu_is_an_error(tmp_
     told = tmp_path / "events"
     done = subprocess.run(
         [sys.executable, str(UNSAFE), str(tmp_path)],
-        env=os.environ | {settings.CHECK_COTENANCY: "1", settings.EVENTS: str(told)},
+        env=os.environ
+        | replacing.variables(tmp_path)
+        | {settings.CHECK_COTENANCY: "1", settings.EVENTS: str(told)},
         capture_output=True,
         text=True,
         check=False,
