@@ -6,7 +6,7 @@ vLLM finds it as it finds any vendor's, by entry points, in every process. What 
   `operators_of_vllm_0_29` has in torch the few that are called here;
 * the platform. It is vLLM's own for CPUs, whose worker and model runner are subclasses of those for GPUs,
   with the properties by which Ray's executor knows a GPU. NCCL is gloo, sleep frees nothing, and each worker
-  has `CACHE` bytes for its cache, in place of what a GPU has left.
+  has `CACHE` bytes for its cache, in place of what a GPU has left, where no variable says how many.
 
 All else is vLLM's: engine core, scheduler, executors, rendezvous, the model in its tensor-parallel parts and
 what loads their weights, the sampler. Not shown are CUDA graphs, the model runner V2 (it is Triton),
@@ -47,7 +47,8 @@ class ReplacedDevice(CpuPlatform):
         executor = vllm_config.parallel_config.distributed_executor_backend
         super().check_and_update_config(vllm_config)
         vllm_config.parallel_config.distributed_executor_backend = executor
-        vllm_config.cache_config.kv_cache_memory_bytes = CACHE
+        cache = vllm_config.cache_config
+        cache.kv_cache_memory_bytes = cache.kv_cache_memory_bytes or CACHE
         vllm_config.compilation_config.custom_ops.append("-rotary_embedding")  # vLLM has it in torch too
 
 
