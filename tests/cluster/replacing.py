@@ -28,6 +28,7 @@ VARIABLES = {
     settings.ACCELERATOR: "cpu",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # made of Triton's kernels
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # each worker starts two compilations beside it, of 0.3 GB each
 }
 
 
