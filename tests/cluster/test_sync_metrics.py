@@ -29,7 +29,7 @@ def exported(port):
 
 @pytest.fixture
 def node(monkeypatch):
-    monkeypatch.setenv("RAY_METRICS_REPORT_INTERVAL_MS", "500")
+    monkeypatch.setenv("RAY_metrics_report_interval_ms", "500")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield ray.nodes()[0]
     ray.shutdown()

@@ -26,7 +26,7 @@ class Trainer:
 
 @pytest.fixture
 def node(monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_METRICS_REPORT_INTERVAL_MS", "500")
+    monkeypatch.setenv("RAY_metrics_report_interval_ms", "500")
     monkeypatch.setenv(settings.EVENTS, str(tmp_path))
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield

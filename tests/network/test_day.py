@@ -24,7 +24,7 @@ from tests.network.waiting import until
 STEPS = 12
 SECONDS = 900  # for what takes one minute on a quiet machine
 LAYOUT = "separate"
-SHORT = {"RAY_METRICS_REPORT_INTERVAL_MS": "500"}  # what top shows is at most so old
+SHORT = {"RAY_metrics_report_interval_ms": "500"}  # what top shows is at most so old
 SETTINGS = {"RLHF_STACK_EVENTS": demo.EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
 KILL_THE_DRIVER = """
 import os, signal
@@ -161,7 +161,7 @@ def test_the_run_trains_to_its_end_and_is_watched(cluster: Cluster, run: Sequenc
     assert result["weights_equal"]
     assert watch.top["sync"] > 0
     assert len(watch.top["engines"]) == len(result["engines"])
-    assert diagnosis.errors(watch.doctor) == []
+    assert diagnosis.errors(watch.doctor, cell) == []
     assert diagnosis.addresses(watch.doctor) == {node["address"] for node in cluster.addresses}
 
 
