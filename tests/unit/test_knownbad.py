@@ -130,7 +130,7 @@ def test_what_mends_a_row_is_a_patch_that_exists() -> None:
         ("openrlhf==0.9.0\n", ["openrlhf-0.9.0-yanked", "openrlhf-gloo-ignored"]),
         (
             "ray @ file:///wheels/ray-2.41.0-cp311-cp311-manylinux2014_x86_64.whl\nvllm==0.7.0\n",
-            ["vllm-v1-ray-2.41", "vllm-sleep-level-2"],
+            ["vllm-v1-ray-2.41", "vllm-sleep-level-2", "ray-late-kill"],
         ),
         ("flashinfer-python==0.6.14\nflashinfer_cubin==0.6.13\n", ["flashinfer-cubin-version"]),
         ("numpy==2.0.1\nvllm==0.4.2+stack.1\n", ["numpy-2-with-vllm-0.4.2"]),
