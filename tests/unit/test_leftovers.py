@@ -99,10 +99,11 @@ def test_a_segment_is_left_if_it_is_ours_and_old_and_nobody_holds_it() -> None:
 
 
 def test_only_segments_of_the_stack_are_looked_at(tmp_path: Path) -> None:
-    for name in ("psm_0a1b", "sem.mp-x1", "torch_812_9", "nccl-Ab12", "database.db", "pulse-shm-1"):
+    ours = {"psm_0a1b", "sem.mp-x1", "torch_812_9", "nccl-Ab12", "0a1b-tp:0-[0-1]-cpushm_1"}
+    for name in (*ours, "database.db", "pulse-shm-1"):
         (tmp_path / name).touch()
     found = {Path(one.path).name for one in leftovers.segments(0.0, tmp_path)}
-    assert found == {"psm_0a1b", "sem.mp-x1", "torch_812_9", "nccl-Ab12"}
+    assert found == ours
 
 
 def test_a_container_whose_shared_memory_is_the_hosts_does_not_know_who_holds_it(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from rlhf_stack.processes import Process
 OF_A_WORKER = "RAY_RAYLET_PID"  # Ray gives it to its workers, and they to what they start
 STARTING = "ray/_private/workers/"  # a worker that has not its name yet
 SHM = Path("/dev/shm")  # noqa: S108  (where segments are)
-# multiprocessing's (of vLLM's queues and torch's loaders), torch's and NCCL's names for their segments.
-SEGMENT = re.compile(r"(psm_|sem\.mp-|torch_\d+_|nccl-|mp-)\w*")
+# The names of segments: multiprocessing's (of vLLM's queues and torch's loaders), torch's, NCCL's and vLLM's.
+SEGMENT = re.compile(r"(psm_|sem\.mp-|torch_\d+_|nccl-|mp-)\w*|\S+-cpushm_\d+")
 OWN_SHM = (
     "shm"  # what Docker calls the /dev/shm of one container; another container's segments lie in no such one
 )

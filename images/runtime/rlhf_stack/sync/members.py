@@ -121,7 +121,7 @@ class Members:
 
     def _blame(self) -> str:
         try:
-            states = self._collect("")
+            states = self._collect("", range(self.world))
             if self.rank:
                 self.store.set(self._key(self.rank) + HEARD, "")
             else:  # the store ends with this process, so the others first
@@ -132,12 +132,12 @@ class Members:
         told = [f"{self.who(rank)}: {state}" for rank, state in states.items() if state != DONE]
         return self._silent(silent) if silent else "; ".join(told)
 
-    def _collect(self, suffix: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """What ``ranks`` (all) say in this sync, by rank, of those that do within `settings.sync_grace`.
+    def _collect(self, suffix: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What ``ranks`` say in this sync, by rank, of those that do within `settings.sync_grace`.
 
         RuntimeError when the store is gone, which is rank 0's.
         """
-        keys = {rank: self._key(rank) + suffix for rank in (range(self.world) if ranks is None else ranks)}
+        keys = {rank: self._key(rank) + suffix for rank in ranks}
         with suppress(RuntimeError):  # one says nothing in time, or the store is gone, as `check` tells
             self.store.wait(list(keys.values()), timedelta(seconds=settings.sync_grace()))
         return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
