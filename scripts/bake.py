@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +23,7 @@ import msgspec
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts import base, buildlog, engine, lock, patches, pip_config, sources, wheels
+from scripts import base, buildlog, engine, lock, patches, pip_config, records, sources, wheels
 from scripts.matrix import ROOT, Cell, Setting, find, load
 from scripts.model import STAND_IN, Layer, SourceBuild
 from scripts.pip_config import PipConfig
@@ -34,22 +35,10 @@ CONTEXTS = ROOT / "build" / "context"
 PATCHED = ROOT / "build" / "wheels" / "patched"
 LAYERS = ("torch", "vllm", "ray", "openrlhf")
 NAMESPACE = "io.rlhf-stacks"
+INPUTS = f"{NAMESPACE}.inputs"  # the label with `Inputs.digest`
+REVISION = "org.opencontainers.image.revision"
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.settings
 MARK = "# rlhf-stacks: given to a build as a secret, in no layer of an image"
-# What an image is made of, as git takes paths; the tools among it are those that decide what is in it.
-TOOLS = ("bake", "base", "lock", "matrix", "model", "patches", "resolve", "sources", "wheels")
-SOURCES = (
-    "matrix.yaml",
-    "images",
-    "patches",
-    "scripts/requirements.txt",
-    *(f"scripts/{name}.py" for name in TOOLS),
-    ":(exclude)images/README.md",
-    ":(exclude)images/catalogue.json",
-    ":(exclude)images/faults.json",
-    ":(exclude)images/examples",
-    ":(exclude)patches/README.md",
-)
 # In 10^6 bytes: all layers, the builder root and its caches; a part of it when the image is there already.
 BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
 CONTEXT_MEGABYTES = 3000
@@ -89,14 +78,13 @@ def write_environment(cell: Cell, folder: Path) -> None:
         write(folder / "profiles" / profile.name, settings_file(profile.env))
 
 
-def labels(cell: Cell, revision: str, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
-    """The OCI labels and our own, by name."""
+def labels(cell: Cell, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
+    """The OCI labels and our own, by name, without those that `Inputs` says of a build."""
     versions = {f"{NAMESPACE}.version.{name}": version for name, version in sorted(cell.versions.items())}
     return {
         "org.opencontainers.image.title": cell.tag,
         "org.opencontainers.image.description": "OpenRLHF on Ray and vLLM, tested on several nodes",
         "org.opencontainers.image.version": f"{cell.release}-{cell.id}",
-        "org.opencontainers.image.revision": revision,
         "org.opencontainers.image.licenses": "Apache-2.0",
         "org.opencontainers.image.base.name": base_tag,
         f"{NAMESPACE}.cell": cell.id,
@@ -264,20 +252,6 @@ def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
     return secrets
 
 
-def revision() -> str:
-    """The newest commit that changed what images are made of, marked if files of `SOURCES` differ from it.
-
-    A commit of documents, of tests or of other tools makes no other image: its tests need not run again.
-    """
-    newest = _git("log", "-1", "--format=%H", "--", *SOURCES)
-    return f"{newest or 'unknown'}{'-dirty' if _git('status', '--porcelain', '--', *SOURCES) else ''}"
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def toolchain(cell: Cell, builder: str) -> str:
     """The builder root with the vendor's compiler in it, where ``cell`` takes one from an image; its tag."""
     vendor = next((source.image for source in cell.sources if source.image), None)
@@ -297,27 +271,62 @@ def toolchain(cell: Cell, builder: str) -> str:
     return tag
 
 
-def command(cell: Cell, folder: Path, secrets: Mapping[str, Path], image_id: Path) -> list[str]:
-    """The build command: BuildKit, no tag yet, and what the image is in labels."""
+@dataclass(frozen=True)
+class Inputs:
+    """All that decides what is in an image: the build context, the roots by their tags, and the labels."""
+
+    folder: Path
+    runtime: str
+    builder: str
+    labels: Mapping[str, str]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The sha256, in hex, of everything that goes into the build."""
+        files = {
+            str(path.relative_to(self.folder)): [base.digest(path), os.access(path, os.X_OK)]
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
+        given = {"files": files, "roots": [self.runtime, self.builder], "labels": self.labels}
+        return hashlib.sha256(msgspec.json.encode(given, order="sorted")).hexdigest()
+
+    def made(self, image: Image) -> bool:
+        """Whether ``image`` was built from these, and not while a file of the checkout was uncommitted."""
+        dirty = image.labels.get(REVISION, "").endswith(records.DIRTY)
+        return image.labels.get(INPUTS) == self.digest and not dirty
+
+
+def inputs(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Inputs:
+    """Lay out what a build of the cell is given, in a folder of ``contexts``."""
     runtime, builder = (base.image(root) for root in base.roots(cell))
-    builder = toolchain(cell, builder)
     applied = [f"{s.package}/{p.name}" for s in series_of(cell) for p in s.patches]
-    marks = labels(cell, revision(), runtime, applied)
+    with turn(PATCHED, "the laying out of another build"):  # all write the wheel of rlhf_stack there
+        folder = context(cell, config, contexts)
+    return Inputs(folder, runtime, toolchain(cell, builder), labels(cell, runtime, applied))
+
+
+def command(given: Inputs, secrets: Mapping[str, Path], image_id: Path) -> list[str]:
+    """The build command: BuildKit, no tag yet, and what the image is in labels."""
+    marks = {**given.labels, REVISION: records.revision(), INPUTS: given.digest}
     return [
         *engine.builder(),
         "build",
         "--progress=plain",
         f"--iidfile={image_id}",
-        f"--build-arg=RUNTIME_BASE={runtime}",
-        f"--build-arg=BUILDER_BASE={builder}",
+        f"--build-arg=RUNTIME_BASE={given.runtime}",
+        f"--build-arg=BUILDER_BASE={given.builder}",
         *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
         *(f"--label={name}={value}" for name, value in marks.items()),
-        str(folder),
+        str(given.folder),
     ]
 
 
 def build(cell: Cell) -> str:
-    """Build the cell and tag it; returns the image's id. A `Problem` says what failed; no tag moved then."""
+    """Build the cell and tag it; returns the image's id. A `Problem` says what failed; no tag moved then.
+
+    An image that was built from the same inputs stays, and with it what was tested on it.
+    """
     with turn(CONTEXTS / "turns" / cell.id, f"a build of {cell.id}"):
         return _build(cell)
 
@@ -332,15 +341,16 @@ def _build(cell: Cell) -> str:
     client = engine.client()
     sources.require(cell, client)
     before = client.images.list(name=cell.tag)
-    engine.need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
     engine.check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
-    with turn(PATCHED, "the laying out of another build"):  # all write the wheel of rlhf_stack there
-        folder = context(cell, config)
+    given = inputs(cell, config)
+    if before and given.made(before[0]):
+        return str(before[0].id)
+    engine.need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
     with tempfile.TemporaryDirectory() as temporary:
         secrets = write_secrets(config, Path(temporary))
         image_id = Path(temporary, "image")
         log = CONTEXTS / f"{cell.id}.log"
-        if _follow(command(cell, folder, secrets, image_id), log):
+        if _follow(command(given, secrets, image_id), log):
             cause = buildlog.cause(log.read_text(encoding="utf-8"))
             raise Problem(f"building {cell.id} failed: {cause} (all of it: {log.relative_to(ROOT)})")
         built = image_id.read_text().strip()

@@ -16,7 +16,7 @@ import msgspec
 from docker.models.images import Image
 
 from scripts import lock, records
-from scripts.bake import NAMESPACE, series_of
+from scripts.bake import NAMESPACE, REVISION, series_of
 from scripts.cluster import LABEL, owner, removed_at_the_end
 from scripts.matrix import ROOT, Cell
 from scripts.patches import Series
@@ -149,7 +149,7 @@ def measure(client: docker.DockerClient, cell: Cell, image: Image, kept: Path = 
         raise Problem(f"{cell.tag} is the tag of another image")
     if inside["lock"] != lock_digest(cell):
         raise Problem(f"{cell.id} was built from another lock")
-    revision = labels.get("org.opencontainers.image.revision", "")
+    revision = labels.get(REVISION, "")
     same = patched(series) == [_named(manifest) for manifest in inside["patched"]]
     if not same or _repatched(series, revision):
         raise Problem(f"{cell.id} was built with other patches")

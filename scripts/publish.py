@@ -9,7 +9,7 @@ again: what is there already is not pushed twice, and no alias moves before ever
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from docker.models.images import Image
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
-from scripts import engine, records
-from scripts.bake import NAMESPACE, SOURCES
+from scripts import bake, engine, pip_config, records
+from scripts.bake import NAMESPACE
 from scripts.matrix import ROOT, Cell, expand, find, load
 from scripts.problem import Problem, run
 from scripts.remote import Remote, host_of, look, repository, told
 from scripts.turns import turn
+
+Given = Callable[[Cell], str]  # the digest of what a build of a cell is given
 
 PUSH_SECONDS = 600  # without a word from the engine: a registry takes its time to store a big layer
 
@@ -82,17 +84,13 @@ class Upload:
 
 
 def refusals(
-    cell: Cell,
-    labels: Mapping[str, str],
-    found: Mapping[str, records.Record],
-    differing: Sequence[str] | None,
+    cell: Cell, labels: Mapping[str, str], found: Mapping[str, records.Record], given: Given
 ) -> list[str]:
     """Why the image with ``labels`` is not published as ``cell``, a line each; empty if it is.
 
-    ``found`` are its test records; ``differing`` the files in which HEAD differs from the commit that the
-    image was built from, None if that commit is unknown here.
+    ``found`` are its test records, and ``given`` says what a build of the cell would be given now.
     """
-    if wrong := _wrong_image(cell, labels) or _wrong_source(labels, differing):
+    if wrong := _wrong_image(cell, labels) or _wrong_inputs(cell, labels, given):
         return [f"{cell.id} {wrong}"]
     return [f"{cell.id}: {reason}: run its tests" for reason in records.lacking(cell, found)]
 
@@ -109,25 +107,20 @@ def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
     return None
 
 
-def _wrong_source(labels: Mapping[str, str], differing: Sequence[str] | None) -> str | None:
-    """Why an image is not what HEAD says, by the commit that it was built from."""
-    revision = labels.get("org.opencontainers.image.revision", "")
+def _wrong_inputs(cell: Cell, labels: Mapping[str, str], given: Given) -> str | None:
+    """Why an image is not what a build would make now."""
+    revision = labels.get(bake.REVISION, "")
     if revision.endswith(records.DIRTY):
         return "was built from a dirty tree: commit, build and test it"
-    if differing is None:
-        return f"was built from {revision[:12] or 'no commit'}, unknown here: build and test it"
-    if differing:
-        return f"was built from {revision[:12]}, {differing[0]} is another since: build and test it"
+    if labels.get(bake.INPUTS) != given(cell):
+        since = revision[:12] or "no commit"
+        return f"was built from {since}, a build is given other files now: build and test it"
     return None
 
 
-def differing(revision: str, root: Path = ROOT) -> list[str] | None:
-    """The files of images that differ between ``revision`` and HEAD; None if it is no commit here."""
-    command = ["git", "diff", "--name-only", "-z", revision, "HEAD", "--", *SOURCES]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if not revision or done.returncode:
-        return None
-    return [name for name in done.stdout.split("\0") if name]
+def given_now(cell: Cell) -> str:
+    """The digest of what a build of the cell is given, as this checkout is."""
+    return bake.inputs(cell, pip_config.load()).digest
 
 
 def require_clean_tree(root: Path = ROOT) -> None:
@@ -212,7 +205,11 @@ def publish(client: docker.DockerClient, repo: str, items: Sequence[Item], conso
 
 
 def gather(
-    client: docker.DockerClient, repo: str, cells: Iterable[Cell], kept: Path = records.RECORDS
+    client: docker.DockerClient,
+    repo: str,
+    cells: Iterable[Cell],
+    kept: Path = records.RECORDS,
+    given: Given = given_now,
 ) -> tuple[list[Item], list[str]]:
     """The items to publish, and every reason not to; ``kept`` is where the test records are."""
     items, reasons = [], []
@@ -223,9 +220,7 @@ def gather(
             reasons.append(f"{cell.tag} is not built")
             continue
         item = Item(cell, image)
-        revision = image.labels.get("org.opencontainers.image.revision", "")
-        found = records.read(str(image.id), kept)
-        refused = refusals(cell, image.labels, found, differing(revision))
+        refused = refusals(cell, image.labels, records.read(str(image.id), kept), given)
         if not refused:
             reference = f"{repo}:{item.immutable}"
             refused = overwrites(reference, look(client, reference), str(image.id))

@@ -146,15 +146,15 @@ def compiled(log: Path) -> float:
     return sum(stage.seconds or 0.0 for stage in buildlog.stages(lines) if stage.name.endswith("source"))
 
 
-def measure_ours(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
+def measure_ours(given: bake.Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
     """Seconds: cold, the part of it that compiles, unchanged, with a change to what OpenRLHF's layer has."""
-    file = folder / "Dockerfile"
+    file = given.folder / "Dockerfile"
     file.write_text(unseen(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
-    build = bake.command(cell, folder, secrets, log.with_suffix(".id"))
+    build = bake.command(given, secrets, log.with_suffix(".id"))
     build = [*build[:-1], f"--tag={OURS}", build[-1]]
     seconds = {"cold": timed("ours, cold", build, log), "compiled": compiled(log)}
     seconds["unchanged"] = timed("ours, unchanged", build, log)
-    with (folder / "requirements" / "openrlhf.txt").open("a", encoding="utf-8") as requirements:
+    with (given.folder / "requirements" / "openrlhf.txt").open("a", encoding="utf-8") as requirements:
         requirements.write("# changed\n")
     return {**seconds, "changed": timed("ours, OpenRLHF's pin changed", build, log)}
 
@@ -195,7 +195,7 @@ def main() -> int:
         folder = Path(temporary)
         secrets = bake.write_secrets(config, folder)
         peer = measure_peer(cell, folder / "peer", secrets, folder / "peer.log") if has_peer else {}
-        ours = measure_ours(cell, bake.context(cell, config, folder), secrets, folder / "ours.log")
+        ours = measure_ours(bake.inputs(cell, config, folder), secrets, folder / "ours.log")
     sizes = [size(OURS), *([size(PEER)] if has_peer else [])]
     roots = [size(base.image(root)) for root in base.roots(cell)]
     rows = [

@@ -2,7 +2,7 @@
 
 from docker.models.images import Image
 
-from scripts.bake import NAMESPACE, size
+from scripts.bake import INPUTS, NAMESPACE, REVISION, size
 from scripts.matrix import Cell
 
 
@@ -28,7 +28,8 @@ def test_labels_tell_cell_and_versions(image: Image, cell: Cell) -> None:
     assert {name: labels[f"{NAMESPACE}.version.{name}"] for name in cell.versions} == cell.versions
     assert labels["org.opencontainers.image.version"] == f"{cell.release}-{cell.id}"
     assert labels[f"{NAMESPACE}.tested.not-shown"] == cell.tested.not_shown
-    assert labels["org.opencontainers.image.revision"]
+    assert labels[REVISION]
+    assert labels[INPUTS]
 
 
 def test_env_defaults_are_in_the_configuration(image: Image, cell: Cell) -> None:

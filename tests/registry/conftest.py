@@ -14,7 +14,7 @@ from scripts import bake, records
 from scripts.matrix import ROOT, Cell
 from scripts.publish import Item
 from tests.registry import server
-from tests.registry.images import Make, layer, remove
+from tests.registry.images import GIVEN, Make, layer, remove
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +43,16 @@ def kept(tmp_path: Path) -> Path:
 def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
     """Make a small image that says of itself what the cell's would, and has all records.
 
-    The arguments are labels that differ (``stand_in="torch"``), ``release``, and ``revision``.
+    The arguments are labels that differ (``stand_in="torch"``), ``release``, ``revision`` and ``inputs``.
     """
     made: list[Image] = []
 
-    def _make(release: str = cell.release, revision: str | None = None, stand_in: str = "") -> Item:
+    def _make(
+        release: str = cell.release, revision: str = "abc", stand_in: str = "", inputs: str = GIVEN
+    ) -> Item:
         tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
         changed = msgspec.structs.replace(cell, release=release, tag=tag)
-        labels = bake.labels(changed, revision or bake.revision().removesuffix(records.DIRTY), "base", [])
+        labels = {**bake.labels(changed, "base", []), bake.REVISION: revision, bake.INPUTS: inputs}
         labels |= {f"{bake.NAMESPACE}.stand-in": stand_in} if stand_in else {}
         lines = [f"LABEL {name}={bake.quoted(value)}" for name, value in labels.items()]
         repository, _, name = tag.partition(":")

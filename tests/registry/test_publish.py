@@ -11,15 +11,16 @@ import docker
 import docker.errors
 import msgspec
 import pytest
+from docker.models.images import Image
 from rich.console import Console
 
-from scripts import publish, records
-from scripts.matrix import ROOT
+from scripts import bake, publish, records
+from scripts.matrix import ROOT, Cell
 from scripts.problem import Problem
 from scripts.publish import Item
 from scripts.remote import look
 from tests.registry import server
-from tests.registry.images import LAYER_BYTES, Make, remove
+from tests.registry.images import GIVEN, LAYER_BYTES, Make, remove
 
 CONSOLE = Console(quiet=True)
 USER = "tester:secret"
@@ -29,7 +30,7 @@ NOBODY = "127.0.0.1:1/tests/nobody"
 
 def gathered(client: docker.DockerClient, repo: str, item: Item, kept: Path) -> list[str]:
     """Why the item is refused; empty if it is not."""
-    items, reasons = publish.gather(client, repo, [item.cell], kept)
+    items, reasons = publish.gather(client, repo, [item.cell], kept, lambda _: GIVEN)
     assert [found.image.id for found in items] == [item.image.id]
     return reasons
 
@@ -141,13 +142,18 @@ def test_a_stand_in_is_refused(client: docker.DockerClient, repo: str, make: Mak
     assert "is a stand-in, made for tests" in reason
 
 
-def test_an_image_of_another_commit_is_refused(
+def test_an_image_of_other_inputs_is_refused(
     client: docker.DockerClient, repo: str, make: Make, kept: Path
 ) -> None:
     [dirty] = gathered(client, repo, make(revision="abc-dirty"), kept)
     assert "was built from a dirty tree" in dirty
-    [unknown] = gathered(client, repo, make(revision="0" * 40), kept)
-    assert "was built from 000000000000, unknown here" in unknown
+    [other] = gathered(client, repo, make(inputs="other"), kept)
+    assert "was built from abc, a build is given other files now" in other
+
+
+def test_the_image_of_a_cell_is_what_a_build_of_it_is_given(image: Image, cell: Cell) -> None:
+    """As publish asks; that it was built stands before every test here."""
+    assert image.labels[bake.INPUTS] == publish.given_now(cell)
 
 
 def test_without_a_passed_record_it_is_refused(
@@ -175,7 +181,7 @@ def test_a_registry_that_is_not_there_is_told_in_a_line(
     """By the check before, and by the push itself."""
     item = make()
     for attempt in (
-        lambda: publish.gather(client, NOBODY, [item.cell], kept),
+        lambda: publish.gather(client, NOBODY, [item.cell], kept, lambda _: GIVEN),
         lambda: publish.push(client, item.image, NOBODY, item.immutable, CONSOLE),
     ):
         with pytest.raises(Problem, match=r"the registry 127\.0\.0\.1:1 cannot be reached") as told:
@@ -206,7 +212,7 @@ def test_who_is_not_logged_in_is_told_to(
     item, repo = make(), f"{guarded.host}/tests/guarded"
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     for attempt in (
-        lambda: publish.gather(client, repo, [item.cell], kept),
+        lambda: publish.gather(client, repo, [item.cell], kept, lambda _: GIVEN),
         lambda: publish.push(client, item.image, repo, item.immutable, CONSOLE),
     ):
         with pytest.raises(Problem, match=f"run `docker login {guarded.host}`") as told:

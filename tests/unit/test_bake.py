@@ -1,9 +1,11 @@
 """What a build is given, without building."""
 
 import re
-import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -37,8 +39,7 @@ def test_dockerfile_ends_in_the_env_of_the_cell() -> None:
 
 def test_labels_say_what_the_image_is() -> None:
     """Cell, versions, patches, dates, and what was not shown."""
-    marks = bake.labels(DEFAULT, "abc", "base:1", ["p/0001"])
-    assert marks["org.opencontainers.image.revision"] == "abc"
+    marks = bake.labels(DEFAULT, "base:1", ["p/0001"])
     assert marks["io.rlhf-stacks.version.ray"] == DEFAULT.versions["ray"]
     assert marks["io.rlhf-stacks.patches"] == "p/0001"
     assert marks["io.rlhf-stacks.tested.not-shown"] == DEFAULT.tested.not_shown
@@ -116,46 +117,46 @@ def test_the_secrets_hold_no_path_of_this_machine(tmp_path: Path) -> None:
     assert str(tmp_path) not in PipConfig(find_links=(tmp_path,)).portable()
 
 
-def test_a_commit_of_documents_makes_no_other_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalogue is written from tested images, so it is committed after them."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    def commit(name: str) -> None:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("new", encoding="utf-8")
-        git("add", ".")
-        git("commit", "--quiet", "--message=x")
-
-    monkeypatch.setattr(bake, "ROOT", tmp_path)
-    git("init", "--quiet")
-    assert bake.revision() == "unknown"
-    commit("matrix.yaml")
-    built = git("rev-parse", "HEAD")
-    for name in (
-        "README.md",
-        "images/README.md",
-        "images/catalogue.json",
-        "tests/x.py",
-        "scripts/publish.py",
-    ):
-        commit(name)
-    (tmp_path / "README.md").write_text("edited", encoding="utf-8")
-    assert bake.revision() == built
-    (tmp_path / "images" / "new").touch()
-    assert bake.revision() == f"{built}-dirty"
-    commit("images/new")
-    assert bake.revision() == git("rev-parse", "HEAD")
+def given_in(folder: Path, **changed: Any) -> bake.Inputs:
+    """What a build is given, with one file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "Dockerfile").write_text("FROM scratch", encoding="utf-8")
+    return replace(bake.Inputs(folder, "base:1", "builder:1", {"title": "x"}), **changed)
 
 
-def test_the_tools_that_make_images_are_those_that_are_there() -> None:
-    """A tool renamed would else change images without a word."""
-    paths = [path for path in bake.SOURCES if not path.startswith(":")]
-    assert [path for path in paths if not (lock.PYPROJECT.parent / path).exists()] == []
+def test_the_same_inputs_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
+    """Two checkouts of a commit make the same image."""
+    assert given_in(tmp_path / "a").digest == given_in(tmp_path / "b").digest
+
+
+@pytest.mark.parametrize("changed", [{"runtime": "base:2"}, {"builder": "b"}, {"labels": {"title": "y"}}])
+def test_every_input_counts(tmp_path: Path, changed: dict[str, Any]) -> None:
+    assert given_in(tmp_path, **changed).digest != given_in(tmp_path).digest
+
+
+def test_every_file_counts_by_name_content_and_whether_it_is_run(tmp_path: Path) -> None:
+    folder = tmp_path / "context"
+    digests = [given_in(folder).digest]
+    changes: list[Callable[[], object]] = [
+        lambda: (folder / "new").write_text("", encoding="utf-8"),
+        lambda: (folder / "new").write_text("x", encoding="utf-8"),
+        lambda: (folder / "new").chmod(0o755),
+        lambda: (folder / "new").rename(folder / "other"),
+    ]
+    for change in changes:
+        change()
+        digests.append(given_in(folder).digest)
+    assert len(set(digests)) == len(digests)
+
+
+def test_an_image_stays_while_its_inputs_do(tmp_path: Path) -> None:
+    """Whatever was committed since; not if the checkout was dirty when it was built."""
+    given = given_in(tmp_path)
+    marks = {bake.REVISION: "abc", bake.INPUTS: given.digest}
+    assert given.made(MagicMock(labels=marks))
+    assert not given.made(MagicMock(labels=marks | {bake.REVISION: "abc-dirty"}))
+    assert not given.made(MagicMock(labels=marks | {bake.INPUTS: "other"}))
+    assert not given.made(MagicMock(labels={}))
 
 
 def test_an_option_is_built_into_the_highest_layer_under_a_tag_of_its_own() -> None:

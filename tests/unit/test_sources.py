@@ -96,10 +96,8 @@ def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> Non
 
 def test_a_stand_in_says_so_in_a_label_and_is_listed_in_no_other_cell() -> None:
     cell = find(load(), ROCM[0].id + STAND_IN)
-    assert bake.labels(cell, "revision", "base", [])[f"{bake.NAMESPACE}.stand-in"] == cell.stand_in
-    assert not any(
-        f"{bake.NAMESPACE}.stand-in" in bake.labels(other, "r", "b", []) for other in expand(load())
-    )
+    assert bake.labels(cell, "base", [])[f"{bake.NAMESPACE}.stand-in"] == cell.stand_in
+    assert not any(f"{bake.NAMESPACE}.stand-in" in bake.labels(other, "b", []) for other in expand(load()))
 
 
 def test_a_cell_that_was_never_locked_is_no_stale_lock(capsys: pytest.CaptureFixture[str]) -> None:
