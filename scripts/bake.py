@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
@@ -327,8 +328,18 @@ def build(cell: Cell) -> str:
 
     An image that was built from the same inputs stays, and with it what was tested on it.
     """
-    with turn(CONTEXTS / "turns" / cell.id, f"a build of {cell.id}"):
+    with _alone(cell):
         return _build(cell)
+
+
+def digest(cell: Cell) -> str:
+    """`Inputs.digest` of a build of the cell, as this checkout is."""
+    with _alone(cell):
+        return inputs(cell, pip_config.load()).digest
+
+
+def _alone(cell: Cell) -> AbstractContextManager[None]:
+    return turn(CONTEXTS / "turns" / cell.id, f"a build of {cell.id}")
 
 
 def size(image: Image) -> int:

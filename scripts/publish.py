@@ -20,7 +20,7 @@ from docker.models.images import Image
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
-from scripts import bake, engine, pip_config, records
+from scripts import bake, engine, records
 from scripts.bake import NAMESPACE
 from scripts.matrix import ROOT, Cell, expand, find, load
 from scripts.problem import Problem, run
@@ -118,11 +118,6 @@ def _wrong_inputs(cell: Cell, labels: Mapping[str, str], given: Given) -> str | 
     return None
 
 
-def given_now(cell: Cell) -> str:
-    """The digest of what a build of the cell is given, as this checkout is."""
-    return bake.inputs(cell, pip_config.load()).digest
-
-
 def require_clean_tree(root: Path = ROOT) -> None:
     """A `Problem` unless all files are committed."""
     command = ["git", "status", "--porcelain", "-z"]
@@ -209,7 +204,7 @@ def gather(
     repo: str,
     cells: Iterable[Cell],
     kept: Path = records.RECORDS,
-    given: Given = given_now,
+    given: Given = bake.digest,
 ) -> tuple[list[Item], list[str]]:
     """The items to publish, and every reason not to; ``kept`` is where the test records are."""
     items, reasons = [], []

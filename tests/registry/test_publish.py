@@ -153,7 +153,7 @@ def test_an_image_of_other_inputs_is_refused(
 
 def test_the_image_of_a_cell_is_what_a_build_of_it_is_given(image: Image, cell: Cell) -> None:
     """As publish asks; that it was built stands before every test here."""
-    assert image.labels[bake.INPUTS] == publish.given_now(cell)
+    assert image.labels[bake.INPUTS] == bake.digest(cell)
 
 
 def test_without_a_passed_record_it_is_refused(
