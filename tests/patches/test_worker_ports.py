@@ -19,6 +19,10 @@ class Told(Exception):
     pass
 
 
+class Disagreement(Exception):
+    pass
+
+
 def node(params, **_):
     raise Told(params.min_worker_port, params.max_worker_port)
 
