@@ -93,10 +93,14 @@ def _proof(case: ElementTree.Element) -> Proof | None:
 
 
 def revision() -> str:
-    """The commit that is checked out, marked if files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=40", f"--dirty={DIRTY}", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit that is checked out, marked if files differ from it or git does not know them."""
+    commit = _git("rev-parse", "--verify", "--quiet", "HEAD")
+    return f"{commit or 'unknown'}{DIRTY if _git('status', '--porcelain') else ''}"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def required(cell: Cell) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What a suite said of an image is kept, truly, and asked for."""
 
 import datetime
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -111,3 +112,28 @@ def test_what_a_record_does_not_show_is_told(change: dict[str, object], told: st
 def test_the_cluster_is_asked_of_cells_that_run_without_a_gpu() -> None:
     assert set(records.required(CELL)) == set(records.REQUIRED)
     assert all("cpu" in kinds for kinds in records.REQUIRED.values())
+
+
+def test_a_revision_is_marked_by_an_edit_and_by_a_file_that_git_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that git does not know is in a build and among the tests too."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    git("init", "--quiet")
+    assert records.revision() == "unknown"
+    (tmp_path / "matrix.yaml").write_text("new", encoding="utf-8")
+    git("add", ".")
+    git("commit", "--quiet", "--message=x")
+    commit = git("rev-parse", "HEAD")
+    assert records.revision() == commit
+    (tmp_path / "matrix.yaml").write_text("edited", encoding="utf-8")
+    assert records.revision() == f"{commit}-dirty"
+    git("checkout", "--quiet", ".")
+    (tmp_path / "unknown").touch()
+    assert records.revision() == f"{commit}-dirty"
