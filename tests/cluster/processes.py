@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 MARK = "RLHF_STACK_TEST_RUN"
-END_SECONDS = 20
+END_SECONDS = 60
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -18,7 +18,7 @@ folder = Path(sys.argv[1])
 tiny.make(folder, seed=0, steps=1, layers=1)
 ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=200_000_000)
 group = ray.util.placement_group([{"GPU": 1, "CPU": 2}])
-assert group.wait(30)
+assert group.wait(120)
 
 (engine,) = vllm_engine.create_vllm_engines(
     1, 1, str(folder / "model"), 0, False, False, True, 128, shared_pg=group, gpu_memory_utilization=0.1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rlhf_stack import processes
 
-END_SECONDS = 30
+END_SECONDS = 60
 DRIVER = """
 import os, subprocess, sys, time
 import ray

@@ -38,7 +38,7 @@ class Group:
 
 
 def until_landed(gpu: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while cotenancy.in_flight(gpu):
         assert time.monotonic() < end
         time.sleep(0.01)
