@@ -3,11 +3,9 @@
 simulated.py DIR LAYOUT GPUS STEPS HEADS [ARGUMENT...]: the GPUs of each node, as in 0,8,8; the attention
 heads of the model, which are a multiple of the engines' tensor parallelism (0: as many as it usually has);
 the arguments come after those of the layout. Layout "apart" is "separate" with GPUs for each role alone.
-RLHF_STACK_TEST_HOOK names what each worker process calls first.
 """
 
-import os
-import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +17,9 @@ from rlhf_stack import tiny, tiny_run
 
 MEGABYTE = 1 << 20
 APART = "apart"
-HOOK = "RLHF_STACK_TEST_HOOK"
+# A process of its own, as a user's is: the threads that send Ray's replies are of the process, not of the
+# connection, and ended one that had connected again by SIGSEGV (ray-project/ray#61863: the same of the GCS).
+DRIVER = Path(__file__).with_name("driver.py")
 HEAD = 32  # elements: vLLM's attention on a CPU knows no smaller one
 
 
@@ -42,15 +42,13 @@ def main() -> None:
                 include_dashboard=False,
                 **address,
             )
-        hook = os.environ.get(HOOK)
-        ray.init(address=cluster.address, runtime_env={"worker_process_setup_hook": hook} if hook else None)
         base = "separate" if layout == APART else layout
         arguments = tiny_run.train_arguments(base, Path(directory), int(steps), seed=0)
         if layout == APART:
             arguments = [argument for argument in arguments if not argument.startswith("--colocate")]
-        sys.argv = ["train_ppo_ray", *arguments, *changes]
-        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
-        ray.shutdown()
+        command = [sys.executable, str(DRIVER), cluster.address, *arguments, *changes]
+        if code := subprocess.call(command):
+            sys.exit(f"the trainer ended with exit code {code}")
         ray.init(address=cluster.address, log_to_driver=False)
         expect_nothing_left()
     finally:

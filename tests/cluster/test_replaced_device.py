@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import replacing
+from driver import HOOK
 from rlhf_stack import settings
-from simulated import HOOK
 from trained import FLAT, assert_critic_trained, assert_trained, nodes_of_trainers
 
 pytestmark = [pytest.mark.integration, FLAT]

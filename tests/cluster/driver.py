@@ -1,0 +1,26 @@
+"""OpenRLHF's own trainer as the driver of a job on the Ray cluster at ADDRESS.
+
+driver.py ADDRESS [ARGUMENT...]: the arguments are the trainer's. RLHF_STACK_TEST_HOOK names what each worker
+process calls first.
+"""
+
+import os
+import runpy
+import sys
+
+import ray
+
+HOOK = "RLHF_STACK_TEST_HOOK"
+
+
+def main() -> None:
+    """Train; an error of the trainer is this process's error."""
+    _, address, *arguments = sys.argv
+    hook = os.environ.get(HOOK)
+    ray.init(address=address, runtime_env={"worker_process_setup_hook": hook} if hook else None)
+    sys.argv = ["train_ppo_ray", *arguments]
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
