@@ -21,7 +21,7 @@ from scripts.matrix import Cell
 from tests.network import diagnosis
 from tests.network.waiting import until
 
-STEPS = 60  # long enough to be watched: Ray exports metrics once a second at best, and top takes two
+STEPS = 120  # long enough to be watched: on a busy machine Ray exported what it was told after 17 s
 SECONDS = 900  # for what takes one minute on a quiet machine
 LAYOUT = "separate"
 SHORT = {"RAY_metrics_report_interval_ms": "500"}  # what top shows is at most so old
