@@ -22,8 +22,8 @@ from scripts.matrix import Cell
 from tests.network import diagnosis
 from tests.network.waiting import until
 
-# Long enough to be watched: on a busy machine Ray exported what it was told after 17 s. A step of OpenRLHF 0.5
-# takes 0.3 s on a quiet one, of 0.11 more than 1 s.
+# Long enough to be watched: on a busy machine Ray exported what it was told after 17 s. On a quiet one a step
+# takes 0.3 s with OpenRLHF 0.5, and more than 1 s with 0.11.
 STEPS = {(0, 5): 120, (0, 11): 40}
 SECONDS = 900  # for what takes one minute on a quiet machine
 LAYOUT = "separate"
