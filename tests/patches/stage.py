@@ -9,11 +9,27 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 NODES, GPUS, CPUS, MEGABYTE = 3, 8, 32, 1 << 20
-cluster = Cluster()
-for index in range(NODES):
-    address = {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
-    limits = {"object_store_memory": 80 * MEGABYTE, "include_dashboard": False}
-    cluster.add_node(num_cpus=CPUS, num_gpus=GPUS, **limits, **address)
+
+
+def started():
+    nodes = Cluster()
+    try:
+        for index in range(NODES):
+            address = {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
+            limits = {"object_store_memory": 80 * MEGABYTE, "include_dashboard": False}
+            nodes.add_node(num_cpus=CPUS, num_gpus=GPUS, **limits, **address)
+    except Exception:
+        nodes.shutdown()
+        raise
+    return nodes
+
+
+try:
+    cluster = started()
+except Exception as error:  # Ray's has no class of its own
+    if "timed out during startup" not in str(error):
+        raise
+    cluster = started()  # Ray gives a node 30 s, and a busy machine may take longer
 ray.init(address=cluster.address, log_to_driver=False)
 NODE_IDS = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes()}
 PINS = sorted(NODE_IDS)

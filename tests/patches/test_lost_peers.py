@@ -14,7 +14,13 @@ import ray
 pretend_flash_attn()
 from openrlhf.cli import train_ppo_ray
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+ray.init(
+    address="local",
+    num_cpus=2,
+    include_dashboard=False,
+    log_to_driver=False,
+    object_store_memory=100 << 20,
+)
 
 
 class Rank:

@@ -37,6 +37,7 @@ TRAINERS = ("DistributedTorchRayActor", "BaseDistributedActor")
 def start(gpus):
     os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     ray.init(
+        address="local",
         num_cpus=8,
         num_gpus=gpus,
         include_dashboard=False,
