@@ -54,6 +54,13 @@ def alone(port=0):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
+def own_ray(**resources):
+    """A Ray of this probe alone, whatever another one left behind, with so many CPUs and GPUs."""
+    ray = importlib.import_module("ray")
+    quiet = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(address="local", object_store_memory=100 << 20, **quiet, **resources)
+
+
 def recorded(event):
     """The events of a kind that this probe wrote."""
     lines = [line for path in Path(os.environ["RLHF_STACK_EVENTS"]).glob("*.jsonl") for line in path.open()]

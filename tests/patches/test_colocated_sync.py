@@ -30,14 +30,7 @@ class Rank:
         return float(loaded["w"].sum())
 
 
-ray.init(
-    address="local",
-    num_cpus=3,
-    num_gpus=2,
-    include_dashboard=False,
-    log_to_driver=False,
-    object_store_memory=100 << 20,
-)
+own_ray(num_cpus=3, num_gpus=2)
 shared = [ray.remote(Rank).options(num_gpus=0.5, num_cpus=0).remote() for _ in range(2)]
 ids = ray.get([rank.gpu.remote() for rank in shared])
 other = ray.get(ray.remote(Rank).options(num_gpus=1, num_cpus=0).remote().gpu.remote())

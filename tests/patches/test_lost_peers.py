@@ -14,13 +14,7 @@ import ray
 pretend_flash_attn()
 from openrlhf.cli import train_ppo_ray
 
-ray.init(
-    address="local",
-    num_cpus=2,
-    include_dashboard=False,
-    log_to_driver=False,
-    object_store_memory=100 << 20,
-)
+own_ray(num_cpus=2)
 
 
 class Rank:

@@ -11,13 +11,7 @@ pretend_flash_attn()
 from openrlhf.trainer.ray import vllm_engine
 
 os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
-ray.init(
-    address="local",
-    num_cpus=2,
-    include_dashboard=False,
-    log_to_driver=False,
-    object_store_memory=100 << 20,
-)
+own_ray(num_cpus=2)
 
 
 class Engine:
@@ -39,14 +33,7 @@ import ray
 
 pretend_flash_attn()
 os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
-ray.init(
-    address="local",
-    num_cpus=4,
-    num_gpus=2,
-    include_dashboard=False,
-    log_to_driver=False,
-    object_store_memory=100 << 20,
-)
+own_ray(num_cpus=4, num_gpus=2)
 
 
 class Rank:
