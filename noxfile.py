@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 import nox
 
 try:
-    from scripts.matrix import Cell, expand, find, load, stand_ins
-    from scripts.problem import Problem
-    from scripts.records import required
-    from scripts.suites import COMMANDS
+    from scripts.errors import UserError
+    from scripts.matrix.load import Cell, expand, find, load, stand_ins
+    from scripts.testing.records import required
+    from scripts.testing.suites import COMMANDS
 except ModuleNotFoundError as missing:
     arguments = " ".join(sys.argv[1:])
     sys.exit(
@@ -31,7 +31,7 @@ LISTING = {"-l", "--list"} & set(sys.argv[1:])
 try:
     MATRIX = load()
     CHOSEN = [find(MATRIX, name).id for name in NAMED]
-except Problem as problem:
+except UserError as problem:
     print(f"error: {problem}", file=sys.stderr)
     sys.exit(2)
 DEFAULT = MATRIX.default
@@ -49,7 +49,7 @@ def _python(session: nox.Session, *arguments: str) -> None:
 
 def _with_docker(session: nox.Session, *arguments: str) -> None:
     """The same for a module that needs the engine, which is set up or started if it has to be."""
-    _python(session, "scripts.engine", "ensure")
+    _python(session, "scripts.docker.bootstrap", "ensure")
     _python(session, *arguments)
 
 
@@ -68,20 +68,20 @@ def unit(session: nox.Session) -> None:
 @nox.session
 def lock(session: nox.Session) -> None:
     """Write the hashed locks of the cells and of the host's tools (-- --check: tell a stale one)."""
-    _python(session, "scripts.lock", *session.posargs)
+    _python(session, "scripts.locks.lockfile", *session.posargs)
 
 
 @nox.session
 def base(session: nox.Session) -> None:
     """Make the base root filesystems from Debian packages alone."""
-    _with_docker(session, "scripts.base", *session.posargs)
+    _with_docker(session, "scripts.images.rootfs", *session.posargs)
 
 
 @nox.session
 @for_cell
 def build(session: nox.Session, cell: str) -> None:
     """Build the image of a cell."""
-    _with_docker(session, "scripts.bake", cell)
+    _with_docker(session, "scripts.images.image_build", cell)
 
 
 @nox.session
@@ -124,14 +124,14 @@ def patches(session: nox.Session, cell: str) -> None:
 def knownbad(session: nox.Session, cell: str) -> None:
     """Probe the rows of the known-bad database, and report those that no longer hold."""
     session.env["PYTHONPATH"] = "images/runtime"
-    _with_docker(session, "scripts.knownbad", cell)
+    _with_docker(session, "scripts.testing.known_bad", cell)
 
 
 @nox.session
 @for_cell
 def registry(session: nox.Session, cell: str) -> None:
     """Push to a registry on this machine, pull from it, build FROM the image; test what comes out."""
-    _with_docker(session, "scripts.hosttests", "registry", cell, *session.posargs)
+    _with_docker(session, "scripts.testing.on_host", "registry", cell, *session.posargs)
 
 
 @nox.session
@@ -139,21 +139,21 @@ def registry(session: nox.Session, cell: str) -> None:
 def faults(session: nox.Session, cell: str) -> None:
     """Hit a training run with each fault in each phase, and write the catalogue's table (-- -k PART)."""
     try:
-        _with_docker(session, "scripts.hosttests", "faults", cell, *session.posargs)
+        _with_docker(session, "scripts.testing.on_host", "faults", cell, *session.posargs)
     finally:
-        _python(session, "scripts.faults")
+        _python(session, "scripts.release.fault_cases")
 
 
 @nox.session
 def catalogue(session: nox.Session) -> None:
     """Measure the images that are here, and write images/README.md and the README's table (-- --check)."""
-    _with_docker(session, "scripts.catalogue", *session.posargs)
+    _with_docker(session, "scripts.release.catalogue", *session.posargs)
 
 
 @nox.session
 def publish(session: nox.Session) -> None:
     """Push the tested images to a registry (-- REGISTRY/REPO [--cell CELL])."""
-    _with_docker(session, "scripts.publish", *session.posargs)
+    _with_docker(session, "scripts.release.publish", *session.posargs)
 
 
 @nox.session
@@ -203,4 +203,4 @@ def _suites(session: nox.Session, wanted: Mapping[Cell, Iterable[str]]) -> None:
 
 
 def _side_by_side(session: nox.Session, jobs: Iterable[str]) -> None:
-    _with_docker(session, "scripts.suites", *jobs)
+    _with_docker(session, "scripts.testing.suites", *jobs)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.matrix import ROOT
-from scripts.problem import run
+from scripts.errors import run
+from scripts.paths import ROOT
 
 SHELLS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
 
@@ -40,11 +40,11 @@ def checks() -> dict[str, list[str]]:
         "mypy": [_tool("mypy"), "--no-error-summary"],
         "shellcheck": [_tool("shellcheck"), "--severity=warning", *map(str, shell_scripts(tracked()))],
         "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(tracked()))],
-        "catalogue": [*python, "scripts.catalogue", "--check", "--offline"],
-        "schema": [*python, "scripts.matrix", "schema", "--check"],
-        "patches": [*python, "scripts.patches"],
-        "hunks": [*python, "scripts.hunks"],
-        "locks": [*python, "scripts.lock", "--check", "--offline"],
+        "catalogue": [*python, "scripts.release.catalogue", "--check", "--offline"],
+        "schema": [*python, "scripts.matrix.load", "schema", "--check"],
+        "patches": [*python, "scripts.patches.patch_series"],
+        "hunks": [*python, "scripts.patches.check"],
+        "locks": [*python, "scripts.locks.lockfile", "--check", "--offline"],
     }
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import docker
     from docker.models.images import Image
 
-    from scripts.matrix import Cell
+    from scripts.matrix.load import Cell
 
 
 IN_IMAGE = Path("/etc/rlhf-stack/cell.json")
@@ -48,15 +48,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def client() -> "docker.DockerClient":
     """The engine."""
-    from scripts import engine
+    from scripts.docker import bootstrap
 
-    return engine.client(ANSWER_SECONDS)
+    return bootstrap.client(ANSWER_SECONDS)
 
 
 @pytest.fixture(scope="session")
 def cell(request: pytest.FixtureRequest) -> "Cell":
     """The cell under test."""
-    from scripts.matrix import find, load
+    from scripts.matrix.load import find, load
 
     matrix = load()
     return find(matrix, request.config.getoption("--cell") or matrix.default)

@@ -10,7 +10,7 @@ import random
 import statistics
 import sys
 
-from rlhf_stack import balance
+from rlhf_stack.engine import request_balancer
 
 from tests.bench.results import Row, show
 
@@ -27,7 +27,7 @@ def lengths(choose: random.Random, sigma: float) -> list[int]:
 
 def busiest(engines: list[int], work: list[int], count: int) -> float:
     """The largest share of an engine, as a multiple of the mean."""
-    return balance.makespan(work, [0] * count, engines) * count / sum(work)
+    return request_balancer.makespan(work, [0] * count, engines) * count / sum(work)
 
 
 def compare(sigma: float, count: int, any_length: bool) -> tuple[float, float]:
@@ -38,7 +38,7 @@ def compare(sigma: float, count: int, any_length: bool) -> tuple[float, float]:
         prompts = lengths(choose, sigma)
         planned = [length + ANSWER for length in prompts]
         true = [length + (choose.randrange(1, ANSWER + 1) if any_length else ANSWER) for length in prompts]
-        ours.append(busiest(balance.assign(planned, [0] * count), true, count))
+        ours.append(busiest(request_balancer.assign(planned, [0] * count), true, count))
         size = -(-PROMPTS // count)
         peer.append(busiest([prompt // size for prompt in range(PROMPTS)], true, count))
     return statistics.mean(ours), statistics.mean(peer)

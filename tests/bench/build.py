@@ -5,7 +5,7 @@
 The peer is what a user would write: the builder root, because DeepSpeed compiles its ops at first use; the
 headline pins of the cell and the requirements of OpenRLHF that install without CUDA, by `pip install`; then
 the packages removed again that keep the stack from starting. Its image stays tagged as ``PEER`` for
-``tests.bench.ready``. Ours is built as ``scripts.bake`` builds it, in a context of its own; the tag of the
+``tests.bench.ready``. Ours is built as ``scripts.images.image_build`` builds it, in a context of its own; the tag of the
 cell does not move. A cell whose vLLM is compiled from source has no such peer: ours is measured alone.
 
 - *cold*: no layer and no downloaded package is reused, by either. The machine's network takes part in it.
@@ -30,9 +30,12 @@ from collections.abc import Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 
-from scripts import bake, base, buildlog, engine, lock, pip_config, wheels
-from scripts.matrix import ROOT, Cell, find, load
-from scripts.problem import Problem, run
+from scripts.docker import bootstrap
+from scripts.errors import UserError, run
+from scripts.images import build_log, image_build, rootfs, wheels
+from scripts.locks import index_config, lockfile
+from scripts.matrix.load import Cell, find, load
+from scripts.paths import ROOT
 from tests.bench.results import Row, parser, show
 
 PEER = "rlhf-stacks-bench:plain-pip"
@@ -73,7 +76,7 @@ def requirements(cell: Cell) -> tuple[list[str], str]:
     """What the peer asks pip for, and the pin of OpenRLHF, which is installed without what it requires."""
     pins = {package.name: package.requirement for package in cell.packages}
     openrlhf, version = pins.pop("openrlhf"), cell.versions["openrlhf"]
-    hashes = wheels.locked_hashes("openrlhf", version, lock.path(cell).read_text(encoding="utf-8"))
+    hashes = wheels.locked_hashes("openrlhf", version, lockfile.path(cell).read_text(encoding="utf-8"))
     with zipfile.ZipFile(wheels.fetch_pristine("openrlhf", version, hashes)) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         declared = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
@@ -119,7 +122,7 @@ def place_empty(name: str, version: str, folder: Path) -> None:
 
 
 def timed(what: str, command: Sequence[str], log: Path) -> float:
-    """Seconds of a build; a `Problem` with what it printed last if it fails."""
+    """Seconds of a build; a `UserError` with what it printed last if it fails."""
     print(what, "...", file=sys.stderr, flush=True)
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -131,26 +134,26 @@ def timed(what: str, command: Sequence[str], log: Path) -> float:
             check=False,
         )
     if done.returncode:
-        raise Problem(f"{what} failed: {buildlog.cause(log.read_text(encoding='utf-8'))}")
+        raise UserError(f"{what} failed: {build_log.cause(log.read_text(encoding='utf-8'))}")
     return time.monotonic() - start
 
 
 def size(tag: str) -> float:
     """The size of an image in 10^6 bytes."""
-    return bake.size(engine.client().images.get(tag)) / 1e6
+    return image_build.size(bootstrap.client().images.get(tag)) / 1e6
 
 
 def compiled(log: Path) -> float:
     """Seconds of a build that went into DeepSpeed's ops, by its log."""
     lines = log.read_text(encoding="utf-8").splitlines()
-    return sum(stage.seconds or 0.0 for stage in buildlog.stages(lines) if stage.name.endswith("source"))
+    return sum(stage.seconds or 0.0 for stage in build_log.stages(lines) if stage.name.endswith("source"))
 
 
-def measure_ours(given: bake.Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
+def measure_ours(given: image_build.Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
     """Seconds: cold, the part of it that compiles, unchanged, with a change to what OpenRLHF's layer has."""
     file = given.folder / "Dockerfile"
     file.write_text(unseen(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
-    build = bake.command(given, secrets, log.with_suffix(".id"))
+    build = image_build.command(given, secrets, log.with_suffix(".id"))
     build = [*build[:-1], f"--tag={OURS}", build[-1]]
     seconds = {"cold": timed("ours, cold", build, log), "compiled": compiled(log)}
     seconds["unchanged"] = timed("ours, unchanged", build, log)
@@ -164,18 +167,20 @@ def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Pat
     folder.mkdir()
     (folder / "wheels").mkdir()
     asked, openrlhf = requirements(cell)
-    for wheel in bake.local_wheels(lock.path(cell).read_text(encoding="utf-8"), pip_config.load().find_links):
-        bake.place(wheel, folder / "wheels" / wheel.name)
+    for wheel in image_build.local_wheels(
+        lockfile.path(cell).read_text(encoding="utf-8"), index_config.load().find_links
+    ):
+        image_build.place(wheel, folder / "wheels" / wheel.name)
     for name in (item.name for item in cell.excluded if item.name in UNREACHABLE):
         place_empty(name, UNREACHABLE[name], folder / "wheels")
     text = peer_dockerfile(asked, openrlhf, unloadable(cell))
     (folder / "Dockerfile").write_text(unseen(text), encoding="utf-8")
     build = [
-        *engine.builder(),
+        *bootstrap.builder(),
         "build",
         "--progress=plain",
         f"--tag={PEER}",
-        f"--build-arg=BASE={base.image(base.roots(cell)[1])}",
+        f"--build-arg=BASE={rootfs.image(rootfs.roots(cell)[1])}",
         *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
         str(folder),
     ]
@@ -189,15 +194,15 @@ def main() -> int:
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
     has_peer = all(build.package != "vllm" for build in cell.build_from_source)
-    engine.need_space(FREE_MEGABYTES)
-    config = pip_config.load()
+    bootstrap.need_space(FREE_MEGABYTES)
+    config = index_config.load()
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="bench-") as temporary:
         folder = Path(temporary)
-        secrets = bake.write_secrets(config, folder)
+        secrets = image_build.write_secrets(config, folder)
         peer = measure_peer(cell, folder / "peer", secrets, folder / "peer.log") if has_peer else {}
-        ours = measure_ours(bake.inputs(cell, config, folder), secrets, folder / "ours.log")
+        ours = measure_ours(image_build.inputs(cell, config, folder), secrets, folder / "ours.log")
     sizes = [size(OURS), *([size(PEER)] if has_peer else [])]
-    roots = [size(base.image(root)) for root in base.roots(cell)]
+    roots = [size(rootfs.image(root)) for root in rootfs.roots(cell)]
     rows = [
         Row("cold build", "s", ours["cold"], peer.get("cold")),
         Row("of it: compiling", "s", ours["compiled"]),
@@ -206,7 +211,7 @@ def main() -> int:
         Row("image size", "MB", *sizes),
         Row("image size without its root filesystem", "MB", *map(operator.sub, sizes, roots)),
     ]
-    engine.client().images.remove(OURS)
+    bootstrap.client().images.remove(OURS)
     show(rows, notes(cell) if has_peer else [], options.json)
     return 0
 

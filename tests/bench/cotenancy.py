@@ -17,12 +17,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from scripts import engine
-from scripts.cluster import Cluster, Node
-from scripts.demo import DATA
-from scripts.imagetests import built
-from scripts.matrix import find, load
-from scripts.problem import run
+from scripts.docker import bootstrap
+from scripts.errors import run
+from scripts.matrix.load import find, load
+from scripts.testing.cluster import Cluster, Node
+from scripts.testing.demo import DATA
+from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 
 SCRIPT = Path(__file__).with_name("cotenancy_engines.py")
@@ -62,11 +62,11 @@ def main() -> int:
     options = parser("cotenancy", __doc__)
     options.add_argument("--plot", type=Path, help="also draw it, as PNG")
     asked = options.parse_args()
-    matrix, client = load(), engine.client()
+    matrix, client = load(), bootstrap.client()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
     with Cluster(client, built(client, cell), (Node("one", gpus=2),), options=mounts) as cluster:
-        make = ["python", "-m", "rlhf_stack.tiny", "--out", DATA, "--layers", str(LAYERS)]
+        make = ["python", "-m", "rlhf_stack.demo.tiny_model", "--out", DATA, "--layers", str(LAYERS)]
         cluster.output(cluster.head, make)
         output = cluster.output(cluster.head, ["python", INSIDE, f"{DATA}/model"])
     rounds: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
@@ -87,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(engine.asked(main))
+    run(bootstrap.asked(main))

@@ -15,7 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 from openrlhf.trainer.ray import vllm_engine
-from rlhf_stack import starting
+from rlhf_stack.engine import startup
 from vllm import SamplingParams
 
 ENGINES = 2
@@ -68,7 +68,7 @@ def main() -> None:
         max_model_len=256,
         gpu_memory_utilization=0.1,
     )
-    starting.wait(engines)
+    startup.wait(engines)
     pinned = [engine.__ray_call__.remote(pin, core) for engine, core in zip(engines, cores, strict=True)]
     ray.get(pinned, timeout=DEADLINE)
     with socket.socket() as listener:

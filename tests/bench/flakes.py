@@ -17,10 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts import engine
-from scripts.matrix import ROOT, find, load
-from scripts.problem import Problem, run
-from scripts.suites import COMMANDS
+from scripts.docker import bootstrap
+from scripts.errors import UserError, run
+from scripts.matrix.load import find, load
+from scripts.paths import ROOT
+from scripts.testing.suites import COMMANDS
 from tests.bench.results import parser
 
 LOGS = ROOT / "build" / "flakes"
@@ -39,7 +40,7 @@ class Once:
 
 
 def once(suite: str, cell: str, log: Path) -> Once:
-    """Run the suite; a `Problem` if it fails and names no test."""
+    """Run the suite; a `UserError` if it fails and names no test."""
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         codes = [
@@ -55,7 +56,7 @@ def once(suite: str, cell: str, log: Path) -> Once:
     text = log.read_text(encoding="utf-8")
     failed = tuple(FAILED.findall(text))
     if any(codes) and not failed:
-        raise Problem(f"{suite} failed, and no test of it: {log.relative_to(ROOT)}")
+        raise UserError(f"{suite} failed, and no test of it: {log.relative_to(ROOT)}")
     return Once(sum(map(int, PASSED.findall(text))), failed, time.monotonic() - start)
 
 
@@ -91,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(engine.asked(main))
+    run(bootstrap.asked(main))

@@ -10,11 +10,12 @@ from typing import Any
 
 import docker
 
-from scripts import engine
-from scripts.cluster import LABEL, owner, removed_at_the_end
-from scripts.imagetests import built
-from scripts.matrix import ROOT, find, load
-from scripts.problem import Problem, run
+from scripts.docker import bootstrap
+from scripts.errors import UserError, run
+from scripts.matrix.load import find, load
+from scripts.paths import ROOT
+from scripts.testing.cluster import LABEL, owner, removed_at_the_end
+from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 
 KINDS = ("activations", "states", "cache")
@@ -38,7 +39,7 @@ def measured(client: docker.DockerClient, image: str, kind: str) -> list[dict[st
         code = container.wait(timeout=SECONDS)["StatusCode"]
         output = container.logs(stdout=True, stderr=False).decode()
         if code:
-            raise Problem(f"{kind} in {image}: {container.logs(tail=1).decode(errors='replace').strip()}")
+            raise UserError(f"{kind} in {image}: {container.logs(tail=1).decode(errors='replace').strip()}")
     rows: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
     return rows
 
@@ -50,7 +51,7 @@ def main() -> int:
     options = arguments.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = engine.client()
+    client = bootstrap.client()
     image = built(client, cell)
     found = [one for kind in options.kind or KINDS for one in measured(client, image, kind)]
     rows = [
@@ -63,4 +64,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(engine.asked(main))
+    run(bootstrap.asked(main))

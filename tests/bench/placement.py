@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from rlhf_stack.placement import Engines, FreeNode, Group, Request, plan, upstream_layout
+from rlhf_stack.placement import Engines, FreeNode, Group, Request, plan
 from rlhf_stack.placement.model import ENGINES
+from rlhf_stack.planning.upstream_placement import upstream_layout
 
 from tests.bench.results import Row, show
 

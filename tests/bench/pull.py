@@ -23,11 +23,13 @@ import docker
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts import catalogue, engine, publish
-from scripts.bake import size
-from scripts.matrix import ROOT, Cell, expand, find, load
-from scripts.problem import Problem, run
-from scripts.remote import look
+from scripts.docker import bootstrap
+from scripts.docker.registry import look
+from scripts.errors import UserError, run
+from scripts.images.image_build import size
+from scripts.matrix.load import Cell, expand, find, load
+from scripts.paths import ROOT
+from scripts.release import catalogue, publish
 from tests.bench.results import Row, parser, show
 from tests.registry import server
 
@@ -42,10 +44,10 @@ def in_common(one: Image, other: Image) -> int:
 
 
 def partner(cell: Cell, images: Mapping[str, Image]) -> str:
-    """The built cell that shares most with ``cell``; a `Problem` if no other is built."""
+    """The built cell that shares most with ``cell``; a `UserError` if no other is built."""
     others = [name for name in images if name != cell.id]
     if not others:
-        raise Problem("this needs the images of two cells, and only one is built")
+        raise UserError("this needs the images of two cells, and only one is built")
     return max(others, key=lambda name: in_common(images[name], images[cell.id]))
 
 
@@ -75,7 +77,7 @@ def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
         while not socket.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         if not socket.exists():
-            raise Problem(f"no second engine: {log.read_text(encoding='utf-8').splitlines()[-1]}")
+            raise UserError(f"no second engine: {log.read_text(encoding='utf-8').splitlines()[-1]}")
         yield docker.DockerClient(base_url=f"unix://{socket}", timeout=PULL_SECONDS)
     finally:
         process.terminate()
@@ -99,16 +101,16 @@ def main() -> int:
     options.add_argument("--first", metavar="CELL", help="the cell that is there already")
     arguments = options.parse_args()
     if os.geteuid():
-        raise Problem("this starts a second Docker Engine: run it as root")
-    matrix, client = load(), engine.client(publish.PUSH_SECONDS)
+        raise UserError("this starts a second Docker Engine: run it as root")
+    matrix, client = load(), bootstrap.client(publish.PUSH_SECONDS)
     cells = expand(matrix)
     second = find(matrix, arguments.cell or matrix.default)
     images = catalogue.images(client, cells)
     first = find(matrix, arguments.first or partner(second, images))
     if absent := [cell.id for cell in (first, second) if cell.id not in images]:
-        raise Problem(f"{absent[0]} is not built")
+        raise UserError(f"{absent[0]} is not built")
     need = sum(size(images[cell.id]) for cell in (first, second)) // 10**6
-    engine.check_space(ROOT, need, shutil.disk_usage(ROOT).free)
+    bootstrap.check_space(ROOT, need, shutil.disk_usage(ROOT).free)
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="pull-") as temporary:
         folder = Path(temporary)
         with server.running(folder / "registry") as registry:
@@ -142,4 +144,4 @@ def whole(client: docker.DockerClient, row: publish.Row) -> float:
 
 
 if __name__ == "__main__":
-    run(engine.asked(main))
+    run(bootstrap.asked(main))

@@ -4,7 +4,7 @@
 the one that ``tests.bench.build`` leaves; without it, only ours is measured.
 
 - *Ray node ready*: from creating the container to a head node that takes jobs, by the same probe in both
-  (``rlhf_stack.nodes``, mounted into the plain image), started by ``scripts.cluster``.
+  (``rlhf_stack.cluster.readiness``, mounted into the plain image), started by ``scripts.testing.cluster``.
 - *import vllm*, *ray --version*: `docker run` to its end; *no bytecode* with the compiled files hidden, as
   they are where a root is read-only and nobody compiled them.
 
@@ -20,10 +20,11 @@ from typing import Any
 
 import docker
 
-from scripts import engine
-from scripts.cluster import LABEL, Cluster, Node, owner, removed_at_the_end
-from scripts.matrix import ROOT, find, load
-from scripts.problem import Problem, run
+from scripts.docker import bootstrap
+from scripts.errors import UserError, run
+from scripts.matrix.load import find, load
+from scripts.paths import ROOT
+from scripts.testing.cluster import LABEL, Cluster, Node, owner, removed_at_the_end
 from tests.bench.build import PEER
 from tests.bench.results import Row, parser, show
 
@@ -58,7 +59,9 @@ def started(
         code = container.wait(timeout=SECONDS)["StatusCode"]
         seconds = time.monotonic() - start
         if code:
-            raise Problem(f"{' '.join(command)} failed in {image}: {container.logs(tail=1).decode().strip()}")
+            raise UserError(
+                f"{' '.join(command)} failed in {image}: {container.logs(tail=1).decode().strip()}"
+            )
     return seconds
 
 
@@ -75,9 +78,9 @@ def main() -> int:
     options = arguments.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = engine.client()
+    client = bootstrap.client()
     if not client.images.list(name=cell.tag):
-        raise Problem(f"{cell.tag} is not built: bash scripts/nox.sh -s build")
+        raise UserError(f"{cell.tag} is not built: bash scripts/nox.sh -s build")
     images = [cell.tag, *([PEER] if client.images.list(name=PEER) else [])]
     settings = {setting.name: setting.value for setting in cell.env}
     extra: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

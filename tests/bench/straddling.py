@@ -18,12 +18,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from scripts import engine
-from scripts.cluster import Cluster, Node
-from scripts.demo import DATA
-from scripts.imagetests import built
-from scripts.matrix import find, load
-from scripts.problem import Problem, run
+from scripts.docker import bootstrap
+from scripts.errors import UserError, run
+from scripts.matrix.load import find, load
+from scripts.testing.cluster import Cluster, Node
+from scripts.testing.demo import DATA
+from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 from tests.network import links
 
@@ -86,14 +86,15 @@ def main() -> int:
     options.add_argument("--plot", type=Path, help="also draw it, as PNG")
     asked = options.parse_args()
     if reason := links.obstacle():
-        raise Problem(f"the link between two containers cannot be limited: {reason}")
-    matrix, client = load(), engine.client()
+        raise UserError(f"the link between two containers cannot be limited: {reason}")
+    matrix, client = load(), bootstrap.client()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
     with Cluster(client, built(client, cell), NODES, options=mounts) as cluster:
         for container in cluster.containers:
             cluster.output(
-                container, ["python", "-m", "rlhf_stack.tiny", "--out", DATA, "--layers", str(LAYERS)]
+                container,
+                ["python", "-m", "rlhf_stack.demo.tiny_model", "--out", DATA, "--layers", str(LAYERS)],
             )
             links.slow_down(container, asked.megabits)
         found = {placed_by: measure(cluster, placed_by) for placed_by in PLACED_BY}
@@ -113,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(engine.asked(main))
+    run(bootstrap.asked(main))

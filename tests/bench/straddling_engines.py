@@ -12,7 +12,8 @@ import ray
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from ray.util.state import list_actors
-from rlhf_stack import placement, starting
+from rlhf_stack import placement
+from rlhf_stack.engine import startup
 from vllm import SamplingParams
 
 ENGINES, TENSOR_PARALLEL = 2, 2
@@ -42,7 +43,7 @@ def main() -> None:
         gpu_memory_utilization=0.5,
         own_pg=own,
     )
-    starting.wait(engines)
+    startup.wait(engines)
     for other in engines[:index] + engines[index + 1 :]:
         end(other)
     print(json.dumps(ask(engines[index])))

@@ -13,11 +13,12 @@ from typing import Any
 import docker
 from docker.models.containers import Container
 
-from scripts import engine
-from scripts.cluster import LABEL, owner, removed_at_the_end
-from scripts.imagetests import built
-from scripts.matrix import ROOT, find, load
-from scripts.problem import run
+from scripts.docker import bootstrap
+from scripts.errors import run
+from scripts.matrix.load import find, load
+from scripts.paths import ROOT
+from scripts.testing.cluster import LABEL, owner, removed_at_the_end
+from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 
 INSIDE = "/opt/bench/sync_ranks.py"
@@ -95,7 +96,7 @@ def main() -> int:
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     options.add_argument("--repeat", type=int, default=5)
     asked = options.parse_args()
-    client = engine.client()
+    client = bootstrap.client()
     matrix = load()
     image = built(client, find(matrix, asked.cell or matrix.default))
     table: list[Row] = []
@@ -113,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(engine.asked(main))
+    run(bootstrap.asked(main))

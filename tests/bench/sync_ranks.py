@@ -15,7 +15,8 @@ from typing import Any
 
 import ray
 import torch
-from rlhf_stack import settings, sync
+from rlhf_stack import sync
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import Parameter, plan
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import Outbox, describe
@@ -88,7 +89,7 @@ class Rank:
         parameters, described = self.weights[model], self.described(model)
         with self.group.syncing():
             outbox = Outbox(self.group, in_place=True)
-            for number, bucket in enumerate(plan(described, settings.sync_bucket())):
+            for number, bucket in enumerate(plan(described, env_vars.sync_bucket())):
                 outbox.put(number, bucket, [parameters[place.index][1] for place in bucket.places])
             outbox.finish()
 
@@ -101,7 +102,7 @@ class Rank:
                 held[name].copy_(view)
 
         content = [astuple(parameter) for parameter in self.described(model)]
-        receive(self.group, content, settings.sync_bucket(), self.group.device, load, DTYPE)
+        receive(self.group, content, env_vars.sync_bucket(), self.group.device, load, DTYPE)
 
     def update_weight(self, name: str, shape: tuple[int, ...], model: str) -> None:
         """What upstream's worker does for one parameter."""

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import replacing
 from processes import END_SECONDS, MARK, ended, marked
-from rlhf_stack import events, settings
+from rlhf_stack.config import env_vars
+from rlhf_stack.telemetry import events
 
 SIMULATED = Path(__file__).with_name("simulated.py")
 SHARED = Path("/dev/shm")
@@ -59,8 +60,8 @@ def train() -> Iterator[Callable[..., Run]]:
         environment = {
             MARK: mark,
             "RAY_TMPDIR": str(folder),
-            settings.EVENTS: str(folder / "events"),
-            settings.VERIFY_SYNC: "1",
+            env_vars.EVENTS: str(folder / "events"),
+            env_vars.VERIFY_SYNC: "1",
             "HF_HUB_OFFLINE": "1",
         }
         wanted = os.environ | environment | replacing.variables(folder) | variables

@@ -20,7 +20,7 @@ os.environ |= {
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
-from rlhf_stack import gathers  # noqa: E402
+from rlhf_stack.compat import zero3_gather  # noqa: E402
 from torch import nn  # noqa: E402
 
 STAGES, ACCUMULATIONS = (0, 1, 2, 3), (1, 4)
@@ -28,7 +28,7 @@ SAMPLES, WIDTH, RATE = 16, 24, 1.0
 # As the trainers of the images have it: over gloo, ZeRO-3 waits for each weight, by whichever way there is.
 SEQUENTIAL = {"stage3_allgather_sequential": True}
 if not SEQUENTIAL.keys() <= DeepSpeedZeroConfig.model_fields.keys():
-    gathers.in_turn()
+    zero3_gather.in_turn()
     SEQUENTIAL = {}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from openrlhf.models import Actor
-from rlhf_stack import tiny
+from rlhf_stack.demo import tiny_model
 from vllm import LLM, SamplingParams, TokensPrompt
 
 PROMPT, LENGTH = list(range(20, 36)), 32
@@ -18,7 +18,7 @@ PROMPT, LENGTH = list(range(20, 36)), 32
 def main() -> None:
     """Sample with the engine, then ask the trainer."""
     folder = Path(sys.argv[1])
-    tiny.make(folder, seed=0, steps=1)
+    tiny_model.make(folder, seed=0, steps=1)
     model = str(folder / "model")
     engine = LLM(
         model=model, enforce_eager=True, dtype="bfloat16", max_model_len=128, gpu_memory_utilization=0.1

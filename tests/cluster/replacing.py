@@ -7,7 +7,7 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
 
 RELEASE = "0.29"
 REPLACED = Path(__file__).with_name("replaced")
@@ -25,7 +25,7 @@ replaced = device_of_vllm_0_29:linear_layers
 TRAINER = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 VARIABLES = {
     **TRAINER,
-    settings.ACCELERATOR: "cpu",
+    env_vars.ACCELERATOR: "cpu",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # made of Triton's kernels
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # each worker starts two compilations beside it, of 0.3 GB each
@@ -40,7 +40,7 @@ def path(*folders: Path) -> dict[str, str]:
 
 def variables(folder: Path) -> dict[str, str]:
     """What a run needs in its environment, written below ``folder``; nothing where no GPU is missed."""
-    if settings.accelerator() == "cpu" or not version("vllm").startswith(RELEASE):
+    if env_vars.accelerator() == "cpu" or not version("vllm").startswith(RELEASE):
         return {}
     plugins = folder / "plugins"
     (plugins / DISTRIBUTION).mkdir(parents=True)

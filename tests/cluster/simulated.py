@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 from processes import END_SECONDS
 from ray.cluster_utils import Cluster
-from rlhf_stack import tiny, tiny_run
+from rlhf_stack.demo import tiny_model, tiny_run
 
 MEGABYTE = 1 << 20
 APART = "apart"
@@ -26,10 +26,10 @@ HEAD = 32  # elements: vLLM's attention on a CPU knows no smaller one
 def main() -> None:
     """Train; an error of the trainer is this process's error."""
     directory, layout, gpus, steps, heads, *changes = sys.argv[1:]
-    tiny.make(Path(directory), seed=0, steps=int(steps))
+    tiny_model.make(Path(directory), seed=0, steps=int(steps))
     if int(heads):
-        tiny.HIDDEN = HEAD * int(heads)
-        tiny.make_model(Path(directory, "model"), seed=0, layers=2, heads=int(heads))
+        tiny_model.HIDDEN = HEAD * int(heads)
+        tiny_model.make_model(Path(directory, "model"), seed=0, layers=2, heads=int(heads))
     cluster = Cluster()
     try:
         for index, count in enumerate(map(int, gpus.split(","))):

@@ -6,7 +6,7 @@ It is spawned, as vLLM spawns it, since a lock of a process that was forked has 
 import multiprocessing
 from pathlib import Path
 
-from rlhf_stack.starting import ToldStart
+from rlhf_stack.engine.startup import ToldStart
 from tqdm import tqdm
 
 SHARED_MEMORY = Path("/dev/shm")

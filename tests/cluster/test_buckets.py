@@ -9,8 +9,9 @@ import time
 
 import pytest
 import torch
-from rlhf_stack import settings, sync
-from rlhf_stack.sync import members
+from rlhf_stack import sync
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import membership
 from rlhf_stack.sync.buckets import plan
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import Outbox, describe
@@ -75,7 +76,7 @@ class Ranks:
             port = free.getsockname()[1]
 
         def run(rank):
-            members._own_address = lambda *_: f"127.0.0.{nodes[rank]}"
+            membership._own_address = lambda *_: f"127.0.0.{nodes[rank]}"
             try:
                 group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "gloo")
                 self.results.put((rank, target(rank, group)))
@@ -173,7 +174,7 @@ def test_a_worker_says_how_long_it_loaded():
 
 @pytest.mark.timeout(60)
 def test_a_parameter_that_the_engine_would_round_is_refused(monkeypatch):
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
     parameters = [("w", torch.ones(4, dtype=torch.bfloat16)), ("b", torch.ones(4))]
 
     def exchange(rank, group):
@@ -188,7 +189,7 @@ def test_a_parameter_that_the_engine_would_round_is_refused(monkeypatch):
 
 @pytest.mark.timeout(150)
 def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "600")  # for which nobody waits
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "600")  # for which nobody waits
     parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(60)]
 
     def load(rank, views):
@@ -216,7 +217,7 @@ def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
     [(ONE_NODE, 0), (ONE_NODE, 1), *((TWO_NODES, rank) for rank in range(WORLD)), (FOUR_NODES, 2)],
 )
 def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, nodes, victim, how):
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "12")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "12")
     parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(100)]
 
     def end():

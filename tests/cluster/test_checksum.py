@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from rlhf_stack import checksum
-from rlhf_stack.checksum import Piece, Region
+from rlhf_stack.sync import checksum
+from rlhf_stack.sync.checksum import Piece, Region
 from torch import nn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

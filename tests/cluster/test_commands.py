@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from ports import free_port
 from processes import END_SECONDS, MARK, ended, marked
-from rlhf_stack import commands, settings, tiny, tiny_run
-from rlhf_stack.start import token
+from rlhf_stack.cli import commands
+from rlhf_stack.cluster import auth_token
+from rlhf_stack.config import env_vars
+from rlhf_stack.demo import tiny_model, tiny_run
 
 SECONDS = 400
 SECOND_ADDRESS = "127.0.1.2"
@@ -86,7 +88,7 @@ def command(shell):
     """A run that fits: what ``train_ppo_ray`` of this OpenRLHF trains in one step, on a tiny model."""
     folder = Path(shell.environment["HOME"], "tiny")
     folder.mkdir()
-    tiny.make(folder, seed=0, steps=1)
+    tiny_model.make(folder, seed=0, steps=1)
     arguments = tiny_run.train_arguments("separate", folder, 1, seed=0)
     return ["python", "-m", "openrlhf.cli.train_ppo_ray", *arguments]
 
@@ -96,9 +98,9 @@ def test_the_head_declares_what_was_asked_and_asks_for_a_token_where_ray_can(she
     assert [node["gpus"] for node in head["nodes"]] == [GPUS]
     assert head["nodes"][0]["cpus"] == 8
     assert documented(head)
-    assert head["token"] == token.is_known()
+    assert head["token"] == auth_token.is_known()
     assert head["ray_start"][head["ray_start"].index("--dashboard-host") + 1] == "127.0.0.1"
-    assert token.path(shell.environment).is_file() == token.is_known()
+    assert auth_token.path(shell.environment).is_file() == auth_token.is_known()
 
 
 @pytest.mark.timeout(SECONDS)
@@ -139,7 +141,7 @@ def test_the_exit_code_of_a_job_is_that_of_submit(shell, head):
     del head
     seen = "print('seen', os.environ['RLHF_STACK_VERIFY_SYNC'], os.environ['OWN'])"
     code = f"import os; {seen}; raise SystemExit(7)"
-    variables = {settings.VERIFY_SYNC: "1"}
+    variables = {env_vars.VERIFY_SYNC: "1"}
     done = shell.stack("submit", "--env", "OWN=mine", "--", "python", "-c", code, **variables)
     assert "seen 1 mine" in done.stdout
     assert done.returncode == (7 if "exit code 7" in done.stderr else 1)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import replacing
-from rlhf_stack import events, settings
+from rlhf_stack.config import env_vars
+from rlhf_stack.telemetry import events
 
 UNSAFE = Path(__file__).with_name("unsafe_barrier.py")
 SECONDS = 400
@@ -23,7 +24,7 @@ def test_an_engine_that_generates_while_a_rank_waits_on_its_gpu_is_an_error(tmp_
         [sys.executable, str(UNSAFE), str(tmp_path)],
         env=os.environ
         | replacing.variables(tmp_path)
-        | {settings.CHECK_COTENANCY: "1", settings.EVENTS: str(told)},
+        | {env_vars.CHECK_COTENANCY: "1", env_vars.EVENTS: str(told)},
         capture_output=True,
         text=True,
         check=False,

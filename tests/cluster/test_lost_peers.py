@@ -7,7 +7,10 @@ from contextlib import suppress
 
 import pytest
 from ports import free_port
-from rlhf_stack import peers, settings, starting, sync
+from rlhf_stack import sync
+from rlhf_stack.cluster import actor_registry
+from rlhf_stack.config import env_vars
+from rlhf_stack.engine import startup
 
 ray = pytest.importorskip("ray")
 
@@ -23,9 +26,9 @@ class Engine:
     """An engine of two workers."""
 
     def __init__(self):
-        starting.begin(3)
-        starting.report("model loaded", 0, 1.0)
-        starting.report("model loaded", 1, 1.0)
+        startup.begin(3)
+        startup.report("model loaded", 0, 1.0)
+        startup.report("model loaded", 1, 1.0)
 
     def work(self):
         time.sleep(600)
@@ -53,7 +56,7 @@ class Rank:
     """A rank of the trainer, or what drives its ranks."""
 
     def __init__(self):
-        peers.introduce_rank(self, 0)
+        actor_registry.introduce_rank(self, 0)
 
     def up(self):
         """Nothing, as soon as it has started."""
@@ -65,7 +68,7 @@ class Rank:
         ray.get(engine.work.remote())
 
     def sync(self, engine):
-        with peers.named("weight sync 4 over gloo"):
+        with actor_registry.named("weight sync 4 over gloo"):
             sync.wait([engine.work.remote()], BUCKET)
 
     def train(self, rank, engine):
@@ -79,7 +82,7 @@ class Member(Rank):
         """Be ``rank`` of the group, whose first listens on ``port``."""
         import torch.distributed as dist
 
-        peers.introduce_rank(self, rank)
+        actor_registry.introduce_rank(self, rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
     def meet(self):
@@ -118,7 +121,7 @@ def said(waiting, lose):
     with suppress(ray.exceptions.GetTimeoutError):
         ray.get(waiting, timeout=2)
     lose()
-    with pytest.raises(peers.PeerError) as raised, peers.named():
+    with pytest.raises(actor_registry.PeerError) as raised, actor_registry.named():
         ray.get(waiting, timeout=60)
     return str(raised.value)
 
@@ -159,12 +162,12 @@ def test_a_rank_whose_node_dies_in_a_collective_of_the_trainer_is_named(lose):
 @pytest.mark.timeout(180)
 def test_an_engine_that_stalls_is_named_with_its_node(lose, monkeypatch):
     del lose
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "1")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
     engine = start(Engine, doomed=True)
     with pytest.raises(sync.SyncError) as raised:
         sync.wait([engine.work.remote()], BUCKET)
     assert str(raised.value) == (
-        f"waited 1 s for {BUCKET}; engines [0] of 1 did not answer (deadline: {settings.SYNC_TIMEOUT}): "
+        f"waited 1 s for {BUCKET}; engines [0] of 1 did not answer (deadline: {env_vars.SYNC_TIMEOUT}): "
         f"engine 3 on {NODE} with its rank 0, rank 1"
     )
 

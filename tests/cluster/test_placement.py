@@ -7,10 +7,11 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from rlhf_stack import placement, settings
+from rlhf_stack import placement
+from rlhf_stack.config import env_vars
 from rlhf_stack.placement import Engines, Group, PlacementError, Request
-from rlhf_stack.placement import cluster as edge
-from rlhf_stack.placement.upstream import pack
+from rlhf_stack.placement import reservation as edge
+from rlhf_stack.planning.upstream_placement import pack
 
 ray = pytest.importorskip("ray")
 
@@ -135,7 +136,7 @@ def test_engines_that_are_apart_have_groups_of_their_own_beside_groups_of_whole_
 
 @pytest.mark.timeout(SECONDS)
 def test_a_group_of_whole_nodes_that_nobody_planned_has_a_rank_for_each_gpu(nodes, monkeypatch):
-    monkeypatch.setenv(settings.PLACEMENT_TIMEOUT, "3")
+    monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "3")
     with left(nodes, (8, 8, 2, 0)):
         group = ray.util.placement_group([{"GPU": 4, "CPU": 4}] * 2, strategy="STRICT_SPREAD")
         placement.wait(group, "actor")
@@ -193,7 +194,7 @@ def test_a_plan_on_what_was_already_taken_is_made_again(nodes, monkeypatch):
 
 @pytest.mark.timeout(SECONDS)
 def test_straddling_on_request_is_told(nodes, monkeypatch, caplog):
-    monkeypatch.setenv(settings.ALLOW_STRADDLE, "1")
+    monkeypatch.setenv(env_vars.ALLOW_STRADDLE, "1")
     with left(nodes, (6, 6, 0, 0)):
         group = placement.reserve(Request(engines=Engines(3, 4)))["engines"]
         assert "engine 2" in caplog.text
@@ -203,7 +204,7 @@ def test_straddling_on_request_is_told(nodes, monkeypatch, caplog):
 
 @pytest.mark.timeout(SECONDS)
 def test_a_group_without_a_place_says_what_is_missing_within_the_deadline(nodes, monkeypatch):
-    monkeypatch.setenv(settings.PLACEMENT_TIMEOUT, "3")
+    monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "3")
     with left(nodes, (8, 8, 0, 0), cpus=4):
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 17)
         with pytest.raises(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import replacing
 from driver import HOOK
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
 from trained import FLAT, assert_critic_trained, assert_trained, nodes_of_trainers
 
 pytestmark = [pytest.mark.integration, FLAT]
@@ -25,7 +25,7 @@ CELL = json.loads(Path("/etc/rlhf-stack/cell.json").read_text(encoding="utf-8"))
 DEVICE = {
     **replacing.TRAINER,
     **replacing.path(),
-    settings.ACCELERATOR: "rocm" if "rocm" in CELL else "cuda",  # also where the image says cpu
+    env_vars.ACCELERATOR: "rocm" if "rocm" in CELL else "cuda",  # also where the image says cpu
     HOOK: "device_of_vllm_0_4.install",
     # Workers that Ray starts ahead lack the hook, and none of them would be used.
     "RAY_prestart_worker_first_driver": "0",

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import free_port
-from rlhf_stack import devices, settings, sync
-from rlhf_stack.sync import backend, choice
-from rlhf_stack.sync.members import Members
+from rlhf_stack import sync
+from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import backend, backend_selection
+from rlhf_stack.sync.membership import Members
 
 WORLD = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
@@ -127,8 +129,10 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
             raise sync.SyncError("unhandled system error")
         members.connection().wait(["what rank 1 never sets"], timedelta(seconds=60))
 
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
-    monkeypatch.setattr(choice, "_own_facts", lambda: choice.Facts(str(os.getpid()), ""))
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
+    monkeypatch.setattr(
+        backend_selection, "_own_facts", lambda: backend_selection.Facts(str(os.getpid()), "")
+    )
     monkeypatch.setattr(backend, "_nccl", pretended)
 
     def exchange(rank, port):
@@ -143,7 +147,7 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_does_not_join_is_named_within_the_deadline(monkeypatch):
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "2")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "2")
     found = together(join, ranks=[0, 2])
     assert isinstance(found[0], sync.SyncError)
     assert "ranks [1] of 3 did not join within 2 s (RLHF_STACK_SYNC_TIMEOUT)" in str(found[0])
@@ -169,7 +173,7 @@ class Busy:
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_has_spoken_is_not_blamed_with_one_that_is_silent(monkeypatch):
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "8")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
 
     def exchange(rank, port):
         members = Members("127.0.0.1", port, rank, WORLD)
@@ -184,7 +188,7 @@ def test_a_rank_that_has_spoken_is_not_blamed_with_one_that_is_silent(monkeypatc
 
 @pytest.mark.timeout(60)
 def test_a_trainer_that_does_not_listen_is_named_within_the_deadline(monkeypatch):
-    monkeypatch.setenv(settings.SYNC_TIMEOUT, "2")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "2")
     port = free_port()
     with pytest.raises(sync.SyncError, match=rf"rank 0 \(the trainer\) is not reachable at 127.0.0.1:{port}"):
         sync.create_group("127.0.0.1", port, 1, WORLD, torch.device("cpu"), "gloo")

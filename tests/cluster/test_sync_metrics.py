@@ -4,9 +4,9 @@ import time
 
 import pytest
 import ray
+from rlhf_stack.diagnostics.monitor import metrics
 from rlhf_stack.sync import report
-from rlhf_stack.throughput import Work
-from rlhf_stack.watching import metrics
+from rlhf_stack.telemetry.throughput import Work
 
 SECONDS = 90
 

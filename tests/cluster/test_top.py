@@ -7,9 +7,10 @@ import time
 
 import pytest
 import ray
-from rlhf_stack import events, settings
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync import report
-from rlhf_stack.throughput import Work
+from rlhf_stack.telemetry import events
+from rlhf_stack.telemetry.throughput import Work
 
 SECONDS = 120
 
@@ -27,7 +28,7 @@ class Trainer:
 @pytest.fixture
 def node(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "500")
-    monkeypatch.setenv(settings.EVENTS, str(tmp_path))
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()

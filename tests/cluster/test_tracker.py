@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from rlhf_stack import starting
+from rlhf_stack.engine import startup
 
 SECONDS = 60
 
@@ -31,7 +31,7 @@ class Engine(Actor.__ray_actor_class__):
     """As ours."""
 
     def __init__(self) -> None:
-        starting.begin(None)
+        startup.begin(None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,7 @@ What is usual is shown by the demo, and over layouts by test_layouts.py; here is
 """
 
 import pytest
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
 from trained import CPU_ENGINE, FLAT, SECTIONS, assert_critic_trained, assert_one_policy, assert_trained
 
 pytestmark = pytest.mark.integration
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.integration
 SECONDS = 400
 SIDES = ("trainer", "engine")
 BUCKET = 50_000  # bytes
-SMALL_BUCKETS = {settings.SYNC_BUCKET: str(BUCKET / 10**6)}
+SMALL_BUCKETS = {env_vars.SYNC_BUCKET: str(BUCKET / 10**6)}
 
 
 @SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
 def test_trainer_and_engines_share_gpus_and_sleep_in_turn(train):
     one_gpu_each = ["--actor.num_gpus_per_node", "1", "--vllm.tensor_parallel_size", "1"]
-    run = train("hybrid", (1, 1), 2, SECONDS, *one_gpu_each, **{settings.CHECK_COTENANCY: "1"})
+    run = train("hybrid", (1, 1), 2, SECONDS, *one_gpu_each, **{env_vars.CHECK_COTENANCY: "1"})
     assert_trained(run, steps=2, backend="ipc", engines=2)
     watched = {side: {e["gpu"] for e in run.of("cotenancy") if e["side"] == side} for side in SIDES}
     assert watched["trainer"] == watched["engine"], "both look at the GPUs that they share"

@@ -7,7 +7,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from rlhf_stack import checksum, events, settings, sync, verify
+from rlhf_stack import sync
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import checksum, verify
+from rlhf_stack.telemetry import events
 
 
 @pytest.fixture
@@ -17,8 +20,8 @@ def alone(monkeypatch, tmp_path):
     deepspeed.zero = SimpleNamespace(GatheredParameters=lambda *_, **__: nullcontext())
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
     monkeypatch.setattr(sync, "wait", lambda references, _: list(references))
-    monkeypatch.setenv(settings.EVENTS, str(tmp_path))
-    monkeypatch.setenv(settings.VERIFY_SYNC, "1")
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
+    monkeypatch.setenv(env_vars.VERIFY_SYNC, "1")
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield tmp_path

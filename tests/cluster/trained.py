@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from rlhf_stack import devices
+from rlhf_stack.accelerator import devices
 
 # How that OpenRLHF is called, and what it can do.
 SECTIONS = pytest.mark.carries("openrlhf==0.11.2")

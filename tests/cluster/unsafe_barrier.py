@@ -11,11 +11,11 @@ import ray
 import torch.distributed as dist
 from openrlhf.trainer.ray import launcher, vllm_engine
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
-from rlhf_stack import tiny
+from rlhf_stack.demo import tiny_model
 from vllm import SamplingParams
 
 folder = Path(sys.argv[1])
-tiny.make(folder, seed=0, steps=1, layers=1)
+tiny_model.make(folder, seed=0, steps=1, layers=1)
 ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=200_000_000)
 group = ray.util.placement_group([{"GPU": 1, "CPU": 2}])
 assert group.wait(120)

@@ -7,8 +7,8 @@ import docker
 import pytest
 from docker.models.volumes import Volume
 
-from scripts.cluster import LABEL, Cluster, Node, owner
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
+from scripts.testing.cluster import LABEL, Cluster, Node, owner
 from tests.faults.runs import CHECKPOINTS, run_of
 from tests.faults.trial import ENVIRONMENT, EVENTS
 from tests.network import links, remote

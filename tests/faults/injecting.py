@@ -12,9 +12,9 @@ from pathlib import Path
 import docker.errors
 from docker.models.containers import Container
 
-from scripts.cluster import Cluster
-from scripts.faults import SYNC
-from scripts.problem import Problem
+from scripts.errors import UserError
+from scripts.release.fault_cases import SYNC
+from scripts.testing.cluster import Cluster
 from tests.faults.runs import CHECKPOINTS
 from tests.network import links, remote
 
@@ -128,18 +128,18 @@ def fill(folder: str) -> Fault:
 def limit_memory(site: Site) -> None:
     """To what the node uses and as little more as the kernel takes; then something else fills that.
 
-    Returns when the kernel or Ray has ended a process for it; a `Problem` if neither does.
+    Returns when the kernel or Ray has ended a process for it; a `UserError` if neither does.
     """
     before = _kills(site)
     slack = _limit(site)
     size = (slack + OVERFLOW) // MEGABYTE
     command = f"dd if=/dev/zero of={SHARED_MEMORY}/{FILLED} bs=1M count={size} 2>/dev/null"
-    with contextlib.suppress(Problem):  # it may be what is ended, or the whole node
+    with contextlib.suppress(UserError):  # it may be what is ended, or the whole node
         site.cluster.output(site.node, ["sh", "-c", command])
     until = time.monotonic() + KILL_SECONDS
     while _processes(site) and _kills(site) == before:
         if time.monotonic() > until:
-            raise Problem(f"nothing on {site.node.name} was ended for want of memory")
+            raise UserError(f"nothing on {site.node.name} was ended for want of memory")
         time.sleep(POLL_SECONDS)
 
 
@@ -154,7 +154,7 @@ def _limit(site: Site) -> int:
             return slack
         except docker.errors.APIError:
             continue  # the kernel cannot reclaim that much
-    raise Problem(f"the memory of {site.node.name} cannot be limited to what it uses")
+    raise UserError(f"the memory of {site.node.name} cannot be limited to what it uses")
 
 
 def _kills(site: Site) -> str:
@@ -197,7 +197,7 @@ FAULTS = {
 
 
 def rejoin(cluster: Cluster) -> None:
-    """Start the nodes that have ended, until Ray knows all of them again; a `Problem` after a while.
+    """Start the nodes that have ended, until Ray knows all of them again; a `UserError` after a while.
 
     Ray ends a node that it took for dead as soon as the node is heard of again.
     """
@@ -210,6 +210,6 @@ def rejoin(cluster: Cluster) -> None:
         try:
             cluster.wait(ATTEMPT_SECONDS)
             return
-        except Problem:
+        except UserError:
             if time.monotonic() > deadline:
                 raise

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
 
 CHECKPOINTS = "/checkpoints"
 

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from docker.models.images import Image
 
-from scripts import demo, faults, records
-from scripts.cluster import Cluster
-from scripts.faults import TRAINING, Case
-from scripts.matrix import Cell
-from scripts.problem import Problem
+from scripts.errors import UserError
+from scripts.matrix.load import Cell
+from scripts.release import fault_cases
+from scripts.release.fault_cases import TRAINING, Case
+from scripts.testing import demo, records
+from scripts.testing.cluster import Cluster
 from tests.faults.injecting import FAULTS, Site, by_address, rejoin
 from tests.faults.runs import run_of
 from tests.faults.trial import STEPS, Job, end, left_behind
@@ -57,7 +58,7 @@ class Trial:
             beyond = job.reach(phase)
             printed = len(job.printed)
             if job.ended:
-                raise Problem(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
+                raise UserError(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
             fault.inject(site)
             in_time = job.beyond(phase) == beyond
         outcome, seconds = job.outcome()
@@ -83,7 +84,7 @@ class Trial:
             left=tuple(left),
         )
         self.cases.append(case)
-        faults.write(case)
+        fault_cases.write(case)
         if left:
             end(self._cluster)
         return outcome == "goes on"
@@ -92,20 +93,20 @@ class Trial:
         """What is left behind; a node may end meanwhile, as Ray ends one that it took for dead."""
         try:
             return left_behind(self._cluster)
-        except Problem:
+        except UserError:
             rejoin(self._cluster)
             return left_behind(self._cluster)
 
     def tell(self, afterwards: str) -> None:
         """Note what became of the last case afterwards."""
         self.cases[-1] = msgspec.structs.replace(self.cases[-1], afterwards=afterwards)
-        faults.write(self.cases[-1])
+        fault_cases.write(self.cases[-1])
 
     def see_it_resumed(self, job: Job) -> None:
         """Until ``job`` does its first step; noted if a case came before."""
         try:
             step = job.first_step()
-        except Problem as problem:
+        except UserError as problem:
             self.tell(f"fails: {problem}"[:SAID])
             raise
         assert step == job.begins_after + 1
@@ -113,7 +114,7 @@ class Trial:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("fault", faults.FAULTS)
+@pytest.mark.parametrize("fault", fault_cases.FAULTS)
 def test_a_run_that_is_hit_ends_or_goes_on(
     client: docker.DockerClient, cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str
 ) -> None:
@@ -121,7 +122,7 @@ def test_a_run_that_is_hit_ends_or_goes_on(
     del client
     trial = Trial(cluster, folder, fault, cell, str(image.id))
     job = trial.submit()
-    for phase in faults.FAULTS[fault]:
+    for phase in fault_cases.FAULTS[fault]:
         if trial.hit(job, phase):
             trial.tell("is not needed")
             continue

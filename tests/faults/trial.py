@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlhf_stack import events
+from rlhf_stack.telemetry import events
 
-from scripts import demo
-from scripts.cluster import Cluster
-from scripts.faults import GENERATION, START, SYNC, TRAINING, Outcome
-from scripts.problem import Problem
+from scripts.errors import UserError
+from scripts.release.fault_cases import GENERATION, START, SYNC, TRAINING, Outcome
+from scripts.testing import demo
+from scripts.testing.cluster import Cluster
 from tests.faults.runs import CHECKPOINTS
 from tests.network import remote
 
@@ -100,13 +100,13 @@ class Job:
         return True
 
     def reach(self, phase: str) -> int:
-        """Until the run is in ``phase``, of a step after those done; a `Problem` if it never is.
+        """Until the run is in ``phase``, of a step after those done; a `UserError` if it never is.
 
         The answer is `beyond` of then.
         """
         seen = self._count(phase)
         if not self.wait(lambda: self._count(phase) > seen, REACH_SECONDS):
-            raise Problem(f"the run did not come to {phase}: {demo.cause(self.printed)}")
+            raise UserError(f"the run did not come to {phase}: {demo.cause(self.printed)}")
         return self.beyond(phase)
 
     def beyond(self, phase: str) -> int:
@@ -118,9 +118,9 @@ class Job:
         return sum(map(self._count, others)) + len(self.steps())
 
     def first_step(self) -> int:
-        """The number of the first step that this run did; a `Problem` if it does none."""
+        """The number of the first step that this run did; a `UserError` if it does none."""
         if not self.wait(lambda: bool(self.steps()), REACH_SECONDS):
-            raise Problem(f"no step was done: {demo.cause(self.printed)}")
+            raise UserError(f"no step was done: {demo.cause(self.printed)}")
         return self.steps()[0]
 
     def address(self, phase: str) -> str:
@@ -129,7 +129,7 @@ class Job:
         Waits for them to be placed, and for the first step unless ``phase`` is the start.
         """
         if not self.wait(lambda: bool(self.events("placement")), REACH_SECONDS):
-            raise Problem(f"nothing was placed: {demo.cause(self.printed)}")
+            raise UserError(f"nothing was placed: {demo.cause(self.printed)}")
         if phase != START:
             self.first_step()
         return self.ranks[-1] if phase == TRAINING else str(self._placed["engines"][0][0])
@@ -210,11 +210,11 @@ def left_behind(cluster: Cluster) -> list[str]:
 
 
 def end(cluster: Cluster) -> None:
-    """End what is left, as a user would, so that the next run finds none of it; a `Problem` if some stays."""
+    """End what is left, as a user would, so that the next run finds none of it; a `UserError` if some stays."""
     for container in cluster.containers:
         cluster.output(container, [*REAP, "--yes"])
     if found := left_behind(cluster):  # it takes Ray a moment to see that what was ended has ended
-        raise Problem(f"rlhf-stack reap --yes did not end {'; '.join(found)}")
+        raise UserError(f"rlhf-stack reap --yes did not end {'; '.join(found)}")
 
 
 def _left(cluster: Cluster) -> list[str]:

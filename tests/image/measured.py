@@ -227,7 +227,7 @@ def allocated():
 def deepspeed_engine(model, stage, offload, wide):
     """DeepSpeed as OpenRLHF configures it, with the optimiser that this distribution takes."""
     import deepspeed
-    from rlhf_stack import ops
+    from rlhf_stack.compat import deepspeed_ops
 
     gradients = "fp32" if wide else None
     asked = {"adam_offload": offload, "stage": stage, "zpg": 1, "grad_accum_dtype": gradients}
@@ -237,11 +237,11 @@ def deepspeed_engine(model, stage, offload, wide):
     except ModuleNotFoundError:
         from openrlhf.utils.deepspeed_utils import get_train_ds_config
 
-        optimizer = ops.adam(offload)(model.parameters(), lr=1e-5)
+        optimizer = deepspeed_ops.adam(offload)(model.parameters(), lr=1e-5)
         config = get_train_ds_config(False, **asked) | batch
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     adam = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
-    section = ops.optimizer({"type": "AdamW", "params": adam}, offload)
+    section = deepspeed_ops.optimizer({"type": "AdamW", "params": adam}, offload)
     config = get_train_ds_config(False, **asked, optim_config=section) | batch
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 

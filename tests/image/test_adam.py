@@ -34,13 +34,13 @@ def test_torch_s_adamw_equals_deepspeed_s(
 ) -> None:
     """To the rounding of single precision, over many steps, with and without weight decay."""
     import torch
-    from rlhf_stack import ops
+    from rlhf_stack.compat import deepspeed_ops
 
     if cell["accelerator"]["kind"] != "cpu":
         pytest.skip("DeepSpeed's operator runs on a GPU here")
-    of_deepspeed = trained(ops.adam(offload), seed=0)
-    monkeypatch.setattr(ops, "adam_operator", lambda _: False)
-    substitute = ops.adam(offload)
+    of_deepspeed = trained(deepspeed_ops.adam(offload), seed=0)
+    monkeypatch.setattr(deepspeed_ops, "adam_operator", lambda _: False)
+    substitute = deepspeed_ops.adam(offload)
     assert isinstance(substitute, functools.partial)
     of_torch = trained(substitute, seed=0)
     torch.testing.assert_close(of_torch, of_deepspeed, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ def test_the_command_is_on_the_path() -> None:
 def test_a_command_imports_only_what_it_needs(command: str) -> None:
     """Of what takes seconds to import nothing, unless it is asked to look at it."""
     code = (
-        "import contextlib, sys; from rlhf_stack.cli import main\n"
+        "import contextlib, sys; from rlhf_stack.cli.main import main\n"
         f"with contextlib.suppress(SystemExit): main(['{command}'])\n"
         "print([name for name in ('torch', 'ray', 'vllm', 'transformers') if name in sys.modules])"
     )

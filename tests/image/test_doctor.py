@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "openrlhf")
 WITHOUT_HEAVY = f"""
@@ -20,10 +20,10 @@ def refuse(name, *rest, **named):
         raise ImportError(name)
     return found(name, *rest, **named)
 builtins.__import__ = refuse
-from rlhf_stack import cli
-cli.main()
+from rlhf_stack.cli.main import main
+main()
 """
-OF_THE_MACHINE = {"disk", *(["gpus"] if settings.accelerator() != "cpu" else [])}  # here is no GPU
+OF_THE_MACHINE = {"disk", *(["gpus"] if env_vars.accelerator() != "cpu" else [])}  # here is no GPU
 PORT = "7391"
 GLOO = """
 import torch.distributed as group

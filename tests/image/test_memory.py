@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
 
 MEASURED = Path(__file__).with_name("measured.py")
 SECONDS = 1500
 FEWER_THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 OWN_USER = 1000  # of the image
 pytestmark = pytest.mark.skipif(os.getuid() != OWN_USER, reason="measured once, as the image's own user")
-NO_GPU = pytest.mark.skipif(settings.accelerator() != "cpu", reason="this image needs a GPU for it")
+NO_GPU = pytest.mark.skipif(env_vars.accelerator() != "cpu", reason="this image needs a GPU for it")
 IS_CURRENT = importlib.metadata.version("openrlhf").startswith("0.11")
 # How far an estimate may be off, either way: what is not modelled are small buffers, and padding.
 ACTIVATIONS, STATES, EXACT = 0.06, 0.12, 0.0

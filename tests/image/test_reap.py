@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_stack import processes
+from rlhf_stack.cleanup import process_table
 
 END_SECONDS = 60
 DRIVER = """
@@ -46,7 +46,7 @@ def reap(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 def until_gone(role: str) -> None:
     """Wait until no process of this role is left, with a deadline."""
     end = time.monotonic() + END_SECONDS
-    while any(one.role == role for one in processes.table()):
+    while any(one.role == role for one in process_table.table()):
         assert time.monotonic() < end, f"a {role} is still there after {END_SECONDS} s"
         time.sleep(0.1)
 
@@ -91,7 +91,7 @@ def test_what_a_killed_driver_left_is_removed_and_nothing_else(
         assert alive(child)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        until_gone(processes.RAYLET)
+        until_gone(process_table.RAYLET)
         lost = shared_memory.SharedMemory(create=True, size=4096)
         resource_tracker.unregister(lost._name, "shared_memory")  # type: ignore[attr-defined]
         lost.close()

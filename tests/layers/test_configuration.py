@@ -2,8 +2,8 @@
 
 from docker.models.images import Image
 
-from scripts.bake import INPUTS, NAMESPACE, REVISION, size
-from scripts.matrix import Cell
+from scripts.images.image_build import INPUTS, NAMESPACE, REVISION, size
+from scripts.matrix.load import Cell
 
 
 def test_size_is_within_the_budget(image: Image, cell: Cell) -> None:

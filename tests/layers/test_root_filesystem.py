@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import base
-from scripts.matrix import Cell
+from scripts.images import rootfs
+from scripts.matrix.load import Cell
 
 MANIFEST = "./etc/rlhf-stack-base.txt"
 
@@ -22,19 +22,19 @@ def packages(tar: Path) -> str:
 @pytest.mark.timeout(600)
 def test_made_again_the_root_is_identical(cell: Cell, tmp_path: Path) -> None:
     """Made elsewhere and later than the one in use; made twice if Debian has newer packages since."""
-    runtime, _ = base.roots(cell)
+    runtime, _ = rootfs.roots(cell)
     first, second = runtime.tar, tmp_path / "second.tar"
-    base.make(runtime, second)
+    rootfs.make(runtime, second)
     if not first.exists() or packages(first) != packages(second):
         first = tmp_path / "first.tar"
-        base.make(runtime, first)
+        rootfs.make(runtime, first)
     assert packages(first) == packages(second)
-    assert base.digest(first) == base.digest(second)
+    assert rootfs.digest(first) == rootfs.digest(second)
 
 
 def test_root_has_nothing_of_the_machine_that_made_it(cell: Cell) -> None:
     """No name, resolver, machine id or log of it."""
-    runtime, _ = base.roots(cell)
+    runtime, _ = rootfs.roots(cell)
     with tarfile.open(runtime.tar) as archive:
         members = {member.name: member for member in archive}
     assert "./etc/hostname" not in members

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from docker.models.images import Image
 
-from scripts.bake import MARK
+from scripts.images.image_build import MARK
 
 CHUNK = 1 << 22
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import docker
 import pytest
 
-from scripts.cluster import LABEL, Cluster, owner
-from scripts.demo import NODES
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
+from scripts.testing.cluster import LABEL, Cluster, owner
+from scripts.testing.demo import NODES
 
 
 @pytest.fixture

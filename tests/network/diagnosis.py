@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
 
 OF_THE_MACHINE = {"disk"}
 OF_A_STAND_IN = {"nccl"}  # its env defaults name the vendor's library, which its torch does not bring

@@ -1,6 +1,6 @@
 """The head's job server, for jobs that are submitted on another machine."""
 
-from scripts.cluster import Node, ray_start
+from scripts.testing.cluster import Node, ray_start
 
 SERVER = "http://head:8265"
 

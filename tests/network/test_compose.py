@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.cluster import SHARES_AT_START
-from scripts.matrix import ROOT, Cell
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+from scripts.testing.cluster import SHARES_AT_START
 
 FILE = ROOT / "images" / "examples" / "compose.yaml"
 SERVICES = ("head", "node")
@@ -68,7 +69,17 @@ def test_a_secret_is_asked_for(compose: Compose) -> None:
 def test_two_services_are_a_cluster_that_takes_jobs(compose: Compose) -> None:
     up = compose("up", "-d")
     assert up.returncode == 0, up.stderr
-    nodes = ["python", "-m", "rlhf_stack.nodes", "--nodes", "2", "--gpus", "4", "--timeout", "120"]
+    nodes = [
+        "python",
+        "-m",
+        "rlhf_stack.cluster.readiness",
+        "--nodes",
+        "2",
+        "--gpus",
+        "4",
+        "--timeout",
+        "120",
+    ]
     there = compose("exec", "-T", "head", *nodes)
     assert there.returncode == 0, there.stderr + compose("logs").stdout[-3000:]
     assert len(json.loads(there.stdout)) == 2

@@ -14,11 +14,11 @@ from typing import Any
 import docker
 import pytest
 from docker.models.containers import Container
-from rlhf_stack import tiny_run
+from rlhf_stack.demo import tiny_run
 
-from scripts import demo, report
-from scripts.cluster import Cluster, Node
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
+from scripts.testing import demo, demo_report
+from scripts.testing.cluster import Cluster, Node
 from tests.network import diagnosis
 from tests.network.waiting import until
 
@@ -31,7 +31,7 @@ SHORT = {"RAY_metrics_report_interval_ms": "500"}  # what top shows is at most s
 SETTINGS = {"RLHF_STACK_EVENTS": demo.EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
 KILL_THE_DRIVER = """
 import os, signal
-from rlhf_stack import processes
+from rlhf_stack.cleanup import process_table as processes
 drivers = [one for one in processes.table() if one.role == processes.DRIVER and "train_ppo_ray" in one.line]
 for driver in drivers:
     os.kill(driver.pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_the_nodes_join_and_the_head_shows_them(cluster: Cluster) -> None:
 def test_a_stranger_without_the_token_is_turned_away(cluster: Cluster, cell: Cell) -> None:
     alone = ["env", "-u", "RAY_AUTH_TOKEN", "HOME=/nowhere", "python", "-c"]
     known = cluster.output(
-        cluster.head, [*alone, "from rlhf_stack.start import token; print(token.is_known())"]
+        cluster.head, [*alone, "from rlhf_stack.cluster import token; print(token.is_known())"]
     )
     if known.strip() != "True":
         pytest.skip(f"Ray {cell.versions['ray']} has no tokens")
@@ -167,7 +167,7 @@ def test_the_run_trains_to_its_end_and_is_watched(
     watch, said = Watch(cluster), list[str]()
     code = cluster.follow(submit(run), said.append, watch, timeout=SECONDS - 30)
     assert code == 0, "\n".join(said[-20:])
-    result = report.build(cell.id, cell.versions, cluster.addresses, demo.events_of(cluster), {})
+    result = demo_report.build(cell.id, cell.versions, cluster.addresses, demo.events_of(cluster), {})
     assert result["steps"] == steps
     assert result["weights_equal"]
     assert watch.top["sync"] > 0

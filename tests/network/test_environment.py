@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scripts.cluster import Cluster
-from scripts.demo import SUBMIT
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
+from scripts.testing.cluster import Cluster
+from scripts.testing.demo import SUBMIT
 from tests.network.waiting import TEST_SECONDS
 
 SCRIPT = "/tmp/look.py"

@@ -13,10 +13,11 @@ from docker.models.containers import Container
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts import demo, records
-from scripts.cluster import LABEL, Cluster, sweep
-from scripts.matrix import ROOT, Cell
-from scripts.problem import Problem
+from scripts.errors import UserError
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+from scripts.testing import demo, records
+from scripts.testing.cluster import LABEL, Cluster, sweep
 from tests.network import diagnosis
 from tests.network.remote import SERVER, reachable
 from tests.network.waiting import TEST_SECONDS, WAIT_SECONDS, until
@@ -61,7 +62,7 @@ def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
     """While a command runs on the head, which would otherwise wait for the node that is gone."""
     cluster = start()
     worker = cluster.containers[1]
-    with pytest.raises(Problem, match=r"node worker ended: it was killed"):
+    with pytest.raises(UserError, match=r"node worker ended: it was killed"):
         cluster.follow(["sh", "-c", "echo begun; sleep 100"], line=lambda _: worker.kill())
 
 
@@ -70,7 +71,7 @@ def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell
     """By the exception that ended it, not by the last line of Ray's log."""
     cluster = start()
     job = ["python", "-c", "raise ValueError('said so')"]
-    with pytest.raises(Problem, match=r"training failed: ValueError: said so"):
+    with pytest.raises(UserError, match=r"training failed: ValueError: said so"):
         demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), 120, demo.folder(cell))
 
 
@@ -98,13 +99,13 @@ def test_who_follows_a_job_is_told_that_its_head_was_lost(client: docker.DockerC
 @pytest.mark.timeout(TEST_SECONDS)
 def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cell) -> None:
     """After the deadline, here too short for any, with what is missing; and nothing is left."""
-    with pytest.raises(Problem, match=r"the cluster did not come up: .* after \d+ s"):
+    with pytest.raises(UserError, match=r"the cluster did not come up: .* after \d+ s"):
         Cluster(client, cell.tag, demo.NODES, timeout=1).__enter__()
 
 
 def start_demo(*arguments: str) -> "subprocess.Popen[str]":
     """The demo as a process of its own, with a number of steps that makes it no test of the image."""
-    command = [sys.executable, "-m", "scripts.demo", "--steps", "3", *arguments]
+    command = [sys.executable, "-m", "scripts.testing.demo", "--steps", "3", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -9,8 +9,8 @@ from typing import Any
 import docker
 import pytest
 
-from scripts.cluster import Cluster, Node
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
+from scripts.testing.cluster import Cluster, Node
 from tests.network import links
 from tests.network.waiting import TEST_SECONDS
 

@@ -3,10 +3,10 @@
 import pytest
 from docker.models.images import Image
 from rich.console import Console
-from rlhf_stack import tiny_run
+from rlhf_stack.demo import tiny_run
 
-from scripts import demo
-from scripts.matrix import Cell
+from scripts.matrix.load import Cell
+from scripts.testing import demo
 
 STEPS = 3
 

@@ -93,6 +93,6 @@ def proves(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, o
 @pytest.fixture
 def cpu_only() -> None:
     """For patches that change nothing where there is a GPU to ask."""
-    devices = pytest.importorskip("rlhf_stack.devices")
+    devices = pytest.importorskip("rlhf_stack.accelerator.devices")
     if devices.is_gpu():
         pytest.skip("this image is for GPUs, where this patch does exactly what upstream does")

@@ -6,13 +6,15 @@ PROBE = """
 import atexit
 import subprocess
 import threading
-from rlhf_stack import cotenancy, devices, settings
+from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
+from rlhf_stack.engine import gpu_contention
 
 on_cpu()
 pretend_flash_attn()
 from openrlhf.trainer.ray import launcher
 
-os.environ |= {settings.CHECK_COTENANCY: "1", devices.GPU_ID: os.getcwd()}
+os.environ |= {env_vars.CHECK_COTENANCY: "1", devices.GPU_ID: os.getcwd()}
 dist = importlib.import_module("torch.distributed")
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
 # The other rank joins the group, and comes to the barrier when it is told to.
@@ -33,7 +35,7 @@ class Strategy:
 
 
 launcher.BaseModelActor._setup_distributed(types.SimpleNamespace(_rank=0), Strategy())
-engine = cotenancy.Watch()
+engine = gpu_contention.Watch()
 engine.check()
 waiting = threading.Thread(target=dist.barrier)
 waiting.start()
@@ -41,7 +43,7 @@ try:
     waiting.join(2)
     engine.check()
     told = ""
-except cotenancy.CotenancyError as error:
+except gpu_contention.CotenancyError as error:
     told = str(error)
 other.communicate(b"go", timeout=60)
 waiting.join(60)

@@ -1,6 +1,6 @@
 """Real Ray actors on machines with eight GPUs that do not exist: on which of them would each compute?
 
-What a process sees follows from its variables (`rlhf_stack.visible.seen`), and its device is the one that it
+What a process sees follows from its variables (`rlhf_stack.accelerator.visible_devices.seen`), and its device is the one that it
 would take of these. AMD's GPUs are found by a ``rocm-smi`` of these tests.
 """
 
@@ -28,9 +28,10 @@ import socket
 import tempfile
 
 import ray
-from rlhf_stack import devices, settings, visible
+from rlhf_stack.accelerator import devices, visible_devices
+from rlhf_stack.config import env_vars
 
-KIND = os.environ[settings.ACCELERATOR]
+KIND = os.environ[env_vars.ACCELERATOR]
 TRAINERS = ("DistributedTorchRayActor", "BaseDistributedActor")
 
 
@@ -49,7 +50,7 @@ def start(gpus):
 
 
 def seen():
-    return visible.seen(os.environ, KIND, 8)
+    return visible_devices.seen(os.environ, KIND, 8)
 
 
 def taken(ordinal):
@@ -57,8 +58,8 @@ def taken(ordinal):
 
 
 def meant(gpu):
-    below = {name: value for name, value in os.environ.items() if name == visible.ROCR}
-    named = visible.seen(below | {visible.CUDA: str(gpu)}, KIND, 8)
+    below = {name: value for name, value in os.environ.items() if name == visible_devices.ROCR}
+    named = visible_devices.seen(below | {visible_devices.CUDA: str(gpu)}, KIND, 8)
     return named[0] if named else f"none: {gpu}"
 
 
@@ -100,7 +101,7 @@ start(len(seen()))
 half = len(seen()) // 2
 trainers = [Trainer.options(num_gpus=1).remote() for _ in range(half)]
 check("trainer ranks", ray.get([actor.device.remote() for actor in trainers]))
-if os.environ.get(visible.NOSET) != "1":
+if os.environ.get(visible_devices.NOSET) != "1":
     own = [Own.options(num_gpus=1).remote() for _ in range(half)]
     check("users' own actors", ray.get([actor.device.remote() for actor in own]))
 print("trainer ranks and users' own actors compute on the GPUs that Ray assigned")

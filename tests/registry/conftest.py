@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from docker.models.images import Image
 
-from scripts import bake, records
-from scripts.matrix import ROOT, Cell
-from scripts.publish import Item
+from scripts.images import image_build
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+from scripts.release.publish import Item
+from scripts.testing import records
 from tests.registry import server
 from tests.registry.images import GIVEN, Make, layer, remove
 
@@ -52,9 +54,13 @@ def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
     ) -> Item:
         tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
         changed = msgspec.structs.replace(cell, release=release, tag=tag)
-        labels = {**bake.labels(changed, "base", []), bake.REVISION: revision, bake.INPUTS: inputs}
-        labels |= {f"{bake.NAMESPACE}.stand-in": stand_in} if stand_in else {}
-        lines = [f"LABEL {name}={bake.quoted(value)}" for name, value in labels.items()]
+        labels = {
+            **image_build.labels(changed, "base", []),
+            image_build.REVISION: revision,
+            image_build.INPUTS: inputs,
+        }
+        labels |= {f"{image_build.NAMESPACE}.stand-in": stand_in} if stand_in else {}
+        lines = [f"LABEL {name}={image_build.quoted(value)}" for name, value in labels.items()]
         repository, _, name = tag.partition(":")
         client.api.import_image_from_data(layer(), repository=repository, tag=name, changes=lines)
         image = client.images.get(tag)

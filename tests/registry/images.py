@@ -8,7 +8,7 @@ from collections.abc import Callable
 import docker
 import docker.errors
 
-from scripts.publish import Item
+from scripts.release.publish import Item
 
 Make = Callable[..., Item]
 LAYER_BYTES = 3_000_000

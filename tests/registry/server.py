@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import engine
-from scripts.matrix import ROOT
-from scripts.problem import Problem
+from scripts.docker import bootstrap
+from scripts.errors import UserError
+from scripts.paths import ROOT
 
 PACKAGE = "docker-registry"
 UNPACKED = ROOT / "build" / PACKAGE
@@ -43,7 +43,7 @@ def program() -> str:
         return found
     path = UNPACKED / "usr" / "bin" / PACKAGE
     if not path.exists():
-        engine.unpack(PACKAGE, UNPACKED)
+        bootstrap.unpack(PACKAGE, UNPACKED)
     return str(path)
 
 
@@ -76,11 +76,11 @@ def running(folder: Path, htpasswd: str | None = None) -> Iterator[Registry]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, as it says; a `Problem` if it does not come up."""
+    """Where it listens, as it says; a `UserError` if it does not come up."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if said := LISTENS.search(log.read_text(encoding="utf-8")):
             return said[1]
         time.sleep(0.05)
     lines = log.read_text(encoding="utf-8").splitlines() or ["it said nothing"]
-    raise Problem(f"{PACKAGE} did not start: {lines[-1]}")
+    raise UserError(f"{PACKAGE} did not start: {lines[-1]}")

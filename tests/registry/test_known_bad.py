@@ -7,9 +7,12 @@ import docker
 import pytest
 from docker.models.images import Image
 
-from scripts import bake, imagetests, pip_config
-from scripts.cluster import LABEL, owner, removed_at_the_end
-from scripts.matrix import ROOT, Cell
+from scripts.images import image_build
+from scripts.locks import index_config
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+from scripts.testing import in_image
+from scripts.testing.cluster import LABEL, owner, removed_at_the_end
 
 # 0.18.2 beside the image's own, with the operators that are compiled for that.
 PUT_IN = """
@@ -33,11 +36,11 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
     """ZeRO-2 with accumulation is wrong, and nothing else is."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        secrets = bake.write_secrets(pip_config.load(), Path(folder))
+        secrets = image_build.write_secrets(index_config.load(), Path(folder))
         mounts = {str(path): {"bind": f"/run/secrets/{name}", "mode": "ro"} for name, path in secrets.items()}
         mounts |= {
             str(ROOT / "tests"): {"bind": "/opt/tests", "mode": "ro"},
-            str(imagetests.test_tools(cell)): {"bind": "/opt/testing", "mode": "ro"},
+            str(in_image.test_tools(cell)): {"bind": "/opt/testing", "mode": "ro"},
         }
         container = client.containers.create(
             str(image.id),
@@ -46,7 +49,7 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
             volumes=mounts,
             labels={LABEL: owner()},
             network_mode="host",  # as a build has it: the index may be a name of this machine
-            shm_size=1024 * imagetests.MEGABYTE,
+            shm_size=1024 * in_image.MEGABYTE,
         )
         with removed_at_the_end([container]):
             container.start()

@@ -14,11 +14,14 @@ import pytest
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts import bake, publish, records
-from scripts.matrix import ROOT, Cell
-from scripts.problem import Problem
-from scripts.publish import Item
-from scripts.remote import look
+from scripts.docker.registry import look
+from scripts.errors import UserError
+from scripts.images import image_build
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+from scripts.release import publish
+from scripts.release.publish import Item
+from scripts.testing import records
 from tests.registry import server
 from tests.registry.images import GIVEN, LAYER_BYTES, Make, remove
 
@@ -82,7 +85,7 @@ def test_an_immutable_tag_is_not_overwritten(
     assert (
         f"{repo}:{other.immutable} is there already with other content ({digest}): it is immutable" in reason
     )
-    with pytest.raises(Problem, match="it is immutable"):
+    with pytest.raises(UserError, match="it is immutable"):
         publish.publish(client, repo, [other], CONSOLE)
     there = look(client, f"{repo}:{other.cell.id}")
     assert there is not None
@@ -153,7 +156,7 @@ def test_an_image_of_other_inputs_is_refused(
 
 def test_the_image_of_a_cell_is_what_a_build_of_it_is_given(image: Image, cell: Cell) -> None:
     """As publish asks; that it was built stands before every test here."""
-    assert image.labels[bake.INPUTS] == bake.digest(cell)
+    assert image.labels[image_build.INPUTS] == image_build.digest(cell)
 
 
 def test_without_a_passed_record_it_is_refused(
@@ -184,7 +187,7 @@ def test_a_registry_that_is_not_there_is_told_in_a_line(
         lambda: publish.gather(client, NOBODY, [item.cell], kept, lambda _: GIVEN),
         lambda: publish.push(client, item.image, NOBODY, item.immutable, CONSOLE),
     ):
-        with pytest.raises(Problem, match=r"the registry 127\.0\.0\.1:1 cannot be reached") as told:
+        with pytest.raises(UserError, match=r"the registry 127\.0\.0\.1:1 cannot be reached") as told:
             attempt()
         assert "\n" not in str(told.value)
     assert item.image.tags == [item.cell.tag]
@@ -215,7 +218,7 @@ def test_who_is_not_logged_in_is_told_to(
         lambda: publish.gather(client, repo, [item.cell], kept, lambda _: GIVEN),
         lambda: publish.push(client, item.image, repo, item.immutable, CONSOLE),
     ):
-        with pytest.raises(Problem, match=f"run `docker login {guarded.host}`") as told:
+        with pytest.raises(UserError, match=f"run `docker login {guarded.host}`") as told:
             attempt()
         assert "\n" not in str(told.value)
     login = {"auths": {guarded.host: {"auth": base64.b64encode(USER.encode()).decode()}}}

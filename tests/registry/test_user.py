@@ -13,8 +13,13 @@ import pytest
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts import bake, engine, imagetests, pip_config, publish
-from scripts.matrix import ROOT, Cell
+from scripts.docker import bootstrap
+from scripts.images import image_build
+from scripts.locks import index_config
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+from scripts.release import publish
+from scripts.testing import in_image
 from tests.registry.images import remove
 
 EXAMPLE = ROOT / "images" / "examples" / "Dockerfile"
@@ -45,8 +50,8 @@ def test_what_is_pulled_by_its_digest_passes_the_image_tests(
         pulled.tag(*tag.rsplit(":", 1))
     try:
         assert pulled.id == image.id
-        run = imagetests.Run("image", str(pulled.id), f"{repo}@{immutable.digest}")
-        assert imagetests.run_all(client, cell, run) == 0
+        run = in_image.Run("image", str(pulled.id), f"{repo}@{immutable.digest}")
+        assert in_image.run_all(client, cell, run) == 0
     finally:
         client.images.remove(f"{repo}@{immutable.digest}", noprune=True)
 
@@ -59,10 +64,10 @@ def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
     def build(tag: str, packages: str | None, with_secrets: bool) -> subprocess.CompletedProcess[str]:
         tags.append(tag)
         with tempfile.TemporaryDirectory() as folder:
-            secrets = bake.write_secrets(pip_config.load(), Path(folder)) if with_secrets else {}
+            secrets = image_build.write_secrets(index_config.load(), Path(folder)) if with_secrets else {}
             (Path(folder) / "context").mkdir()
             command = [
-                *engine.builder(),
+                *bootstrap.builder(),
                 "build",
                 "--progress=plain",
                 f"--file={EXAMPLE}",
@@ -95,8 +100,8 @@ def test_an_image_made_from_ours_passes_the_tests_of_its_parent(
     before, after = pip_list(client, cell.tag), pip_list(client, tag)
     assert before < after
     assert [line.partition("==")[0] for line in after - before] == ["humanize"]
-    run = imagetests.Run("image", str(derived.id), f"an image made FROM {cell.tag}", derived=True)
-    assert imagetests.run_all(client, cell, run) == 0
+    run = in_image.Run("image", str(derived.id), f"an image made FROM {cell.tag}", derived=True)
+    assert in_image.run_all(client, cell, run) == 0
 
 
 @pytest.mark.timeout(600)

@@ -2,6 +2,6 @@
 
 import sys
 
-from rlhf_stack.cli import main
+from rlhf_stack.cli.main import main
 
 sys.exit(main())

@@ -3,7 +3,7 @@
 `install` is a setup hook of Ray's worker processes, for images of vLLM 0.4.2 that are made for GPUs. What it
 replaces are the calls that reach a device:
 
-* the functions of `rlhf_stack.devices` through which OpenRLHF asks for its device. Which GPU Ray assigned,
+* the functions of `rlhf_stack.accelerator.devices` through which OpenRLHF asks for its device. Which GPU Ray assigned,
   and which variables an engine's workers get, is decided by the image's own code, as on a GPU;
 * DeepSpeed's fused optimiser, by torch's, and its own collectives in shared memory, by gloo;
 * in the processes of an engine, what `worker_of_vllm_0_4` says.
@@ -11,7 +11,9 @@ replaces are the calls that reach a device:
 
 from functools import partial
 
-from rlhf_stack import devices, engine, ops, starting
+from rlhf_stack.accelerator import devices
+from rlhf_stack.compat import deepspeed_ops
+from rlhf_stack.engine import actor, startup
 from rlhf_stack.sync import gloo
 
 
@@ -21,10 +23,10 @@ def install():
     devices.current_device = devices.torch_device = cpu
     devices.set_device = choose_gloo
     devices.synchronize = devices.empty_cache = devices.current_stream = lambda: None
-    ops.adam = adam
+    deepspeed_ops.adam = adam
     gloo.Buffers = partial(pageable, gloo.Buffers)
-    engine.WORKERS["cpu"] = engine.WORKERS["cuda"]
-    starting.join = partial(join, starting.join)
+    actor.WORKERS["cpu"] = actor.WORKERS["cuda"]
+    startup.join = partial(join, startup.join)
 
 
 def cpu():

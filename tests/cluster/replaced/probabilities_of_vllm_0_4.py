@@ -13,7 +13,7 @@ import ray
 import torch
 from openrlhf.models import Actor
 from openrlhf.trainer.ray import create_vllm_engines
-from rlhf_stack import tiny
+from rlhf_stack.demo import tiny_model
 from vllm import SamplingParams
 
 PROMPTS, LENGTH, SECONDS = [list(range(20, 20 + length)) for length in (5, 16, 21)], 32, 600
@@ -23,9 +23,9 @@ HEADS = 8
 def main() -> None:
     """Sample with the engines, then ask the trainer."""
     folder, *sizes = sys.argv[1:]
-    tiny.HIDDEN = 32 * HEADS
+    tiny_model.HIDDEN = 32 * HEADS
     model = str(Path(folder, "model"))
-    tiny.make_model(Path(model), seed=0, layers=2, heads=HEADS)
+    tiny_model.make_model(Path(model), seed=0, layers=2, heads=HEADS)
     gpus = sum(map(int, sizes))
     ray.init(
         num_cpus=2 * gpus,

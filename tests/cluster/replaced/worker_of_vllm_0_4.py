@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from attention_of_vllm_0_4 import Backend
-from rlhf_stack import events
+from rlhf_stack.telemetry import events
 from vllm import config
 from vllm.attention import layer as attention_layer
 from vllm.distributed import (

@@ -2,7 +2,7 @@
 
 from rlhf_stack.memory.activations import Pass, forward_peak, saved, training_peak
 from rlhf_stack.memory.engine import Engine, KvCache, kv_cache
-from rlhf_stack.memory.shape import Shape, ShapeError, read_shape, typed_shape
+from rlhf_stack.memory.model_shape import Shape, ShapeError, read_shape, typed_shape
 from rlhf_stack.memory.training import States, Zero, states
 
 __all__ = [

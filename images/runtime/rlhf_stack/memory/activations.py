@@ -7,7 +7,7 @@ OpenRLHF turns into 32-bit log-probabilities. What is saved is compared with tor
 
 from dataclasses import dataclass
 
-from rlhf_stack.memory.shape import Shape
+from rlhf_stack.memory.model_shape import Shape
 from rlhf_stack.memory.training import FULL, HALF
 
 EAGER = "eager"

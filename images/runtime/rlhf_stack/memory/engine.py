@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlhf_stack.memory.shape import Shape
+from rlhf_stack.memory.model_shape import Shape
 from rlhf_stack.memory.training import FULL, HALF, share
 
 BLOCK = 16  # tokens of a block of vLLM's cache on a GPU

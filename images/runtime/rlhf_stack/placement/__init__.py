@@ -1,6 +1,8 @@
 """Where trainer ranks and engines go: planned before anything starts, so that no engine straddles nodes."""
 
-from rlhf_stack.placement.cluster import (
+from rlhf_stack.placement.model import Engines, FreeNode, Group, PlacementError, Plan, Request
+from rlhf_stack.placement.planner import plan
+from rlhf_stack.placement.reservation import (
     driver_cpus,
     engine_bundles,
     rank_bundles,
@@ -8,10 +10,6 @@ from rlhf_stack.placement.cluster import (
     reserve_engines,
     wait,
 )
-from rlhf_stack.placement.model import Engines, FreeNode, Group, PlacementError, Plan, Request
-from rlhf_stack.placement.openrlhf import reserve_run
-from rlhf_stack.placement.planning import plan
-from rlhf_stack.placement.upstream import UpstreamLayout, upstream_layout
 
 __all__ = [
     "Engines",
@@ -20,14 +18,11 @@ __all__ = [
     "PlacementError",
     "Plan",
     "Request",
-    "UpstreamLayout",
     "driver_cpus",
     "engine_bundles",
     "plan",
     "rank_bundles",
     "reserve",
     "reserve_engines",
-    "reserve_run",
-    "upstream_layout",
     "wait",
 ]

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_stack.problem import Problem
+from rlhf_stack.errors import UserError
 
 ENGINES = "engines"
 ROUNDING = 1e-6  # Ray counts in steps of 1e-4, and its sums of floats are a little off
 
 
-class PlacementError(Problem, RuntimeError):
+class PlacementError(UserError, RuntimeError):
     """What was asked for cannot be placed, or was not in time; the text says what is missing."""
 
 

@@ -5,9 +5,9 @@ The group stands beside the default group of each process and never touches it.
 """
 
 from rlhf_stack.sync.backend import check_backend, create_group, of_run
+from rlhf_stack.sync.deadlines import wait, wait_for_engines, wait_for_trainers
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.sending import send
-from rlhf_stack.sync.waiting import wait, wait_for_engines, wait_for_trainers
 
 __all__ = [
     "SyncError",

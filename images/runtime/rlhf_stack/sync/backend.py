@@ -5,18 +5,19 @@ from collections.abc import Mapping
 from importlib.metadata import distributions
 from typing import Any
 
-from rlhf_stack import devices, knownbad
-from rlhf_stack.sync import choice
+from rlhf_stack import known_bad
+from rlhf_stack.accelerator import devices
+from rlhf_stack.sync import backend_selection
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
-from rlhf_stack.sync.members import Members
+from rlhf_stack.sync.membership import Members
 from rlhf_stack.sync.nccl import NcclGroup, TorchNcclGroup
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("nccl", "gloo", "auto")
-BAD_FOR_NCCL = ("vllm-second-nccl-group",)  # rows of `rlhf_stack.knownbad`
+BAD_FOR_NCCL = ("vllm-second-nccl-group",)  # rows of `rlhf_stack.known_bad`
 
 
 def of_run(arguments: Any) -> str:
@@ -44,8 +45,8 @@ def check_backend(backend: str, with_ray: bool) -> None:
 
 def refuse_bad_versions(versions: Mapping[str, str]) -> None:
     """`SyncError` when a sync over NCCL is known not to work with these ``versions``, by distribution."""
-    rows = [row for row in knownbad.load() if row.id in BAD_FOR_NCCL]
-    for finding in knownbad.judge(rows, knownbad.Environment(versions)):
+    rows = [row for row in known_bad.load() if row.id in BAD_FOR_NCCL]
+    for finding in known_bad.judge(rows, known_bad.Environment(versions)):
         raise SyncError(
             f"weight sync over nccl is known not to work here: {finding.what} ({finding.evidence}; "
             f"{', '.join(finding.sources)}); use {finding.remedy}, or --vllm.sync_backend gloo"
@@ -61,7 +62,7 @@ def create_group(host: str, port: int, rank: int, world: int, device: Any, backe
     check_backend(backend, with_ray=False)
     members = Members(host, port, rank, world)
     if backend == "auto":
-        return choice.create(members, lambda: _nccl(members, device))
+        return backend_selection.create(members, lambda: _nccl(members, device))
     if backend == "nccl" and devices.is_gpu():
         return _nccl(members, device)
     if backend == "nccl" and rank == 0:

@@ -5,13 +5,14 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack import devices, settings
+from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import chain
+from rlhf_stack.sync.deadlines import Background
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Buffers
-from rlhf_stack.sync.members import Members, gloo_device
-from rlhf_stack.sync.shared import meet
-from rlhf_stack.sync.waiting import Background
+from rlhf_stack.sync.membership import Members, gloo_device
+from rlhf_stack.sync.node_shared_memory import meet
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ class GlooGroup:
         self._after = order[position + 1] if position + 1 < len(order) else None
         self._started = 0
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=settings.sync_timeout() - settings.sync_grace())
+        options._timeout = timedelta(seconds=env_vars.sync_timeout() - env_vars.sync_grace())
         options._threads = THREADS
         options._devices = [gloo_device(members.address)]
         store = dist.PrefixStore("gloo", members.connection())

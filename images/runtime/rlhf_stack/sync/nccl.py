@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync.deadlines import Background
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers
-from rlhf_stack.sync.members import Members
-from rlhf_stack.sync.waiting import Background
+from rlhf_stack.sync.membership import Members
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class NcclTransfer:
         self, reached: Callable[[], bool], members: Members, failed: Callable[[RuntimeError], SyncError]
     ) -> None:
         self._reached, self._members, self._failed = reached, members, failed
-        self._end = time.monotonic() + settings.sync_timeout() - settings.sync_grace()
+        self._end = time.monotonic() + env_vars.sync_timeout() - env_vars.sync_grace()
 
     def finish(self) -> None:
         """See `Transfer`."""
@@ -99,7 +99,7 @@ class NcclGroup(_OnStream):
         store = dist.PrefixStore("nccl", members.connection())
         group = StatelessProcessGroup(rank=members.rank, world_size=members.world, store=store)
         joining = Background(lambda: PyNcclCommunicator(group, device=device))
-        if not joining.done(settings.sync_timeout() - settings.sync_grace()):
+        if not joining.done(env_vars.sync_timeout() - env_vars.sync_grace()):
             raise members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
         self._communicator = joining.result()
         if self._communicator.disabled and members.world > 1:
@@ -132,7 +132,7 @@ class TorchNcclGroup(_OnStream):
         super().__init__(members, device)
         self._group = init_process_group(
             backend="nccl",
-            timeout=timedelta(seconds=settings.sync_timeout()),
+            timeout=timedelta(seconds=env_vars.sync_timeout()),
             store=dist.PrefixStore("nccl", members.connection()),
             world_size=members.world,
             rank=members.rank,

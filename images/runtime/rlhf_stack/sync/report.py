@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from rlhf_stack import throughput
-from rlhf_stack.log import tell, warn
+from rlhf_stack.telemetry import throughput
+from rlhf_stack.telemetry.logging import tell, warn
 
 GIGA = 1e9
 METRICS = {

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack import settings
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import Bucket, Parameter, Place, plan
+from rlhf_stack.sync.deadlines import wait
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
-from rlhf_stack.sync.waiting import wait
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
     gathers = section(trainer.strategy.args, "ds").zero_stage == ZERO_3
     described = [describe(name, parameter) for name, parameter in parameters]
     content = [astuple(parameter) for parameter in described]
-    limit = settings.sync_bucket()
+    limit = env_vars.sync_bucket()
     with ExitStack() as stack:
         if is_root:
             group = trainer._model_update_group

@@ -1,0 +1,68 @@
+"""End processes for certain, and only those that were meant: by a handle that no other process can get."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+
+from rlhf_stack.cleanup.process_table import Process, table
+
+TERM_SECONDS = 5.0
+
+
+def end(processes: Iterable[Process], seconds: float = TERM_SECONDS) -> list[int]:
+    """Ask each to end, and kill what has not within ``seconds``; the numbers of those that were ended.
+
+    A process that ended before, or whose number has gone to another since, is left alone.
+    """
+    handles = {process.pid: handle for process in processes if (handle := _handle(process)) is not None}
+    try:
+        deadline = time.monotonic() + seconds
+        _send(handles, signal.SIGTERM)
+        _wait(handles, deadline)
+        _send(handles, signal.SIGKILL)
+        _wait(handles, time.monotonic() + seconds)
+        return sorted(pid for pid, handle in handles.items() if _has_ended(handle))
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def ends(process: Process, seconds: float) -> bool:
+    """Whether a process, which is not asked to, is over within ``seconds``."""
+    handle = _handle(process)
+    if handle is None:
+        return True
+    try:
+        _wait({process.pid: handle}, time.monotonic() + seconds)
+        return _has_ended(handle)
+    finally:
+        os.close(handle)
+
+
+def _handle(process: Process) -> int | None:
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    same = any(p.pid == process.pid and p.started == process.started for p in table())
+    if same:
+        return handle
+    os.close(handle)
+    return None
+
+
+def _send(handles: dict[int, int], number: signal.Signals) -> None:
+    for handle in handles.values():
+        if not _has_ended(handle):
+            signal.pidfd_send_signal(handle, number)
+
+
+def _wait(handles: dict[int, int], deadline: float) -> None:
+    for handle in handles.values():
+        select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+
+
+def _has_ended(handle: int) -> bool:
+    return bool(select.select([handle], [], [], 0)[0])

@@ -1,0 +1,196 @@
+"""The facts of this node, gathered in under a second: without importing torch, ray or vllm."""
+
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from rlhf_stack.accelerator import rocm
+from rlhf_stack.cleanup import process_table, stale_resources
+from rlhf_stack.cleanup.process_table import Process
+from rlhf_stack.compat import deepspeed_ops
+from rlhf_stack.config import env_vars
+from rlhf_stack.diagnostics import installed_patches
+from rlhf_stack.diagnostics.doctor import libraries
+from rlhf_stack.diagnostics.doctor.facts import Disk, GpuProcess, Library, Node, Patch, Started, of_interest
+
+SMI_SECONDS = 10.0
+PORTS = (6379, 8265, 10001)
+SHM = Path("/dev/shm")  # noqa: S108  (where Ray's objects are)
+NVIDIA_GPUS, NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
+DRIVER_VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([\d.]+)", re.MULTILINE)
+ENGINE_LIBRARY = "VLLM_NCCL_SO_PATH"
+TRAINER_LIBRARIES = ("nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2", "torch/lib/librccl.so")
+STARTED_ROLES = (process_table.RAYLET, process_table.DRIVER, process_table.WORKER)
+
+
+def node() -> Node:
+    """What is to be known of this node, from this process."""
+    table = process_table.table()
+    gpu_processes = _gpu_processes({process.pid for process in table})
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    found, missing = _libraries()
+    return Node(
+        host=socket.gethostname(),
+        accelerator=env_vars.accelerator() or _guessed_accelerator(),
+        versions=_versions(),
+        patches=_patches(),
+        variables=of_interest(os.environ),
+        started=_started(table),
+        resources=process_table.declared(table),
+        gpus=_gpus(),
+        driver=_driver(),
+        built_for=_built_for(),
+        libraries=found,
+        missing_library=missing,
+        shm_total=shm.total if shm else 0,
+        shm_free=shm.free if shm else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        resolves_to=_resolves_to(),
+        taken_ports=_taken(PORTS),
+        disks=_disks(),
+        left_locks=tuple(map(str, deepspeed_ops.left_locks(deepspeed_ops.extensions_folder()))),
+        left_processes=tuple(f"{p.pid} {p.line[:80]}" for p in stale_resources.orphans(table, os.getuid())),
+        gpu_processes=gpu_processes,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """What is installed, by canonical name, and the Python and the C library that it runs on."""
+    found = {
+        str(canonicalize_name(distribution.metadata["Name"])): distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.metadata["Name"]
+    }
+    library, version = platform.libc_ver()
+    return found | {"python": platform.python_version()} | ({"glibc": version} if library == "glibc" else {})
+
+
+def _patches() -> tuple[Patch, ...]:
+    reports = installed_patches.examine(installed_patches.expected(), installed_patches.installed_checksum)
+    return tuple(Patch(one.package, installed_patches.slug(one.patch), one.state, one.why) for one in reports)
+
+
+def _started(table: Iterable[Process]) -> tuple[Started, ...]:
+    """The raylet, the drivers and the workers of this node whose environment may be read."""
+    return tuple(
+        Started(process.role, process.pid, process.line[:60], of_interest(process.variables))
+        for process in table
+        if process.role in STARTED_ROLES and process.variables is not None
+    )
+
+
+def _guessed_accelerator() -> str | None:
+    """Outside of our images: what torch was built for; None where it is not installed."""
+    built = _built_for()
+    if built:
+        return "rocm" if built.startswith("hip") else "cuda"
+    return "cpu" if importlib.util.find_spec("torch") else None
+
+
+def _built_for() -> str:
+    """What torch was built for, such as "cuda 12.1" or "hip 6.1", from its source; "" for a CPU, or no
+    torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    file = Path(spec.origin).with_name("version.py")
+    found = BUILT_FOR.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return f"{found[1]} {found[2]}" if found else ""
+
+
+def _gpus() -> int:
+    """The GPUs of this machine, whatever a variable hides."""
+    return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else rocm.kernel_count()
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module, or ""."""
+    text = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else ""
+    found = DRIVER_VERSION.search(text)
+    return found[1] if found else ""
+
+
+def _gpu_processes(seen: set[int]) -> tuple[GpuProcess, ...]:
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory,name", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return gpu_processes_in(done.stdout, seen) if done.returncode == 0 else ()
+
+
+def gpu_processes_in(listing: str, seen: set[int]) -> tuple[GpuProcess, ...]:
+    """The processes in what nvidia-smi printed; ``seen`` are the processes of this machine."""
+    rows = [[field.strip() for field in line.split(",", 2)] for line in listing.splitlines()]
+    return tuple(
+        GpuProcess(int(pid), int(used) if used.isdecimal() else 0, name, int(pid) in seen)
+        for pid, used, name in (row for row in rows if len(row) == 3)
+        if pid.isdecimal()
+    )
+
+
+def _libraries() -> tuple[tuple[Library, ...], str]:
+    """The NCCL or RCCL of trainer and engine, and the path in VLLM_NCCL_SO_PATH if there is no such file."""
+    trainer = next((path for path in _candidates() if path.is_file()), None)
+    named = os.environ.get(ENGINE_LIBRARY, "")
+    engine = Path(named) if named and Path(named).is_file() else None
+    found = []
+    for user, path in (("trainer", trainer), ("engine", engine or trainer)):
+        if path:
+            found.append(Library(user, str(path), libraries.version(path), libraries.build_id(path)))
+    return tuple(found), named if named and engine is None else ""
+
+
+def _candidates() -> list[Path]:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return []
+    return [Path(spec.origin).parent.parent / name for name in TRAINER_LIBRARIES]
+
+
+def _resolves_to() -> str:
+    """The address that this host's name stands for, which gloo binds to; "" if it stands for none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _taken(ports: Sequence[int]) -> tuple[int, ...]:
+    """Those of ``ports`` on which something listens."""
+    found = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    found.append(port)
+    return tuple(found)
+
+
+def _disks() -> tuple[Disk, ...]:
+    """Where Ray writes its session, and where models are cached; one entry a file system."""
+    home = Path(os.environ.get("HF_HOME") or Path.home())
+    found: dict[int, Disk] = {}
+    for path in (Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()), home):
+        existing = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+        if existing:
+            usage = shutil.disk_usage(existing)
+            found.setdefault(existing.stat().st_dev, Disk(str(existing), usage.total, usage.free))
+    return tuple(found.values())

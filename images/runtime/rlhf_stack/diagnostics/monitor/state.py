@@ -1,0 +1,132 @@
+"""The state of a run, put together from events, metrics and Ray's table of placement groups: pure."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_stack.diagnostics.monitor.metrics import Sample
+
+TOKENS = "ray_rlhf_stack_engine_tokens_per_second"
+SYNC_RATE = "ray_rlhf_stack_sync_gigabytes_per_second"
+GPU_USED = "ray_node_gram_used"
+GPU_AVAILABLE = "ray_node_gram_available"
+WAITING = ("PENDING", "RESCHEDULING")
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: its GPUs by node, tokens/s since the sync before, and that by the median of all engines."""
+
+    index: int
+    places: tuple[str, ...]
+    tokens_per_second: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The memory of one GPU of a node, in bytes, as Ray's agent tells it."""
+
+    node: str
+    index: str
+    used: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A placement group that Ray has not placed: its bundles, and the reason that Ray gives."""
+
+    id: str
+    bundles: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known now; None and empty where nothing is told. ``sync`` is in GB/s."""
+
+    phase: str | None
+    step: int | None
+    reward: float | None
+    sync: float | None
+    engines: tuple[Engine, ...]
+    gpus: tuple[Gpu, ...]
+    waiting: tuple[Waiting, ...]
+
+
+def state(
+    events: Sequence[Mapping[str, Any]], samples: Sequence[Sample], groups: Mapping[str, Mapping[str, Any]]
+) -> State:
+    """The state that these tell; ``groups`` is Ray's ``placement_group_table``."""
+    phases, steps, syncs = (
+        [one for one in events if one["event"] == kind] for kind in ("phase", "step", "sync")
+    )
+    rates = [sample.value for sample in samples if sample.name == SYNC_RATE]
+    told = syncs[-1].get("gigabytes_per_second") if syncs else None
+    return State(
+        phase=str(phases[-1]["name"]) if phases else None,
+        step=int(steps[-1]["step"]) if steps else None,
+        reward=steps[-1].get("reward") if steps else None,
+        sync=told if told is not None else rates[-1] if rates else None,
+        engines=engines(events, samples),
+        gpus=gpus(samples),
+        waiting=waiting(groups),
+    )
+
+
+def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> tuple[Engine, ...]:
+    """Every engine that an event or a metric names, in order."""
+    rates = {int(s.tags["engine"]): s.value for s in samples if s.name == TOKENS and "engine" in s.tags}
+    places = {
+        int(event["engine"]): tuple(
+            f"{rank.get('host', '?')} {rank.get('gpu', '?')}" for rank in event["ranks"]
+        )
+        for event in events
+        if event["event"] == "engine"
+    }
+    median = statistics.median(rates.values()) if rates else 0.0
+    return tuple(
+        Engine(
+            index,
+            places.get(index, ()),
+            rates.get(index),
+            rates[index] / median if index in rates and median else None,
+        )
+        for index in sorted(rates.keys() | places.keys())
+    )
+
+
+def gpus(samples: Iterable[Sample]) -> tuple[Gpu, ...]:
+    """The memory of each GPU; none on a node without."""
+    amounts: dict[tuple[str, str], dict[str, float]] = {}
+    for sample in samples:
+        if sample.name in (GPU_USED, GPU_AVAILABLE):
+            amounts.setdefault((sample.node, sample.tags.get("gpuindex", "?")), {})[sample.name] = (
+                sample.value
+            )
+    return tuple(
+        Gpu(node, index, used[GPU_USED] * MEGABYTE, (used[GPU_USED] + used[GPU_AVAILABLE]) * MEGABYTE)
+        for (node, index), used in sorted(amounts.items())
+        if len(used) == 2
+    )
+
+
+def waiting(groups: Mapping[str, Mapping[str, Any]]) -> tuple[Waiting, ...]:
+    """The groups that are not placed, with the bundles that are alike counted."""
+    return tuple(
+        Waiting(
+            str(identifier),
+            _counted(group["bundles"].values()),
+            str(group.get("stats", {}).get("scheduling_state", "")),
+        )
+        for identifier, group in groups.items()
+        if group["state"] in WAITING
+    )
+
+
+def _counted(bundles: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
+    texts = [", ".join(f"{name} {amount:g}" for name, amount in sorted(one.items())) for one in bundles]
+    return tuple(f"{texts.count(text)} x {{{text}}}" for text in dict.fromkeys(texts))

@@ -1,0 +1,178 @@
+"""The rehearsal on a running Ray cluster: a probe on each node, every pair of nodes, then the whole group."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf_stack.accelerator import devices
+from rlhf_stack.diagnostics.network_check.model import Attempt, Node, Report, links, rounds
+from rlhf_stack.diagnostics.network_check.probe import Outcome, Probe
+from rlhf_stack.diagnostics.network_check.ranks import Ranks, once_each
+from rlhf_stack.errors import UserError
+from rlhf_stack.placement import FreeNode
+from rlhf_stack.placement.reservation import PIN, SLIVER, nodes_now
+
+START_SECONDS = 120.0  # for a process that imports torch, on a node that may be busy
+GRACE_SECONDS = 10.0  # beyond the deadline of the group itself, which names what is wrong
+
+
+def rehearse(
+    backend: str,
+    size: int,
+    floor: float,
+    deadline: float,
+    ranks: Ranks = once_each,
+    say: Callable[[str], None] = print,
+) -> Report:
+    """Try every pair of GPU nodes (of all nodes, where none has a GPU), then the group of ``ranks``.
+
+    ``size`` in bytes, ``floor`` in 10^9 bytes a second, ``deadline`` in seconds for each step. ``ranks``
+    gives the node of each rank. The cluster is the one to which this process is connected; nothing of the
+    rehearsal is left on it. A `UserError` names a node on which no process starts.
+    """
+    free = nodes_now()
+    free = [node for node in free if node.total_gpus] or free
+    with _probes(free, backend, deadline) as probes:
+        nodes = probes.describe()
+        attempts = []
+        planned = rounds(len(nodes))
+        for number, pairs in enumerate(planned, start=1):
+            say(f"round {number} of {len(planned)}: {_named(nodes, pairs)}")
+            attempts += probes.attempt([(sender, (receiver,)) for sender, receiver in pairs], size)
+            attempts += probes.attempt([(receiver, (sender,)) for sender, receiver in pairs], size)
+        found = links(nodes, attempts, floor, backend)
+        group = None
+        if not any(attempt.error for attempt in attempts):
+            first, *others = ranks(free)
+            say(f"the group of {len(others) + 1} ranks")
+            group = probes.attempt([(first, tuple(others))], size)[0]
+    return Report(backend, floor, nodes, found, group)
+
+
+class _Probes:
+    """Actors by node, as many on each as one attempt needs."""
+
+    def __init__(self, free: Sequence[FreeNode], backend: str, deadline: float) -> None:
+        self._free, self._backend, self._deadline = free, backend, deadline
+        self._actors: list[list[Any]] = [[] for _ in free]
+
+    def describe(self) -> tuple[Node, ...]:
+        """Each node, once a process runs on it."""
+        import ray
+
+        answers = [self._actor(node, 0).describe.remote() for node in range(len(self._free))]
+        ray.wait(answers, num_returns=len(answers), timeout=START_SECONDS)
+        return tuple(self._answer(node, answer) for node, answer in enumerate(answers))
+
+    def attempt(self, groups: Sequence[tuple[int, tuple[int, ...]]], size: int) -> list[Attempt]:
+        """Groups that share no node, at the same time."""
+        started = [self._begin(sender, receivers, size) for sender, receivers in groups]
+        end = time.monotonic() + 2 * self._deadline + GRACE_SECONDS
+        return [
+            self._end(sender, receivers, answers, end)
+            for (sender, receivers), answers in zip(groups, started, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End every actor."""
+        import ray
+
+        for actors in self._actors:
+            for actor in actors:
+                ray.kill(actor)
+
+    def _answer(self, node: int, answer: Any) -> Node:
+        import ray
+
+        try:
+            found: Node = ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            need = "a GPU that is free and " if devices.is_gpu() and self._backend == "nccl" else ""
+            raise UserError(
+                f"{self._free[node].address}: no process starts there within {START_SECONDS:g} s; it needs "
+                f"{need}a Ray node that lives: see `ray status` and the node's logs"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise UserError(f"{self._free[node].address}: its process failed: {cause(error)}") from None
+        return found
+
+    def _actor(self, node: int, number: int) -> Any:
+        import ray
+
+        while len(self._actors[node]) <= number:
+            address = self._free[node].address
+            options = {
+                "num_cpus": 0,
+                "num_gpus": 1 if devices.is_gpu() and self._backend == "nccl" else 0,
+                "resources": {PIN + address: SLIVER},
+            }
+            actor = ray.remote(Probe).options(**options).remote(address, self._backend, self._deadline)
+            self._actors[node].append(actor)
+        return self._actors[node][number]
+
+    def _begin(self, sender: int, receivers: tuple[int, ...], size: int) -> list[Any]:
+        import ray
+
+        taken: dict[int, int] = {}
+        members = []
+        for node in (sender, *receivers):
+            members.append(self._actor(node, taken.setdefault(node, 0)))
+            taken[node] += 1
+        port = ray.get(members[0].free_port.remote(), timeout=START_SECONDS)
+        host, world = self._free[sender].address, len(members)
+        return [member.transfer.remote(host, port, rank, world, size) for rank, member in enumerate(members)]
+
+    def _end(self, sender: int, receivers: tuple[int, ...], answers: list[Any], end: float) -> Attempt:
+        """Collect the answers of one group; a process that gives none in time is replaced."""
+        import ray
+
+        ray.wait(answers, num_returns=len(answers), timeout=max(0.0, end - time.monotonic()))
+        outcomes: list[Outcome] = []
+        errors = []
+        for answer in answers:
+            try:
+                outcomes.append(ray.get(answer, timeout=0))
+            except ray.exceptions.GetTimeoutError:
+                errors.append("no answer in time")
+                self._replace((sender, *receivers))
+            except ray.exceptions.RayError as error:
+                errors.append(cause(error))
+        if errors:
+            return Attempt(sender, receivers, error=errors[-1])  # a receiver names host and port
+        root, *others = outcomes
+        return Attempt(
+            sender,
+            receivers,
+            root.bytes,
+            max(outcome.connect_seconds for outcome in outcomes),
+            tuple(outcome.seconds for outcome in others),
+            tuple(node for node, outcome in zip(receivers, others, strict=True) if not outcome.equal),
+        )
+
+    def _replace(self, nodes: Sequence[int]) -> None:
+        import ray
+
+        for node in set(nodes):
+            for actor in self._actors[node]:
+                ray.kill(actor)
+            self._actors[node] = []
+
+
+@contextmanager
+def _probes(free: Sequence[FreeNode], backend: str, deadline: float) -> Iterator[_Probes]:
+    probes = _Probes(free, backend, deadline)
+    try:
+        yield probes
+    finally:
+        probes.close()
+
+
+def cause(error: BaseException) -> str:
+    """What a remote process raised, without its traceback."""
+    inner = getattr(error, "cause", None)
+    return str(inner or error).strip().splitlines()[0]
+
+
+def _named(nodes: Sequence[Node], pairs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{nodes[first].host} and {nodes[second].host}" for first, second in pairs)

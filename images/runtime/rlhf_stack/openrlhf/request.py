@@ -1,0 +1,92 @@
+"""What a run of OpenRLHF places, from its arguments."""
+
+from typing import Any
+
+from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
+from rlhf_stack.placement.reservation import reserve
+
+DIGITS = "0123456789"  # of a second reward model
+CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to be started, and holds none then
+
+
+def reserve_run(args: Any) -> dict[str, Any]:
+    """The placement groups of a run by the role that takes them; roles that share GPUs share a group."""
+    request, roles = request_of(args)
+    made = reserve(request)
+    return made | {role: made[name] for role, name in roles.items()}
+
+
+def request_of(args: Any) -> tuple[Request, dict[str, str]]:
+    """What ``train_ppo_ray`` asks for, and the group of each role, by ``args`` of OpenRLHF 0.11 or 0.5."""
+    return _flat(args) if hasattr(args, "actor_num_nodes") else _sections(args)
+
+
+def _sections(args: Any) -> tuple[Request, dict[str, str]]:
+    """OpenRLHF 0.11, which packs a group on any nodes."""
+    train = args.train
+    together = train.colocate_actor_ref or train.colocate_all
+    has_critic, has_reward = bool(args.critic.model_name_or_path), not args.reward.remote_url
+    roles = {"actor": "actor"}
+    if args.algo.kl.init_coef > 0:
+        roles["ref"] = "actor" if together else "ref"
+    if has_critic and train.colocate_critic_reward:
+        roles["critic"] = "critic"
+    elif has_critic:
+        roles["critic"] = "actor" if train.colocate_all else "critic"
+    if has_reward:
+        alone = "actor" if train.colocate_all else "reward"
+        roles["reward"] = "critic" if has_critic and train.colocate_critic_reward else alone
+    groups = tuple(_group(args, name) for name in dict.fromkeys(roles.values()))
+    engines = None
+    if args.vllm.num_engines:
+        shares = "actor" if train.colocate_all and not train.async_enable else None
+        engines = Engines(args.vllm.num_engines, args.vllm.tensor_parallel_size, shares)
+    block = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    return Request(groups, engines, block, CONTROLLER_CPUS), roles
+
+
+def _flat(args: Any) -> tuple[Request, dict[str, str]]:
+    """OpenRLHF 0.5, which spreads a group over as many nodes as it names.
+
+    It does not where a role with one GPU a node has a group of its own: then Ray put its ranks anywhere. A
+    pair shares each GPU by 0.75 and 0.25.
+    """
+    roles = {"actor": "actor", "ref": "actor" if args.colocate_actor_ref else "ref"}
+    rewards = [] if args.remote_rm_url else args.reward_pretrain.split(",")
+    pair = bool(args.critic_pretrain and args.colocate_critic_reward)
+    if pair and len(rewards) > 1:
+        raise PlacementError(
+            f"--colocate_critic_reward leaves room for one reward model on each GPU, and {len(rewards)} are "
+            "asked for: leave it out"
+        )
+    if args.critic_pretrain:
+        roles["critic"] = "critic"
+    for index in range(len(rewards)):
+        name = f"reward{index or ''}"
+        roles[name] = "critic" if pair else name
+    shared = {"actor"} if args.colocate_actor_ref else set()
+    shared |= {"critic"} if pair else set()
+    groups = []
+    for name in dict.fromkeys(roles.values()):
+        nodes, gpus = (
+            getattr(args, f"{name.rstrip(DIGITS)}_num_{what}") for what in ("nodes", "gpus_per_node")
+        )
+        groups.append(Group(name, nodes, gpus, spread=gpus > 1 or name in shared))
+    engines = None
+    if args.vllm_num_engines:
+        engines = Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size, apart=True)
+    spare = CONTROLLER_CPUS if args.remote_rm_url else 0  # it is asked by a task of Ray's
+    return Request(tuple(groups), engines, spare_cpus=spare), roles
+
+
+def upstream_order(args: Any) -> list[str]:
+    """In which order ``train_ppo_ray`` of OpenRLHF 0.11.2 as released makes its groups."""
+    request, roles = request_of(args)
+    first = ["actor"] if args.train.colocate_actor_ref or args.train.colocate_all else []
+    engines = [ENGINES] if request.engines and not request.engines.shares else []
+    return list(dict.fromkeys([*first, *engines, *roles.values()]))
+
+
+def _group(args: Any, role: str) -> Group:
+    own = getattr(args, role)
+    return Group(role, own.num_nodes, own.num_gpus_per_node)

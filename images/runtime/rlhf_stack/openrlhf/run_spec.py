@@ -1,0 +1,184 @@
+"""What a run of OpenRLHF places and computes, in one form for all releases, from its parsed arguments."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_stack.errors import UserError
+from rlhf_stack.memory import Zero
+from rlhf_stack.openrlhf.request import DIGITS, request_of, upstream_order
+from rlhf_stack.placement.model import ENGINES, PlacementError, Request
+
+ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
+UTILIZATION_OF_VLLM_0_4 = 0.9  # OpenRLHF 0.5 has no flag for it, and takes vLLM's own
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model of the trainer: ``ranks`` processes, on the GPUs of the group ``group``.
+
+    ``valued``: a number for each token in place of logits. ``offloaded``: its weights stay on the host.
+    """
+
+    name: str
+    group: str
+    ranks: int
+    model: str
+    trained: bool
+    valued: bool
+    offloaded: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it was asked for.
+
+    ``order`` is that in which upstream makes its groups. ``length`` is of prompt and answer, in tokens, and
+    the batches are sequences for each GPU at a time; ``tokens`` takes their place where batches are dynamic.
+    ``batch`` sequences make a step of the optimiser. ``parallel`` ranks share each layer, ``ring`` ranks each
+    sequence. ``release`` is OpenRLHF's.
+    """
+
+    release: str
+    roles: tuple[Role, ...]
+    request: Request
+    order: tuple[str, ...]
+    zero: Zero
+    length: int
+    train_batch: int
+    rollout_batch: int
+    checkpointing: bool
+    attention: str
+    engine_model: str
+    utilization: float
+    batch: int = 128
+    engine_sleeps: bool = False
+    trainer_sleeps: bool = False
+    tokens: int | None = None
+    rollout_tokens: int | None = None
+    parallel: int = 1
+    ring: int = 1
+    lora: int = 0
+    average: bool = False
+    narrow_logits: bool = False
+
+    @property
+    def flat(self) -> bool:
+        """Whether its flags have no sections, as before OpenRLHF 0.9."""
+        return is_flat(self.release)
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences of a training step for each GPU, of the trained role with the most of them."""
+        ranks = max(role.ranks for role in self.roles if role.trained)
+        return max(1, self.batch * self.ring * self.parallel // ranks)
+
+    def zero_of(self, role: Role) -> Zero:
+        """How the model of a role is spread."""
+        ranks = max(1, role.ranks // self.parallel)
+        if role.trained:
+            return replace(self.zero, ranks=ranks, shards=min(self.zero.shards, ranks))
+        stage = self.zero.stage if self.zero.stage == 3 else 0
+        return Zero(stage, ranks, offload_weights=role.offloaded and stage == 3)
+
+
+def is_flat(release: str) -> bool:
+    """Whether this OpenRLHF has flags without sections."""
+    major, minor = (int(part) for part in release.split(".")[:2])
+    return (major, minor) < (0, 9)
+
+
+def run_of(release: str, values: Any) -> Run:
+    """The run that the parsed arguments ``values`` of OpenRLHF ``release`` ask for."""
+    try:
+        return _flat(release, values) if is_flat(release) else _sections(release, values)
+    except PlacementError as error:
+        raise UserError(str(error)) from None
+
+
+def _sections(release: str, args: Any) -> Run:
+    request, groups = request_of(args)
+    models = {
+        ACTOR: args.actor.model_name_or_path,
+        REF: args.actor.model_name_or_path,
+        CRITIC: args.critic.model_name_or_path,
+        REWARD: args.reward.model_name_or_path,
+    }
+    offloaded = {REF: args.ref.offload, REWARD: args.reward.offload}
+    roles = tuple(
+        _role(name, group, getattr(args, name), str(models[name]), offloaded.get(name, False))
+        for name, group in groups.items()
+    )
+    dynamic = args.train.dynamic_batch_enable
+    return Run(
+        release=release,
+        roles=roles,
+        request=request,
+        order=tuple(upstream_order(args)),
+        zero=Zero(
+            args.ds.zero_stage,
+            1,
+            args.ds.adam_offload,
+            wide_gradients=args.ds.grad_accum_dtype == "fp32",
+            overlap=args.ds.overlap_comm,
+            shards=args.ds.zpg,
+        ),
+        length=args.data.max_len,
+        train_batch=args.train.micro_batch_size,
+        rollout_batch=args.rollout.micro_batch_size,
+        tokens=args.train.max_tokens_per_gpu if dynamic else None,
+        rollout_tokens=args.rollout.max_tokens_per_gpu if dynamic else None,
+        checkpointing=args.actor.gradient_checkpointing_enable,
+        attention=args.ds.attn_implementation,
+        batch=args.train.batch_size,
+        engine_model=str(args.actor.model_name_or_path),
+        utilization=args.vllm.gpu_memory_utilization,
+        engine_sleeps=args.vllm.enable_sleep,
+        trainer_sleeps=args.ds.enable_sleep,
+        parallel=args.ds.tensor_parallel_size,
+        ring=args.ds.ring_attn_size,
+        lora=args.ds.lora.rank,
+        average=args.train.enable_ema,
+    )
+
+
+def _role(name: str, group: str, own: Any, model: str, offloaded: bool) -> Role:
+    ranks = own.num_nodes * own.num_gpus_per_node
+    return Role(name, group, ranks, model, name in (ACTOR, CRITIC), name in (CRITIC, REWARD), offloaded)
+
+
+def _flat(release: str, args: Any) -> Run:
+    request, groups = request_of(args)
+    rewards = [] if args.remote_rm_url else args.reward_pretrain.split(",")
+    models = {ACTOR: args.pretrain, REF: args.pretrain, CRITIC: args.critic_pretrain}
+    models |= {f"{REWARD}{index or ''}": model for index, model in enumerate(rewards)}
+    roles = []
+    for name, group in groups.items():
+        kind = name.rstrip(DIGITS)
+        ranks = getattr(args, f"{kind}_num_nodes") * getattr(args, f"{kind}_num_gpus_per_node")
+        trained, valued = kind in (ACTOR, CRITIC), kind in (CRITIC, REWARD)
+        offloaded = args.ref_reward_offload and not trained
+        roles.append(Role(name, group, ranks, str(models[name]), trained, valued, offloaded))
+    return Run(
+        release=release,
+        roles=tuple(roles),
+        request=request,
+        order=(*(group.name for group in request.groups), *([ENGINES] if request.engines else [])),
+        zero=Zero(
+            args.zero_stage,
+            1,
+            args.adam_offload,
+            wide_gradients=args.grad_accum_dtype in (None, "fp32"),
+            shards=args.zpg,
+        ),
+        length=args.max_len or args.prompt_max_len + args.generate_max_len,
+        train_batch=args.micro_train_batch_size,
+        rollout_batch=args.micro_rollout_batch_size,
+        checkpointing=args.gradient_checkpointing,
+        attention="flash_attention_2" if args.flash_attn else "eager",
+        batch=args.train_batch_size,
+        engine_model=str(args.pretrain),
+        utilization=UTILIZATION_OF_VLLM_0_4,
+        lora=args.lora_rank,
+        average=args.enable_ema,
+        narrow_logits=True,
+    )

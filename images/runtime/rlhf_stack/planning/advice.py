@@ -1,0 +1,221 @@
+"""What to change so that a run fits: each change alone, then together; and a layout alike on all nodes."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_stack.memory import Shape
+from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.placement.model import Engines, Group
+from rlhf_stack.planning.cluster_spec import Machine
+from rlhf_stack.planning.report import Report, report
+
+LOWEST_UTILIZATION = 0.3
+STEP = 0.05
+
+FLAGS = {  # what sets a thing before OpenRLHF 0.9, and from it on
+    "checkpointing": ("--gradient_checkpointing", "--actor.gradient_checkpointing_enable"),
+    "train_batch": ("--micro_train_batch_size", "--train.micro_batch_size"),
+    "rollout_batch": ("--micro_rollout_batch_size", "--rollout.micro_batch_size"),
+    "stage": ("--zero_stage", "--ds.zero_stage"),
+    "offload": ("--adam_offload", "--ds.adam_offload"),
+    "engine_sleeps": ("", "--vllm.enable_sleep"),
+    "trainer_sleeps": ("", "--ds.enable_sleep"),
+    "utilization": ("", "--vllm.gpu_memory_utilization"),
+    "engine_size": ("--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size"),
+    "engine_count": ("--vllm_num_engines", "--vllm.num_engines"),
+    "length": ("--generate_max_len", "--data.max_len"),
+    "sync": ("--vllm_sync_backend", "--vllm.sync_backend"),
+    "attention": ("--flash_attn", "--ds.attn_implementation"),
+    "nodes": ("--{}_num_nodes", "--{}.num_nodes"),
+    "gpus": ("--{}_num_gpus_per_node", "--{}.num_gpus_per_node"),
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Flags to add or to replace, what they do, and the run with them; ``enough`` if it then fits."""
+
+    flags: tuple[str, ...]
+    reason: str
+    run: Run
+    enough: bool
+
+
+def flag(run: Run, name: str, *values: object) -> str:
+    """The flag of this OpenRLHF that sets ``name``, with its value; empty if it has none."""
+    text = FLAGS[name][0 if run.flat else 1]
+    return " ".join([text, *map(str, values)]) if text else ""
+
+
+def advise(found: Report, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
+    """Changes by which the run of ``found`` fits: those that are enough alone, else the fewest, in order.
+
+    Empty if it fits already, or if none of the changes that are known here helps.
+    """
+    if not found.problems:
+        return []
+    alone = [
+        Advice(flags, reason, changed, not report(changed, machines, shapes).problems)
+        for flags, reason, changed in _changes(found.run)
+    ]
+    if enough := [advice for advice in alone if advice.enough]:
+        return enough
+    return _together(found, machines, shapes)
+
+
+def symmetric(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Advice | None:
+    """A layout with the same GPUs for each role and the same engines on every node, near to what was asked.
+
+    None if the nodes differ, if engines share the trainer's GPUs, or if there is none that fits.
+    """
+    engines = run.request.engines
+    sizes = {(machine.gpus, machine.cpus, machine.gpu_memory) for machine in machines}
+    if engines is None or engines.shares or len(sizes) != 1 or not machines[0].gpus:
+        return None
+    count, gpus = len(machines), machines[0].gpus
+    groups = run.request.groups
+    asked = [*(group.size / count for group in groups), engines.count * engines.size / count]
+    for parts in sorted(_splits(gpus, len(groups), engines.size), key=lambda parts: _distance(parts, asked)):
+        changed = _resized(run, count, parts)
+        found = report(changed, machines, shapes)
+        if not found.problems and _is_even(found):
+            named = [f"{part} for {group.name}" for part, group in zip(parts, groups, strict=False)]
+            text = f"the same on each of {count} nodes: {', '.join(named)} and {parts[-1]} GPUs for engines"
+            return Advice(_layout_flags(changed), text, changed, True)
+    return None
+
+
+def _is_even(found: Report) -> bool:
+    """Whether every node has as many ranks and workers of each kind."""
+    kinds = [sorted(name.split()[0] for gpu in node.gpus for name in gpu.holds) for node in found.nodes]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _together(found: Report, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
+    """Changes one after the other, each kept if it helps, until the run fits."""
+    run, flags, reasons = found.run, dict[str, None](), list[str]()
+    peak = _excess(found)
+    for _ in range(len(FLAGS)):
+        for more, reason, changed in _changes(run):
+            after = report(changed, machines, shapes)
+            if _excess(after) < peak:
+                run, peak = changed, _excess(after)
+                flags |= dict.fromkeys(more)
+                reasons.append(reason)
+                if not after.problems:
+                    return [Advice(_last(flags), "; ".join(dict.fromkeys(reasons)), run, True)]
+                break
+        else:
+            return []
+    return []
+
+
+def _excess(found: Report) -> int:
+    """By how many bytes GPUs and hosts are too small, and engines lack room for one sequence."""
+    missing = sum(
+        max(0, gpu.peak - node.machine.gpu_memory)
+        for node in found.nodes
+        for gpu in node.gpus
+        if node.machine.gpu_memory
+    )
+    missing += sum(
+        max(0, node.memory_needed - node.machine.memory) for node in found.nodes if node.machine.memory
+    )
+    if found.engine and not found.engine.fits:
+        missing += int(found.engine.weights * (1 - found.engine.concurrency))
+    return missing
+
+
+def _last(flags: Mapping[str, None]) -> tuple[str, ...]:
+    """Of flags that were given twice the last."""
+    return tuple({text.split()[0]: text for text in flags}.values())
+
+
+def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    """Flags, what they do, and the run with them: the cheapest first."""
+
+    def change(
+        name: str, reason: str, changed: Run, *values: object
+    ) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+        if text := flag(run, name, *values):
+            yield (text,), reason, changed
+
+    shared = run.request.engines is not None and run.request.engines.shares is not None
+    if shared and not run.engine_sleeps:
+        reason = "engines give their memory back while the trainer computes"
+        yield from change("engine_sleeps", reason, replace(run, engine_sleeps=True))
+    if shared and not run.trainer_sleeps and not run.zero.offload:
+        reason = "the trainer's optimiser is on the host while engines generate"
+        yield from change("trainer_sleeps", reason, replace(run, trainer_sleeps=True))
+    if not run.checkpointing:
+        reason = "layers are computed again in the backward pass instead of kept: about a third more time"
+        yield from change("checkpointing", reason, replace(run, checkpointing=True))
+    if run.train_batch > 1 and run.tokens is None:
+        half = run.train_batch // 2
+        yield from change("train_batch", "fewer sequences at a time", replace(run, train_batch=half), half)
+    if run.rollout_batch > 1 and run.rollout_tokens is None:
+        half = run.rollout_batch // 2
+        reason = "fewer sequences at a time while experience is made"
+        yield from change("rollout_batch", reason, replace(run, rollout_batch=half), half)
+    if run.zero.stage < 3:
+        reason = "weights are split among the ranks, and gathered layer by layer"
+        yield from change("stage", reason, replace(run, zero=replace(run.zero, stage=3)), 3)
+    if not run.zero.offload:
+        reason = "the optimiser works on the host: slower steps, and much host memory"
+        yield from change("offload", reason, replace(run, zero=replace(run.zero, offload=True)))
+    if shared and run.utilization - STEP >= LOWEST_UTILIZATION:
+        less = round(run.utilization - STEP, 2)
+        yield from change(
+            "utilization", "a smaller cache beside the trainer", replace(run, utilization=less), less
+        )
+    yield from _engine_changes(run)
+    if run.length > 1024:
+        half = run.length // 2
+        yield from change("length", "shorter sequences", replace(run, length=half), half)
+
+
+def _engine_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    """Engines of twice the GPUs, and half as many."""
+    engines = run.request.engines
+    if engines and engines.count % 2 == 0:
+        wider = replace(engines, count=engines.count // 2, size=engines.size * 2)
+        flags = (flag(run, "engine_size", wider.size), flag(run, "engine_count", wider.count))
+        changed = replace(run, request=replace(run.request, engines=wider))
+        yield flags, "half as many engines, each over twice the GPUs", changed
+
+
+def _splits(gpus: int, groups: int, size: int) -> Iterator[tuple[int, ...]]:
+    """All ways to give each group at least one GPU of a node, and engines of ``size`` GPUs the rest."""
+    for parts in itertools.product(range(1, gpus + 1), repeat=groups):
+        rest = gpus - sum(parts)
+        if rest > 0 and rest % size == 0:
+            yield (*parts, rest)
+
+
+def _distance(parts: Sequence[int], asked: Sequence[float]) -> tuple[float, tuple[int, ...]]:
+    return sum(abs(part - want) for part, want in zip(parts, asked, strict=True)), tuple(parts)
+
+
+def _resized(run: Run, nodes: int, parts: Sequence[int]) -> Run:
+    groups = tuple(
+        Group(group.name, nodes, part) for group, part in zip(run.request.groups, parts, strict=False)
+    )
+    engines = run.request.engines
+    resized = engines and Engines(nodes * parts[-1] // engines.size, engines.size)
+    ranks = {group.name: group.size for group in groups}
+    roles = tuple(replace(role, ranks=ranks[role.group]) for role in run.roles)
+    return replace(run, request=replace(run.request, groups=groups, engines=resized), roles=roles)
+
+
+def _layout_flags(run: Run) -> tuple[str, ...]:
+    """The flags of the layout of ``run``: roles of one group have its size."""
+    sizes = {group.name: group for group in run.request.groups}
+    found: dict[str, None] = {}
+    for role in run.roles:
+        kind, group = role.name.rstrip("0123456789"), sizes[role.group]
+        found[flag(run, "nodes", group.nodes).format(kind)] = None
+        found[flag(run, "gpus", group.gpus_per_node).format(kind)] = None
+    if run.request.engines:
+        found[flag(run, "engine_count", run.request.engines.count)] = None
+    return tuple(found)

@@ -1,0 +1,191 @@
+"""A report as a screen of text, and as JSON values."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_stack.planning.advice import Advice
+from rlhf_stack.planning.cluster_spec import GIB, Machine
+from rlhf_stack.planning.memory_needs import Need
+from rlhf_stack.planning.report import Gpu, Node, Report
+
+WIDTH = 24  # characters of a bar
+SHOWN = 16  # nodes that are drawn
+COLOURS = {"actor": "green", "ref": "cyan", "critic": "magenta", "reward": "yellow", "engine": "blue"}
+
+
+def draw(console: Console, report: Report, advice: Sequence[Advice], layout: Advice | None) -> None:
+    """Print everything."""
+    for node in report.nodes[:SHOWN]:
+        console.print(_node(node))
+    if len(report.nodes) > SHOWN:
+        console.print(f"and {len(report.nodes) - SHOWN} more nodes (--json has them)")
+    console.print(_needs(report))
+    console.print(_engine(report))
+    for line in _summary(report):
+        console.print(line)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="dim"))
+    for problem in report.problems:
+        console.print(Text(f"problem: {problem}", style="bold red"))
+    for one in advice:
+        console.print(Text(f"try: {' '.join(one.flags)}  ({one.reason})", style="yellow"))
+    if layout and layout.run != report.run:
+        console.print(Text(f"a layout alike on all nodes: {' '.join(layout.flags)}  ({layout.reason})"))
+    verdict = "this run does not fit" if report.problems else "this run fits"
+    console.print(Text(verdict, style="bold red" if report.problems else "bold green"))
+
+
+def draw_machines(console: Console, machines: Sequence[Machine]) -> None:
+    """Print machines with nothing on them: what is there to plan on."""
+    for machine in machines:
+        console.print(_node(Node(machine, [Gpu(index) for index in range(machine.gpus)])))
+    total = sum(machine.gpus for machine in machines)
+    console.print(f"nodes: {len(machines)}, GPUs: {total}")
+
+
+def as_json(report: Report, advice: Sequence[Advice], layout: Advice | None) -> dict[str, Any]:
+    """The report as JSON values; ``rlhf-stack plan --help`` says what they mean."""
+    run = report.run
+    return {
+        "fits": not report.problems,
+        "openrlhf": run.release,
+        "gpus_needed": report.gpus_needed,
+        "nodes": [_node_values(node) for node in report.nodes],
+        "roles": [_need_values(report, need) for need in report.needs.values()],
+        "engine": _engine_values(report),
+        "straddling": {
+            "ours": list(report.ours.straddling) if report.ours else [],
+            "upstream": list(report.upstream.straddling),
+            "upstream_waits_for": report.upstream.pending,
+        },
+        "problems": list(report.problems),
+        "notes": list(report.notes),
+        "advice": [_advice_values(one) for one in advice],
+        "symmetric": _advice_values(layout) if layout else None,
+    }
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / GIB:.1f}"
+
+
+def _node(node: Node) -> Panel:
+    """One machine: a line for each GPU."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for gpu in node.gpus:
+        table.add_row(f"GPU {gpu.index}", _holds(gpu), _bar(gpu, node.machine.gpu_memory))
+    machine = node.machine
+    title = f"{machine.address}: {len(node.gpus)} GPUs"
+    of = f" of {gib(machine.memory)}" if machine.memory else ""
+    if not node.cpus_needed:
+        host = f"{machine.cpus:g} CPUs, host memory {gib(machine.memory)} GiB"
+    else:
+        host = f"CPUs {node.cpus_needed:g} of {machine.cpus:g}, host memory {gib(node.memory_needed)}{of} GiB"
+    return Panel(table, title=title, title_align="left", subtitle=host, subtitle_align="left")
+
+
+def _holds(gpu: Gpu) -> Text:
+    text = Text()
+    for name in gpu.holds:
+        text.append(f"{name} ", style=COLOURS.get(name.split()[0].rstrip("0123456789"), ""))
+    return text if gpu.holds else Text("free", style="dim")
+
+
+def _bar(gpu: Gpu, memory: int) -> Text:
+    """How full a GPU is at most."""
+    if not gpu.holds:
+        return Text("")
+    if not memory:
+        return Text(f"{gib(gpu.peak)} GiB")
+    full = min(1.0, gpu.peak / memory)
+    blocks = round(full * WIDTH)
+    style = "red" if gpu.peak > memory else "green"
+    bar = Text("█" * blocks, style=style)
+    bar.append("░" * (WIDTH - blocks), style="dim")
+    return bar.append(f" {gib(gpu.peak)} of {gib(memory)} GiB", style="")
+
+
+def _needs(report: Report) -> Table:
+    table = Table(title="GiB for each rank", title_justify="left")
+    names = ("role", "ranks", "size", "weights", "grads", "optim", "activ", "buffer", "host")
+    for name in names:
+        table.add_column(name, justify="left" if name == "role" else "right")
+    ranks = {role.name: role.ranks for role in report.run.roles}
+    for need in report.needs.values():
+        sizes = (need.weights, need.gradients, need.optimizer, need.activations, max(need.buffers, need.step))
+        table.add_row(
+            need.role,
+            str(ranks[need.role]),
+            _count(need.parameters),
+            *map(gib, sizes),
+            gib(need.host),
+        )
+    return table
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def _engine(report: Report) -> Group | Text:
+    engines, cache = report.run.request.engines, report.engine
+    if engines is None or cache is None:
+        return Text("")
+    where = f" on the GPUs of {engines.shares}" if engines.shares else ""
+    lines = [
+        f"{engines.count} engines of {engines.size} GPUs{where}, of each GPU {gib(cache.budget)} GiB "
+        f"(utilization {report.run.utilization:g}): weights {gib(cache.weights)}, largest step "
+        f"{gib(cache.working)}, cache {gib(cache.cache)}",
+        f"room for {cache.tokens} tokens: {cache.concurrency:.1f} sequences of {report.run.length} at a time",
+    ]
+    return Group(*(Text(line) for line in lines))
+
+
+def _summary(report: Report) -> list[Text]:
+    there = sum(len(node.gpus) for node in report.nodes)
+    lines = [Text(f"{report.gpus_needed} GPUs needed, {there} there")]
+    count = len(report.upstream.engines)
+    across = f"{len(report.upstream.straddling)} of {count} engines straddle nodes"
+    if count and report.ours:
+        ours = f"{len(report.ours.straddling)} of {len(report.ours.engines)}"
+        lines.append(Text(f"OpenRLHF as released: {across}; placed by rlhf_stack: {ours}"))
+    return lines
+
+
+def _node_values(node: Node) -> dict[str, Any]:
+    machine = node.machine
+    return {
+        "address": machine.address,
+        "cpus": machine.cpus,
+        "cpus_needed": node.cpus_needed,
+        "memory": machine.memory,
+        "memory_running": node.memory_running,
+        "memory_loading": node.memory_loading,
+        "gpu_memory": machine.gpu_memory,
+        "gpus": [asdict(gpu) for gpu in node.gpus],
+    }
+
+
+def _need_values(report: Report, need: Need) -> dict[str, Any]:
+    ranks = {role.name: role.ranks for role in report.run.roles}
+    return asdict(need) | {"ranks": ranks[need.role]}
+
+
+def _engine_values(report: Report) -> dict[str, Any] | None:
+    engines = report.run.request.engines
+    if engines is None:
+        return None
+    found: dict[str, Any] = {"count": engines.count, "size": engines.size, "shares": engines.shares}
+    return found | {"cache": asdict(report.engine) if report.engine else None}
+
+
+def _advice_values(advice: Advice) -> dict[str, Any]:
+    return {"flags": list(advice.flags), "reason": advice.reason}

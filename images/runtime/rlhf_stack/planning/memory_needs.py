@@ -1,0 +1,118 @@
+"""What each role of a run needs on each of its GPUs, and each of its processes on the host."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_stack.memory import Engine, KvCache, Pass, Shape, forward_peak, kv_cache, states, training_peak
+from rlhf_stack.memory.training import HALF, share
+from rlhf_stack.openrlhf.run_spec import ACTOR, Role, Run
+from rlhf_stack.planning.cluster_spec import GIB
+
+CONTEXT = 3 * GIB // 4  # of a CUDA process: context, kernels and NCCL's buffers; assumed, not measured
+PROCESS = 2 * GIB  # of host memory for a process with torch loaded; assumed, not measured
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes for one rank of a role, and how many ``parameters`` its model has.
+
+    ``activations`` and ``buffers`` are there while it computes, ``step`` while its optimiser steps.
+    ``asleep`` is what it holds while engines generate; ``loading`` is of the host, until its weights are on
+    the GPU.
+    """
+
+    role: str
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    step: int
+    asleep: int
+    host: int
+    loading: int
+
+    @property
+    def held(self) -> int:
+        """What stays while other roles of its GPU compute."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def working(self) -> int:
+        """What computing takes beside it."""
+        return max(self.activations + self.buffers, self.step)
+
+
+def need(run: Run, role: Role, shape: Shape) -> Need:
+    """The need of one rank of ``role``, whose model has ``shape``."""
+    parameters = shape.valued if role.valued else shape.total
+    own = share(parameters, run.parallel)
+    trained = _trained(run, role, shape, own)
+    zero = run.zero_of(role)
+    found = states(own, zero, trained)
+    weights, host = found.weights, found.host
+    if role.name == ACTOR and run.average:
+        copy = HALF * (share(own, zero.ranks) if zero.stage == 3 else own)
+        weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
+    sleeping = found.optimizer + found.gradients if run.trainer_sleeps and role.trained else 0
+    return Need(
+        role=role.name,
+        parameters=parameters,
+        weights=weights,
+        gradients=found.gradients,
+        optimizer=found.optimizer,
+        activations=_activations(run, role, shape),
+        buffers=found.buffers,
+        step=found.step,
+        asleep=weights + found.gradients + found.optimizer - sleeping,
+        host=PROCESS + host + sleeping,
+        loading=HALF * (share(own, zero.ranks) if zero.stage == 3 else own),
+    )
+
+
+def needs(run: Run, shapes: Mapping[str, Shape]) -> dict[str, Need]:
+    """The need of each role by its name; ``shapes`` by the model's name in the command line."""
+    return {role.name: need(run, role, shapes[role.model]) for role in run.roles}
+
+
+def engine_of(run: Run, shapes: Mapping[str, Shape], gpu_memory: int) -> KvCache | None:
+    """The cache of an engine of this run on GPUs of ``gpu_memory`` bytes, if it has engines."""
+    engines = run.request.engines
+    if engines is None:
+        return None
+    asked = Engine(engines.size, run.utilization, run.length)
+    return kv_cache(shapes[run.engine_model], asked, gpu_memory)
+
+
+def _trained(run: Run, role: Role, shape: Shape, own: int) -> int:
+    """The parameters of a rank that are trained: all, none, or LoRA's, beside every matrix of the layers."""
+    if not role.trained:
+        return 0
+    if not run.lora:
+        return own
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
+    sides += 3 * (shape.hidden + shape.intermediate) * max(1, shape.experts)
+    return share(run.lora * sides * shape.layers, run.parallel)
+
+
+def _activations(run: Run, role: Role, shape: Shape) -> int:
+    rollout = _pass(run, role, run.rollout_batch, run.rollout_tokens)
+    without = forward_peak(shape, rollout)
+    if not role.trained:
+        return without
+    return max(without, training_peak(shape, _pass(run, role, run.train_batch, run.tokens)))
+
+
+def _pass(run: Run, role: Role, sequences: int, tokens: int | None) -> Pass:
+    length = run.length if tokens is None else max(run.length, tokens * run.ring)
+    return Pass(
+        sequences=sequences if tokens is None else 1,
+        length=length,
+        checkpointing=run.checkpointing and role.trained,
+        attention=run.attention,
+        split=run.ring,
+        valued=role.valued,
+        narrow_logits=run.narrow_logits,
+    )

@@ -1,0 +1,189 @@
+"""Settings of a run that fit its cluster and cost least, each with its reason."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from rlhf_stack.config import env_vars
+from rlhf_stack.memory import Shape
+from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.planning.advice import LOWEST_UTILIZATION, STEP, flag
+from rlhf_stack.planning.cluster_spec import Machine
+from rlhf_stack.planning.report import report
+
+HIGHEST_UTILIZATION = 0.9
+LARGEST_BATCH = 64
+FLASH, PLAIN = "flash_attention_2", "sdpa"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag with its value, or a variable of the environment; one that is ``dropped`` has to go."""
+
+    text: str
+    reason: str
+    dropped: bool = False
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is one of the environment."""
+        return not self.text.startswith("-")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The run with all ``settings``; ``problems`` are those that remain."""
+
+    run: Run
+    settings: tuple[Setting, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can go."""
+        return not self.problems
+
+
+def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Tuned:
+    """``run`` with the settings that are right for its models, lengths and ``machines``."""
+
+    def problems(candidate: Run) -> tuple[str, ...]:
+        return report(candidate, machines, shapes).problems
+
+    start = replace(run, attention=_attention(run))
+    found = next((candidate for candidate in _candidates(start) if not problems(candidate)), None)
+    if found is None:
+        last = list(_candidates(start))[-1]
+        return Tuned(last, (), problems(last))
+    for name in ("train_batch", "rollout_batch"):
+        while (size := 2 * getattr(found, name)) <= min(LARGEST_BATCH, found.rank_batch):
+            larger = replace(found, **{name: size})
+            if problems(larger):
+                break
+            found = larger
+    return Tuned(found, tuple(_settings(run, found)), ())
+
+
+def applied(command: Sequence[str], tuned: Tuned) -> list[str]:
+    """The words of ``command`` with the settings of ``tuned`` in it, in place of what it said before."""
+    words = list(command)
+    variables = []
+    for setting in tuned.settings:
+        if setting.is_variable:
+            variables.append(setting.text)
+            continue
+        name, *values = setting.text.split()
+        words = _without(words, name)
+        words += [] if setting.dropped else [name, *values]
+    return [*(["env", *variables] if variables else []), *words]
+
+
+def _without(words: Sequence[str], name: str) -> list[str]:
+    """``words`` without a flag and its value."""
+    kept: list[str] = []
+    skipping = False
+    for word in words:
+        if word == name:
+            skipping = True
+        elif word.startswith(f"{name}="):
+            continue
+        elif skipping and not word.startswith("--"):
+            skipping = False
+        else:
+            skipping = False
+            kept.append(word)
+    return kept
+
+
+def _candidates(run: Run) -> Iterator[Run]:
+    """The run with its batches at their least, from what costs least time to what needs least memory."""
+    shared = run.request.engines is not None and run.request.engines.shares is not None
+    small = replace(run, train_batch=1, rollout_batch=1)
+    stage = max(2, run.zero.stage)
+    levels = [(stage, False, False), (stage, True, False), (3, True, False), (3, True, True)]
+    for level, checkpointing, offload in dict.fromkeys(levels):
+        zero = replace(small.zero, stage=level, offload=offload)
+        changed = replace(small, zero=zero, checkpointing=checkpointing)
+        if not shared:
+            yield changed if run.flat else replace(changed, utilization=HIGHEST_UTILIZATION)
+            continue
+        utilization = HIGHEST_UTILIZATION
+        while utilization >= LOWEST_UTILIZATION:
+            yield replace(
+                changed, engine_sleeps=True, trainer_sleeps=not offload, utilization=round(utilization, 2)
+            )
+            utilization -= STEP
+
+
+def _settings(before: Run, after: Run) -> Iterator[Setting]:
+    """What was chosen, also where the command line said so already."""
+    yield Setting(
+        flag(after, "train_batch", after.train_batch),
+        f"the most sequences of {after.length} tokens that fit in a training step of a GPU",
+    )
+    yield Setting(
+        flag(after, "rollout_batch", after.rollout_batch),
+        "the most that fit while log-probabilities are computed",
+    )
+    yield Setting(flag(after, "stage", after.zero.stage), _why_stage(after))
+    recompute = "activations do not fit otherwise: about a third more time"
+    enough = "there is room: nothing needs to be computed twice"
+    yield Setting(
+        flag(after, "checkpointing"), recompute if after.checkpointing else enough, not after.checkpointing
+    )
+    offload = "the optimiser fits on no GPU: it works on the host"
+    on_gpu = "the optimiser fits on the GPUs, where it is faster"
+    yield Setting(flag(after, "offload"), offload if after.zero.offload else on_gpu, not after.zero.offload)
+    yield from _engine_settings(after)
+    yield from _attention_settings(before, after)
+
+
+def _why_stage(run: Run) -> str:
+    if run.zero.stage < 3:
+        return "weights fit on each GPU: no need to gather them layer by layer"
+    return "weights, gradients and optimiser are split among the ranks"
+
+
+def _engine_settings(run: Run) -> Iterator[Setting]:
+    engines = run.request.engines
+    if engines is None:
+        return
+    if not run.flat:
+        room = (
+            "what the trainer leaves of a GPU"
+            if engines.shares
+            else "the rest is for what vLLM does not count"
+        )
+        yield Setting(flag(run, "utilization", f"{run.utilization:g}"), room)
+    if engines.shares:
+        yield Setting(flag(run, "engine_sleeps"), "engines give their memory back while the trainer computes")
+        if not run.zero.offload:
+            yield Setting(
+                flag(run, "trainer_sleeps"), "the trainer gives its optimiser's back while they generate"
+            )
+    elif env_vars.accelerator() == "cuda":
+        yield Setting(flag(run, "sync", "nccl"), "weights go from GPU to GPU")
+    elif env_vars.accelerator() is not None:
+        yield Setting(flag(run, "sync", "gloo"), "what is safe on every network of this accelerator")
+    if not run.engine_sleeps and env_vars.accelerator() == "cuda":
+        yield Setting(ALLOCATOR, "less of a GPU is lost between blocks; not with sleep mode, which it breaks")
+
+
+def _attention_settings(before: Run, run: Run) -> Iterator[Setting]:
+    if run.flat:
+        has = run.attention == FLASH
+        reason = "flash-attn is installed: no table of scores" if has else "flash-attn is not installed"
+        yield Setting(flag(run, "attention"), reason, dropped=not has)
+    elif run.attention == FLASH or before.attention.startswith("flash"):
+        reason = "flash-attn is installed" if run.attention == FLASH else "flash-attn is not installed"
+        yield Setting(flag(run, "attention", run.attention), f"{reason}: no table of scores either way")
+
+
+def _attention(run: Run) -> str:
+    """The attention to be had here: what was asked for, unless that needs a package that is absent."""
+    if find_spec("flash_attn") is not None:
+        return FLASH
+    if not run.attention.startswith("flash"):
+        return run.attention
+    return "eager" if run.flat else PLAIN

@@ -1,5 +1,0 @@
-"""A mistake or a missing thing that the user can mend."""
-
-
-class Problem(Exception):
-    """What is wrong and what to do about it, in one line; the command shows it without a traceback."""

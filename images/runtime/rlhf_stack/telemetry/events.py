@@ -1,0 +1,87 @@
+"""What happens in a run, as JSON lines: one file a process in the directory that RLHF_STACK_EVENTS names.
+
+Every line has ``event``, ``time`` (unix seconds), ``host`` and ``pid``, and is written by one ``write`` to a
+file opened for appending, so that lines of a process never mix. Without the variable nothing is written.
+"""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_stack.config import env_vars
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Append one event; ``fields`` must be JSON values (a float that JSON has no word for becomes null)."""
+    directory = os.environ.get(env_vars.EVENTS)
+    if not directory:
+        return
+    host, pid = socket.gethostname(), os.getpid()
+    line = {"event": event, "time": time.time(), "host": host, "pid": pid} | _finite(fields)
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path / f"{host}-{pid}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, json.dumps(line, allow_nan=False).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """All events below ``directory``, oldest first; a last line that is still being written is left out."""
+    events = []
+    for path in sorted(directory.glob("**/*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                events.append(json.loads(line))
+    return sorted(events, key=lambda event: float(event["time"]))
+
+
+def phase(name: str) -> None:
+    """A phase of the run ends here: "started", "engine up", "models up", "trained", "saved"."""
+    emit("phase", name=name)
+
+
+def begins(name: str) -> None:
+    """A part of a training step begins, which may not end: "generation", "sync"."""
+    emit("begins", name=name)
+
+
+def step(number: int, logs: Mapping[str, Any]) -> None:
+    """Training step ``number`` (from 1) with all numbers that upstream logs, and the mean ``reward``."""
+    values = {
+        name: float(value)
+        for name, value in logs.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    reward = values.pop("rollout/reward_mean", values.get("reward"))
+    emit("step", **(values | {"step": number, "reward": reward}))
+
+
+def models_are_up(engines: Sequence[Any] | None) -> None:
+    """All models are loaded: where the workers of each engine run, asked from themselves.
+
+    OpenRLHF 0.5 does not wait for its engines before it trains; with events on, this does.
+    """
+    answers = []
+    if os.environ.get(env_vars.EVENTS) and engines:
+        import ray
+
+        answers = ray.get([engine.where.remote() for engine in engines], timeout=env_vars.engine_timeout())
+    phase("models up")
+    for index, ranks in enumerate(answers):
+        nodes = {rank["node_id"] for rank in ranks}
+        emit("engine", engine=index, ranks=ranks, straddles=len(nodes) > 1)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

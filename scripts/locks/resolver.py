@@ -1,0 +1,120 @@
+"""Ask uv which packages satisfy some requirements, with hashes.
+
+The index and the folders of local wheels are those of the user's pip configuration. Extra indexes are not
+asked: uv takes a package from the first index that has it, and one that does not say when a file was
+uploaded defeats ``exclude_newer``, so the answer would depend on the machine. Nothing of this machine gets
+into the answer: no address, no path.
+"""
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from uv import find_uv_bin
+
+from scripts.errors import UserError
+from scripts.locks import index_config
+from scripts.matrix.load import Base
+
+NEVER = "python_version < '3.0'"
+ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
+KEPT = ("UV_CACHE_DIR", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS", "UV_KEYRING_PROVIDER")
+UNREACHABLE = ("error sending request", "Failed to fetch", "dns error", "Could not connect", "client error")
+LIMIT_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Question:
+    """Requirements (pip's format) for a Python and a platform, as the index stood at 00:00 UTC of a day.
+
+    ``name`` stands for the requirements in the answer. ``sources`` may come as source distributions; without
+    a platform the answer holds for all of them, and anything may. Folders of local wheels are asked only for
+    ``local`` versions: a build without CUDA that lies there would else satisfy a pin of the one with it.
+    ``alone`` leaves out what the requirements themselves require.
+    """
+
+    name: str
+    requirements: str
+    python: str
+    exclude_newer: datetime.date
+    platform: str | None = None
+    overrides: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    local: bool = False
+    alone: bool = False
+
+
+def platform(base: Base) -> str:
+    """The platform of a base, as uv names it."""
+    return f"{ARCHITECTURES[base.architecture]}-manylinux_{base.glibc.replace('.', '_')}"
+
+
+def command(question: Question, config: index_config.PipConfig) -> list[str]:
+    """The uv command for a question, its files in the working directory."""
+    target = (
+        [f"--python-platform={question.platform}", "--only-binary=:all:"]
+        if question.platform
+        else ["--universal"]
+    )
+    return [
+        find_uv_bin(),
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-config",
+        "--no-header",
+        "--generate-hashes",
+        f"--python={sys.executable}",
+        f"--python-version={question.python}",
+        f"--exclude-newer={question.exclude_newer}T00:00:00Z",
+        "--override=overrides",
+        *target,
+        *(["--no-deps"] if question.alone else []),
+        *(f"--no-binary={name}" for name in question.sources),
+        *([f"--default-index={config.index}"] if config.index else []),
+        *(f"--find-links={folder}" for folder in config.find_links if question.local),
+        question.name,
+    ]
+
+
+def answer(question: Question) -> str:
+    """The hashed requirements for a question; a `UserError` when there are none, or no index answers."""
+    config = index_config.load()
+    overrides = [*question.overrides, *(f"{name} ; {NEVER}" for name in question.excluded)]
+    environment = {name: value for name, value in os.environ.items() if name[:3] != "UV_" or name in KEPT}
+    if config.certificate:
+        environment.setdefault("SSL_CERT_FILE", str(config.certificate))
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = Path(folder, question.name)
+        requirements.write_text(question.requirements, encoding="utf-8")
+        Path(folder, "overrides").write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
+        try:
+            done = subprocess.run(
+                command(question, config),
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{question.name}: the index gave no answer in {LIMIT_SECONDS} s") from None
+    if done.returncode:
+        raise UserError(explain(question.name, done.stderr))
+    return done.stdout
+
+
+def explain(name: str, errors: str) -> str:
+    """What uv printed, in one line."""
+    line = re.sub(r"\s+", " ", errors).strip().removeprefix("error: ")
+    if any(sign in errors for sign in UNREACHABLE):
+        advice = "check the network, the proxy and `pip config get global.index-url`"
+        return f"the package index cannot be reached for {name}: {advice} ({line[:160]})"
+    return f"{name} cannot be resolved: {line[:600]}"

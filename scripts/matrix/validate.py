@@ -1,0 +1,198 @@
+"""What is wrong with a ``matrix.yaml``, each mistake as a path in the file and what was expected there."""
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+
+from msgspec import inspect
+
+from scripts.matrix.model import (
+    Accelerator,
+    Base,
+    Matrix,
+    Stack,
+    Variant,
+    id_of,
+    named,
+    nearest,
+    unsupported_by,
+)
+
+
+def mistakes(matrix: Matrix) -> Iterator[tuple[str, str]]:
+    """Path and mistake of everything that types cannot see, references before what follows them."""
+    yield from _bad_names(matrix)
+    yield from _bad_references(matrix)
+    for index, variant in enumerate(matrix.variants):
+        yield from _bad_variant(matrix, variant, f"variants[{index}]")
+    yield from _bad_cells(matrix)
+
+
+def _bad_names(matrix: Matrix) -> Iterator[tuple[str, str]]:
+    """Names that are given twice in one list."""
+    for section in ("bases", "accelerators", "stacks", "variants"):
+        items: tuple[Base | Accelerator | Stack | Variant, ...] = getattr(matrix, section)
+        yield from _twice([item.name for item in items], section)
+    for index, base in enumerate(matrix.bases):
+        yield from _twice([item.name for item in base.runtime], f"bases[{index}].runtime")
+        yield from _twice([item.name for item in base.builder], f"bases[{index}].builder")
+    for index, accelerator in enumerate(matrix.accelerators):
+        yield from _twice([item.name for item in accelerator.env], f"accelerators[{index}].env")
+        yield from _twice([item.name for item in accelerator.profiles], f"accelerators[{index}].profiles")
+        for number, profile in enumerate(accelerator.profiles):
+            path = f"accelerators[{index}].profiles[{number}].env"
+            yield from _twice([item.name for item in profile.env], path)
+    for index, stack in enumerate(matrix.stacks):
+        yield from _twice([item.name for item in stack.packages], f"stacks[{index}].packages")
+    for index, cell in enumerate(matrix.cells):
+        yield from _twice([item.name for item in cell.env], f"cells[{index}].env")
+
+
+def _twice(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
+    for index, name in enumerate(names):
+        if (first := names.index(name)) < index:
+            yield (
+                f"{path}[{index}].name",
+                f"expected a name of its own, got {name!r}, which is {path}[{first}]",
+            )
+
+
+def _bad_references(matrix: Matrix) -> Iterator[tuple[str, str]]:
+    sections = {
+        "stack": [item.name for item in matrix.stacks],
+        "accelerator": [item.name for item in matrix.accelerators],
+        "base": [item.name for item in matrix.bases],
+    }
+    for index, variant in enumerate(matrix.variants):
+        for key, names in sections.items():
+            yield from _dangling(getattr(variant, key), names, f"variants[{index}].{key}")
+    for index, stack in enumerate(matrix.stacks):
+        if "vllm" not in (names := [pin.name for pin in stack.packages]):
+            yield (
+                f"stacks[{index}].packages",
+                f"expected 'vllm' among them, which is part of a cell id; got {names}",
+            )
+    for index, cell in enumerate(matrix.cells):
+        yield from _dangling(cell.variant, [item.name for item in matrix.variants], f"cells[{index}].variant")
+        if cell.ray.name != "ray":
+            yield f"cells[{index}].ray.name", f"expected 'ray', got {cell.ray.name!r}"
+
+
+def _dangling(name: str, known: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
+    if name not in known:
+        yield path, f"expected one of {', '.join(known) or '(none is defined)'}; got {name!r}"
+
+
+def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[str, str]]:
+    stack, base = named(matrix.stacks, variant.stack), named(matrix.bases, variant.base)
+    packages = [pin.name for pin in stack.packages] + ["ray"]
+    required = [re.split(r"[^A-Za-z0-9._-]", item.requirement, maxsplit=1)[0] for item in stack.requirements]
+    if base.python != stack.python:
+        yield (
+            f"{path}.base",
+            f"expected a base with Python {stack.python} of {stack.name}; {base.name} has {base.python}",
+        )
+    for index, item in enumerate(variant.distributions):
+        yield from _dangling(item.package, packages, f"{path}.distributions[{index}].package")
+        if not (item.name or item.version or item.local):
+            yield f"{path}.distributions[{index}]", "expected `name`, `version` or `local`; got none of them"
+    for index, build in enumerate(variant.build_from_source):
+        for name in (build.package, *build.needs):
+            yield from _dangling(name, [*packages, *required], f"{path}.build_from_source[{index}]")
+    for index, beside in enumerate(variant.beside):
+        known = [layer.name for layer in variant.layers]
+        yield from _dangling(beside.layer, known, f"{path}.beside[{index}].layer")
+    for index, source in enumerate(variant.sources):
+        if (source.image is None) == (source.requirement is None):
+            yield f"{path}.sources[{index}]", "expected either `image` or `requirement`"
+    if variant.stand_in:
+        yield from _bad_stand_in(matrix, variant, variant.stand_in.variant, f"{path}.stand_in.variant")
+    yield from _twice([item.name for item in variant.env], f"{path}.env")
+    yield from _twice([item.name for item in variant.optional], f"{path}.optional")
+    yield from _twice([item.name for item in variant.excluded], f"{path}.excluded")
+    yield from _twice([layer.name for layer in variant.layers], f"{path}.layers")
+    layered = [name for layer in variant.layers for name in layer.packages]
+    for name in layered:
+        yield from _dangling(name, [*packages, *required], f"{path}.layers")
+    if wrong := [name for name in packages if layered.count(name) != 1]:
+        yield (
+            f"{path}.layers",
+            f"expected every headline package in exactly one layer; not so: {', '.join(wrong)}",
+        )
+
+
+def _bad_stand_in(matrix: Matrix, variant: Variant, name: str, path: str) -> Iterator[tuple[str, str]]:
+    yield from _dangling(name, [item.name for item in matrix.variants], path)
+    releases = {cell.ray.version for cell in matrix.cells if cell.variant == name}
+    for cell in matrix.cells:
+        if cell.variant == variant.name and cell.ray.version not in releases:
+            yield path, f"{name} has no cell with Ray {cell.ray.version}, for which it has to stand in"
+
+
+def _bad_cells(matrix: Matrix) -> Iterator[tuple[str, str]]:
+    ids = [id_of(matrix, entry) for entry in matrix.cells]
+    for index, (entry, cell_id) in enumerate(zip(matrix.cells, ids, strict=True)):
+        if (first := ids.index(cell_id)) < index:
+            yield f"cells[{index}]", f"expected a cell of its own, got {cell_id}, which is cells[{first}]"
+        if left_out := unsupported_by(matrix, cell_id):
+            yield f"cells[{index}]", f"{cell_id} is unsupported: {left_out.reason}"
+        if entry.support.until < entry.support.since:
+            yield (
+                f"cells[{index}].support.until",
+                f"expected a day from {entry.support.since} on, got {entry.support.until}",
+            )
+    if matrix.default not in ids:
+        yield "default", f"expected one of {', '.join(ids) or '(no cell is written)'}; got {matrix.default!r}"
+
+
+def explain(message: str, data: object) -> str:
+    """msgspec's message as ``path: what was expected``, with the keys or values that are known there."""
+    text, _, at = message.replace("`", "").partition(" - at ")
+    key = at.startswith("key in ")
+    steps = re.findall(r"[^.\[\]]+", at.removeprefix("key in ").removeprefix("$"))
+    path = at.removeprefix("key in ").removeprefix("$").removeprefix(".") or "(top level)"
+    kind = _type_at(steps)
+    if unknown := re.search(r"unknown field (.*)", text):
+        known = [field.encode_name for field in kind.fields] if isinstance(kind, inspect.StructType) else []
+        meant = nearest(unknown[1], known)
+        return f"{path}: unknown key {unknown[1]!r}; did you mean {meant!r}? Expected: {', '.join(known)}"
+    if missing := re.search(r"missing required field (.*)", text):
+        return f"{path}: expected the key {missing[1]!r}, which is missing"
+    if key:
+        return f"{path}: expected every key to be text"
+    value = _value_at(data, steps)
+    got = f"; got {value!r}" if isinstance(value, str | int | float | datetime.date) else ""
+    if isinstance(kind, inspect.LiteralType):
+        return f"{path}: expected one of {', '.join(map(str, kind.values))}{got}"
+    if isinstance(kind, inspect.DateType):
+        return f"{path}: expected a date such as 2026-11-14{got}"
+    quotes = " (in quotes it is text)" if text.startswith("Expected str") and got else ""
+    return f"{path}: {text[:1].lower()}{text[1:]}{got}{quotes}"
+
+
+def _type_at(steps: Sequence[str]) -> inspect.Type:
+    """The type of what stands at a path of the file."""
+    kind: inspect.Type = inspect.type_info(Matrix)
+    for step in steps:
+        if isinstance(kind, inspect.StructType):
+            kind = _there(next(field.type for field in kind.fields if field.encode_name == step))
+        elif isinstance(kind, inspect.VarTupleType):
+            kind = _there(kind.item_type)
+    return kind
+
+
+def _there(kind: inspect.Type) -> inspect.Type:
+    """The type of what is there where nothing may be."""
+    if not isinstance(kind, inspect.UnionType):
+        return kind
+    return next(one for one in kind.types if not isinstance(one, inspect.NoneType))
+
+
+def _value_at(data: object, steps: Sequence[str]) -> object:
+    """What stands at a path of the file."""
+    for step in steps:
+        if isinstance(data, dict):
+            data = data.get(step)
+        elif isinstance(data, list):
+            data = data[int(step)]
+    return data

@@ -1,0 +1,207 @@
+"""The patches that this distribution carries: what they are, and whether each may still be carried.
+
+``patches/<package>/<version>/series`` holds ``Revision: N`` (the N of ``+stack.N``) and the names of the
+patches in their order. A patch is a DEP-3 header, a line ``---`` and a unified diff whose paths are relative
+to site-packages. See patches/README.md.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.table import Table
+
+from scripts.errors import UserError, run
+from scripts.paths import ROOT
+
+PATCHES = ROOT / "patches"
+FIELDS = (
+    "Description",
+    "Origin",
+    "Bug",
+    "Forwarded",
+    "Applied-Upstream",
+    "Last-Update",
+    "Applies-To",
+    "Cells",
+    "Test",
+    "Review-By",
+)
+NOT_APPLIED = "no"
+DATES = ("Last-Update", "Review-By")
+PATCH_NAME = re.compile(r"^\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch$")
+REVISION = re.compile(r"^Revision: ([1-9]\d*)$")
+TARGET = re.compile(r"^\+\+\+ b/(\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch: ``header`` has every name in `FIELDS`, ``files`` are the paths that ``diff`` changes."""
+
+    name: str
+    header: dict[str, str]
+    diff: str
+    files: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The first line of the description."""
+        return self.header["Description"].splitlines()[0]
+
+    @property
+    def review_by(self) -> date:
+        """The day after which somebody must have looked at it again."""
+        return date.fromisoformat(self.header["Review-By"])
+
+
+@dataclass(frozen=True)
+class Series:
+    """All patches of one version of one package."""
+
+    package: str
+    version: str
+    revision: int
+    patches: tuple[Patch, ...]
+
+    @property
+    def label(self) -> str:
+        """The local version of the patched package."""
+        return f"stack.{self.revision}"
+
+
+def parse_patch(name: str, text: str) -> Patch:
+    """The patch in ``text``; UserError names the file and what is wrong with its header or diff."""
+    if not PATCH_NAME.match(name):
+        raise UserError(f"{name}: expected a name such as 0001-what-it-does.patch")
+    head, separator, diff = text.partition("\n---\n")
+    if not separator:
+        raise UserError(f"{name}: expected a header, a line '---' and a diff")
+    header: dict[str, str] = {}
+    field = ""
+    for number, line in enumerate(head.splitlines(), start=1):
+        if line.startswith(" ") and field:
+            header[field] += "\n" + line[1:]
+            continue
+        field, colon, value = line.partition(":")
+        if not colon or field not in FIELDS:
+            raise UserError(f"{name}:{number}: unknown field {field!r}; expected {', '.join(FIELDS)}")
+        if field in header:
+            raise UserError(f"{name}:{number}: field {field} stands twice")
+        header[field] = value.strip()
+    missing = [field for field in FIELDS if not header.get(field)]
+    if missing:
+        raise UserError(f"{name}: the header lacks {', '.join(missing)}")
+    for field in DATES:
+        try:
+            date.fromisoformat(header[field])
+        except ValueError:
+            raise UserError(
+                f"{name}: {field}: {header[field]!r}: expected a date such as 2026-11-21"
+            ) from None
+    try:
+        applied = header["Applied-Upstream"]
+        Version("0" if applied == NOT_APPLIED else applied)
+    except InvalidVersion:
+        raise UserError(
+            f"{name}: Applied-Upstream: {applied!r}: expected no, or a release such as 0.12.0"
+        ) from None
+    files = tuple(dict.fromkeys(TARGET.findall(diff)))
+    if not files:
+        raise UserError(f"{name}: the diff changes no file (expected lines '+++ b/<path in site-packages>')")
+    return Patch(name, header, diff, files)
+
+
+def parse_series(package: str, version: str, text: str, contents: dict[str, str]) -> Series:
+    """The series in ``text``, with the patches of its directory in ``contents`` (by file name)."""
+    where = f"{package}/{version}/series"
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    revision = REVISION.match(lines[0]) if lines else None
+    if revision is None:
+        raise UserError(f"{where}: expected 'Revision: N' in the first line")
+    names = lines[1:]
+    unlisted = sorted(set(contents) - set(names))
+    absent = sorted(set(names) - set(contents))
+    if unlisted or absent or len(set(names)) != len(names):
+        raise UserError(
+            f"{where}: must list every patch of its directory once; "
+            f"not listed: {unlisted}, not there: {absent}"
+        )
+    if names != sorted(names):
+        raise UserError(f"{where}: the patches must be in the order of their numbers")
+    patches = tuple(parse_patch(name, contents[name]) for name in names)
+    return Series(package, version, int(revision[1]), patches)
+
+
+def check(series: Series, today: date, tests: set[str]) -> list[str]:
+    """What keeps ``series`` from being carried on ``today``; ``tests`` are the paths of tests that exist."""
+    problems = []
+    for patch in series.patches:
+        where = f"patches/{series.package}/{series.version}/{patch.name}"
+        if patch.review_by < today:
+            problems.append(
+                f"{where}: Review-By {patch.review_by} has passed: see whether upstream has it by now; "
+                "drop the patch, or set a new date"
+            )
+        applied = patch.header["Applied-Upstream"]
+        if applied != NOT_APPLIED and Version(applied) <= Version(series.version):
+            problems.append(
+                f"{where}: upstream has it since {applied} (Applied-Upstream), the pin is {series.version}: "
+                "drop the patch, or correct the field"
+            )
+        expected = f"{series.package}=={series.version}"
+        if patch.header["Applies-To"] != expected:
+            problems.append(f"{where}: Applies-To is {patch.header['Applies-To']!r}, expected {expected!r}")
+        if patch.header["Test"] not in tests:
+            problems.append(f"{where}: its test {patch.header['Test']} does not exist")
+    return problems
+
+
+def load(package: str, version: str, root: Path = PATCHES) -> Series | None:
+    """The series for a package's version, or None if it is carried as released."""
+    directory = root / package / version
+    return _load(package, directory) if (directory / "series").is_file() else None
+
+
+def load_all(root: Path = PATCHES) -> list[Series]:
+    """Every series in the repository."""
+    directories = [path.parent for path in sorted(root.glob("*/*/series"))]
+    return [_load(directory.parent.name, directory) for directory in directories]
+
+
+def _load(package: str, directory: Path) -> Series:
+    contents = {path.name: path.read_text(encoding="utf-8") for path in sorted(directory.glob("*.patch"))}
+    listing = (directory / "series").read_text(encoding="utf-8")
+    return parse_series(package, directory.name, listing, contents)
+
+
+def existing_tests() -> set[str]:
+    """The paths of the patch tests, as headers name them."""
+    return {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "patches").glob("test_*.py")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List the patches; exit 1 if one may not be carried any more."""
+    argparse.ArgumentParser(
+        prog="python -m scripts.patches.patch_series", description=main.__doc__
+    ).parse_args(arguments)
+    table = Table("package", "patch", "what it does", "cells", "upstream", "review by")
+    problems = []
+    for series in load_all():
+        problems += check(series, date.today(), existing_tests())
+        package = f"{series.package} {series.version}+{series.label}"
+        for patch in series.patches:
+            cells, upstream = patch.header["Cells"], patch.header["Forwarded"]
+            table.add_row(package, patch.name, patch.title, cells, upstream, str(patch.review_by))
+    Console().print(table)
+    for problem in problems:
+        Console(stderr=True).print(f"error: {problem}", markup=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,140 @@
+"""``rocm-smi`` may be absent, fail, hang or print anything: Ray starts all the same."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import MagicMock, call
+
+import pytest
+from rlhf_stack.accelerator import rocm
+from rlhf_stack.config import env_vars
+
+TABLE = """
+
+device,Device Name,Device ID,Device Rev,Subsystem ID,GUID
+card0,AMD Instinct MI300X,0x74a1,0x00,0x74a1,1
+card1,AMD Instinct MI300X,0x74a1,0x00,0x74a1,2
+"""
+WARNED = f"WARNING: AMD GPU device(s) is/are in a low-power state.\n{TABLE}\nWARNING: one or more, failed\n"
+
+
+@pytest.fixture(autouse=True)
+def rocm_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a test may put a ``rocm-smi``; nothing else is on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(rocm, "TOPOLOGY", tmp_path / "nodes")
+    rocm.is_here.cache_clear()
+    yield tmp_path / "rocm-smi"
+    rocm.is_here.cache_clear()
+
+
+def script(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("listing", "found"),
+    [(TABLE, 2), (WARNED, 2), ("", 0), ("ERROR: driver not initialized\nsee\nthe\nlog", 0), ("card0", 0)],
+)
+def test_only_cards_are_counted(listing: str, found: int) -> None:
+    assert rocm.cards(listing) == found
+
+
+@pytest.mark.parametrize(
+    ("listing", "product"),
+    [
+        ('{"card0": {"GPU ID": "0x740f"}}', "0x740f"),
+        ('{"card0": {"Device Name": "MI300X", "Device ID": "0x74a1"}}', "0x74a1"),
+        ('WARNING: low power\n{"card0": {"Device ID": "0x74a1"}}\n', "0x74a1"),
+        ('{"card0": {}}', None),
+        ("[]", None),
+        ("null", None),
+        ("__import__('os').abort()", None),  # Ray 2.12.0 evaluates what it reads
+        ("", None),
+    ],
+)
+def test_the_product_is_read_and_never_evaluated(listing: str, product: str | None) -> None:
+    assert rocm.first_product(listing) == product
+
+
+def test_without_rocm_smi_there_is_no_amd_gpu() -> None:
+    assert rocm.count() == 0
+    assert rocm.product() is None
+    assert not rocm.is_here()
+
+
+def test_what_rocm_smi_prints_is_asked_once(rocm_smi: Path) -> None:
+    script(rocm_smi, 'printf "%s\\n" device,Name card0,MI300X card1,MI300X')
+    assert rocm.count() == 2
+    assert rocm.is_here()
+    rocm_smi.unlink()
+    assert rocm.is_here()
+
+
+def test_an_image_for_rocm_needs_no_rocm_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "rocm")
+    assert rocm.is_here()
+
+
+@pytest.mark.parametrize("body", ["echo card0,x >&2; exit 3", "kill -9 $$", "exec no-such-program"])
+def test_a_failing_rocm_smi_finds_nothing(rocm_smi: Path, body: str) -> None:
+    script(rocm_smi, body)
+    assert rocm.count() == 0
+
+
+def test_a_rocm_smi_that_hangs_is_left(
+    rocm_smi: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rocm, "SMI_SECONDS", 0.2)
+    script(rocm_smi, f'exec {sys.executable} -c "import signal; signal.pause()"')
+    assert rocm.count() == 0
+    assert "rocm-smi does not answer" in caplog.text
+
+
+def test_without_rocm_smi_the_kernel_tells_the_gpus_of_this_container(rocm_smi: Path) -> None:
+    for node, text in enumerate(
+        ("cpu_cores_count 64\nsimd_count 0\n", "simd_count 1216\n", "simd_count 880\n")
+    ):
+        folder = rocm_smi.parent / "nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(text, encoding="ascii")
+    (rocm_smi.parent / "nodes" / "3" / "properties").mkdir(
+        parents=True
+    )  # as little readable as another's GPU
+    assert rocm.count() == 2
+    script(rocm_smi, "printf '%s\\n' card0,MI300X")
+    assert rocm.count() == 1
+
+
+def fake_ray(monkeypatch: pytest.MonkeyPatch, running: bool, connected: bool = False) -> MagicMock:
+    ray = MagicMock()
+    ray.is_initialized.return_value = connected
+    ray.init.side_effect = None if running else [ConnectionError("no cluster"), None]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ray
+
+
+def test_vllm_joins_a_running_cluster_without_naming_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = fake_ray(monkeypatch, running=True)
+    rocm.join_ray(None, 4)
+    assert ray.init.mock_calls == [call(address="auto", ignore_reinit_error=True)]
+
+
+def test_vllm_starts_a_cluster_with_its_gpus_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = fake_ray(monkeypatch, running=False)
+    rocm.join_ray(None, 4)
+    assert ray.init.mock_calls[-1] == call(ignore_reinit_error=True, num_gpus=4)
+
+
+def test_a_cluster_that_was_named_and_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = fake_ray(monkeypatch, running=False)
+    with pytest.raises(ConnectionError, match="no cluster"):
+        rocm.join_ray("10.0.0.1:6379", 4)
+    assert ray.init.mock_calls == [call(address="10.0.0.1:6379", ignore_reinit_error=True)]
+
+
+def test_inside_a_ray_actor_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = fake_ray(monkeypatch, running=True, connected=True)
+    rocm.join_ray(None, 4)
+    ray.init.assert_not_called()

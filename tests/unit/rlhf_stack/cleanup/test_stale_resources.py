@@ -1,0 +1,177 @@
+"""rlhf_stack.cleanup.stale_resources and reaping: what is left of a dead run, and that nothing else is touched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rlhf_stack.cleanup import process_table, stale_resources, terminate
+from rlhf_stack.cleanup.process_table import Process
+from rlhf_stack.cleanup.stale_resources import Segment
+
+UID, OTHER = 1000, 1001
+SESSION = "/tmp/ray/session_2026-11-21_18-46-39_814375_9"
+GONE = "/tmp/ray/session_2026-11-20_10-00-00_000000_7"
+MARKED = {"RAY_RAYLET_PID": "10", "HOME": "/home/a"}
+
+
+def process(pid: int, parent: int, *command: str, uid: int = UID, **changes: object) -> Process:
+    values: dict[str, object] = {"state": "S", "started": 100, "variables": MARKED} | changes
+    return Process(pid, parent, uid, command=command, **values)  # type: ignore[arg-type]
+
+
+RAYLET = process(10, 5, "/site/ray/core/src/ray/raylet/raylet", f"--log_dir={SESSION}/logs", variables={})
+ALIVE = [
+    process(1, 0, "tini", variables={}),
+    process(5, 1, "python", "/opt/venv/bin/ray", "start", "--head", "--block", variables={}),
+    process(6, 5, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={SESSION}/logs", variables={}),
+    RAYLET,
+    process(11, 10, "ray::DashboardAgent"),
+    process(12, 10, "python", "/site/ray/_private/workers/default_worker.py"),
+    process(20, 10, "ray::LLMRayActor"),
+    process(21, 20, "VLLM::EngineCore"),
+    process(22, 21, "VLLM::Worker"),
+    process(30, 10, "ray::JobSupervisor"),
+    process(
+        31, 30, "python", "-m", "openrlhf.cli.train_ppo_ray", variables=MARKED | {process_table.JOB: "{}"}
+    ),
+    process(40, 1, "python", "somebody_elses.py", variables={}),
+]
+LEFT = [
+    process(50, 1, "VLLM::EngineCore"),
+    process(51, 50, "VLLM::Worker"),
+    process(52, 10, "python", "child.py"),  # handed to the raylet
+    process(53, 1, "ray::Actor"),
+]
+AGED = dict.fromkeys(range(100), 3600.0)
+
+
+def test_what_a_living_run_needs_is_not_left() -> None:
+    assert stale_resources.orphans(ALIVE, UID) == []
+    assert stale_resources.headless(ALIVE, UID, AGED, 60) == []
+
+
+def test_what_lost_its_worker_is_left() -> None:
+    assert stale_resources.orphans([*ALIVE, *LEFT], UID) == LEFT
+
+
+def test_without_the_raylet_all_its_workers_are_left() -> None:
+    lost = stale_resources.orphans([p for p in ALIVE if p is not RAYLET], UID)
+    assert [p.pid for p in lost] == [11, 12, 20, 21, 22, 30, 31]
+
+
+def test_another_users_and_ended_processes_are_not_ours_to_end() -> None:
+    table = [process(50, 1, "VLLM::Worker", uid=OTHER), process(51, 1, "VLLM::Worker", state="Z")]
+    assert stale_resources.orphans(table, UID) == []
+
+
+@given(
+    st.lists(
+        st.builds(process, st.integers(100, 999), st.integers(1, 999), st.just("python"), variables=st.none())
+    )
+)
+def test_a_process_without_rays_mark_is_never_left(others: list[Process]) -> None:
+    assert stale_resources.orphans([*ALIVE, *others], UID) == []
+
+
+def test_servers_of_a_session_without_a_raylet_are_left_when_they_are_old() -> None:
+    server = process(60, 1, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={GONE}/logs", variables={})
+    table = [*ALIVE, server]
+    assert stale_resources.headless(table, UID, AGED, 60) == [server]
+    assert stale_resources.headless(table, UID, AGED | {60: 3.0}, 60) == []
+    assert stale_resources.headless(table, OTHER, AGED, 60) == []
+
+
+def test_servers_of_a_node_that_starts_are_not_left() -> None:
+    starting = [
+        process(70, 1, "python", "/opt/venv/bin/ray", "start", "--head", variables={}),
+        process(71, 70, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={GONE}/logs", variables={}),
+    ]
+    assert stale_resources.headless(starting, UID, AGED, 0) == []
+
+
+def test_a_segment_is_left_if_it_is_ours_and_old_and_nobody_holds_it() -> None:
+    ours, held = Segment("/dev/shm/psm_1", 9, UID, 90.0), Segment("/dev/shm/psm_2", 9, UID, 90.0)
+    young, foreign = Segment("/dev/shm/psm_3", 9, UID, 3.0), Segment("/dev/shm/psm_4", 9, OTHER, 90.0)
+    assert stale_resources.unheld([ours, held, young, foreign], {held.path}, UID, 60) == [ours]
+
+
+def test_only_segments_of_the_stack_are_looked_at(tmp_path: Path) -> None:
+    ours = {"psm_0a1b", "sem.mp-x1", "torch_812_9", "nccl-Ab12", "0a1b-tp:0-[0-1]-cpushm_1"}
+    for name in (*ours, "database.db", "pulse-shm-1"):
+        (tmp_path / name).touch()
+    found = {Path(one.path).name for one in stale_resources.segments(0.0, tmp_path)}
+    assert found == ours
+
+
+def test_a_container_whose_shared_memory_is_the_hosts_does_not_know_who_holds_it(tmp_path: Path) -> None:
+    own = tmp_path / "self"
+    (own / "ns").mkdir(parents=True)
+    (own / "ns" / "pid").symlink_to("pid:[4026532553]")
+    for source, known in (("shm", True), ("tmpfs", False)):
+        (own / "mountinfo").write_text(f"338 304 0:91 / /dev/shm rw,nosuid - tmpfs {source} rw\n")
+        assert (stale_resources.held_segments([], tmp_path) is not None) == known
+
+
+def sleeping(code: str = "") -> "subprocess.Popen[str]":
+    """A process that says when it is ready, then sleeps."""
+    source = f"import signal, time\n{code}\nprint('ready', flush=True)\ntime.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert child.stdout
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def seen(pid: int) -> Process:
+    return next(one for one in process_table.table() if one.pid == pid)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_ending_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of its memory and its own the kernel lets nobody but root ask it."""
+    child = sleeping()
+    one = seen(child.pid)
+    (tmp_path / "self").mkdir()
+    mount = "338 304 0:91 / /dev/shm rw,nosuid - tmpfs shm rw\n"
+    (tmp_path / "self" / "mountinfo").write_text(mount)
+
+    def refuse(folder: Path) -> NoReturn:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(stale_resources, "ENDING_SECONDS", 0.1)
+    assert stale_resources.held_segments([one], tmp_path) is None
+    child.kill()
+    monkeypatch.setattr(stale_resources, "ENDING_SECONDS", 30.0)
+    assert stale_resources.held_segments([one], tmp_path) == set()
+    child.wait()
+    assert stale_resources.held_segments([one], tmp_path) == set()
+
+
+@pytest.mark.timeout(60)
+def test_processes_are_ended_also_those_that_do_not_listen() -> None:
+    willing, deaf = sleeping(), sleeping("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    ended = terminate.end([seen(willing.pid), seen(deaf.pid)], seconds=1.0)
+    assert ended == sorted([willing.pid, deaf.pid])
+    assert (willing.wait(), deaf.wait()) == (-15, -9)
+
+
+@pytest.mark.timeout(60)
+def test_a_number_that_went_to_another_process_is_left_alone() -> None:
+    child = sleeping()
+    table = seen(child.pid)
+    before = Process(table.pid, table.parent, table.uid, table.state, table.started - 1, table.command)
+    assert terminate.end([before], seconds=1.0) == []
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+
+
+def test_a_process_that_ended_before_is_no_error() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert terminate.end([process(child.pid, os.getpid(), "true")]) == []

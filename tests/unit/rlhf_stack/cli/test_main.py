@@ -1,0 +1,199 @@
+"""rlhf_stack.cli.main: how a command is found, explained and ended."""
+
+import argparse
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_stack.cli import commands
+from rlhf_stack.cli.commands import patches, reap
+from rlhf_stack.cli.json_output import show_json
+from rlhf_stack.cli.main import main
+from rlhf_stack.diagnostics.installed_patches import Report
+from rlhf_stack.diagnostics.monitor import state
+from rlhf_stack.diagnostics.network_check import model as rehearsal
+from rlhf_stack.errors import UserError
+from rlhf_stack.known_bad.finding import Finding
+
+RUNTIME = Path(commands.__file__).parents[3]
+HEAVY = ("torch", "ray", "vllm", "transformers", "rich")
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make the command `patches` end with ``error``."""
+
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(patches, "run", run)
+
+
+def test_every_module_is_a_command_in_the_list() -> None:
+    assert sorted(commands.NAMES) == sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+
+
+@pytest.mark.parametrize("name", commands.NAMES)
+def test_every_command_explains_itself_by_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"\n  rlhf-stack {name}" in told
+    assert "--json" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "rehearse",
+            (rehearsal.Report, rehearsal.Node, rehearsal.Interface, rehearsal.Link, rehearsal.Attempt),
+        ),
+        ("top", (state.State, state.Engine, state.Gpu, state.Waiting)),
+        ("doctor", (Finding,)),
+        ("reap", (reap.Left,)),
+        ("patches", (Report,)),
+    ],
+)
+def test_help_names_every_field_of_the_json(name: str, shown: tuple[type[Any], ...]) -> None:
+    """Of the other commands tests/cluster/test_commands.py sees what they print."""
+    told = set(re.findall(r"\w+", (commands.load(name).__doc__ or "").partition("--json prints")[2]))
+    assert {field.name for one in shown for field in fields(one)} - told == set()
+
+
+def test_help_lists_every_command_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for name in commands.NAMES:
+        first = (commands.load(name).__doc__ or "").split("\n")[0]
+        assert f"{name} {' '.join(first.split())}" in told
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, contextlib\nfrom rlhf_stack.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(RUNTIME)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+MISTAKES = [
+    ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
+    ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a number of at least 0"),
+    ("plan", "", "no run to plan"),
+    ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
+    ("start", "", "one of the arguments --head --join is required"),
+    ("start", "--head --port 99999", "expected a port"),
+    ("start", "--join a:b:c --dry-run", "expected the head's HOST or HOST:PORT"),
+    ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
+    ("rehearse", "--size nan", "'nan': expected a number greater than 0"),
+    ("rehearse", "--backend mpi", "invalid choice: 'mpi'"),
+    ("submit", "", "no run to plan"),
+    ("submit", "--env NOT_SET -- ls", "NOT_SET is not set here"),
+    ("profile", "--nodes 0", "'0': expected a whole number"),
+    ("profile", "--nodes 2 -- ls", "'ls' does not start a run"),
+    ("top", "--events /nowhere", "/nowhere: there is no such directory"),
+    ("top", "--every 2", "unrecognized arguments: --every"),
+    ("doctor", "--log /nowhere", "/nowhere: No such file or directory"),
+    ("doctor", "--freeze /dev/null", "no line names a version"),
+    ("doctor", "--timeout 0", "'0': expected a number greater than 0"),
+    ("reap", "--older-than soon", "'soon': expected a number of at least 0"),
+    ("reap", "engines", "unrecognized arguments: engines"),
+    ("patches", "--all", "unrecognized arguments: --all"),
+    ("patches", "vllm", "unrecognized arguments: vllm"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "told"), MISTAKES)
+def test_a_stranger_s_mistake_is_answered_by_one_line(
+    name: str, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main([name, *arguments.split()])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert told in said.err
+
+
+def test_every_command_is_given_two_mistakes() -> None:
+    given = Counter(name for name, _, _ in MISTAKES)
+    assert all(given[name] >= 2 for name in commands.NAMES)
+
+
+def test_what_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(monkeypatch, ModuleNotFoundError("No module named 'ray'", name="ray"))
+    assert main(["patches"]) == 2
+    assert capsys.readouterr().err.startswith("error: ray is not installed here")
+    fail(monkeypatch, ModuleNotFoundError("No module named 'rlhf_stack.x'", name="rlhf_stack.x"))
+    with pytest.raises(ModuleNotFoundError):
+        main(["patches"])
+
+
+def test_an_unknown_command_is_answered_by_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctr"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in commands.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("no such file: x"), 2, "error: no such file: x\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_a_mistake_and_an_interrupt_are_one_line(
+    error: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fail(monkeypatch, error)
+    assert main(["patches"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    environment = os.environ | {"PYTHONPATH": str(RUNTIME)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_stack", "patches"],
+        env=environment,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_json_names_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    show_json("doctor", 1, findings=[])
+    assert json.loads(capsys.readouterr().out) == {"schema": "rlhf-stack/doctor/1", "findings": []}

@@ -1,0 +1,33 @@
+"""rlhf_stack.cli.commands.submit: what goes along with a job."""
+
+import pytest
+from rlhf_stack.cli.commands.submit import runtime_env
+from rlhf_stack.errors import UserError
+
+HERE = {
+    "PATH": "/bin",
+    "RLHF_STACK_ACCELERATOR": "cpu",
+    "RLHF_STACK_VERIFY_SYNC": "1",
+    "RLHF_STACK_EVENTS": "",
+    "WANDB_API_KEY": "secret",
+}
+
+
+def test_the_settings_of_rlhf_stack_go_along_and_what_the_image_says_does_not() -> None:
+    assert runtime_env(HERE, []) == {"env_vars": {"RLHF_STACK_VERIFY_SYNC": "1"}}
+
+
+def test_what_is_named_goes_along() -> None:
+    found = runtime_env(HERE, ["WANDB_API_KEY", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=0"], "/code")
+    assert found["env_vars"] == {
+        "RLHF_STACK_VERIFY_SYNC": "0",
+        "WANDB_API_KEY": "secret",
+        "NCCL_DEBUG": "INFO",
+    }
+    assert found["working_dir"] == "/code"
+
+
+@pytest.mark.parametrize("text", ["NOT_SET", "=x", ""])
+def test_a_variable_without_a_value_is_an_error(text: str) -> None:
+    with pytest.raises(UserError, match="is not set here"):
+        runtime_env(HERE, [text])

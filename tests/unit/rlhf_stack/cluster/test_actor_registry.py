@@ -1,0 +1,155 @@
+"""What is said of an actor that Ray has lost; real nodes that die are in tests/cluster."""
+
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+from rlhf_stack.cluster import actor_registry, gcs_kv
+
+ENGINE = {"who": "engine 2", "actor": "abc", "job": "01", "host": "node-b", "address": "10.0.0.2"}
+
+
+class RayError(Exception):
+    """Stands for ray.exceptions.RayError."""
+
+
+class Lost(RayError):
+    """Stands for ray.exceptions.RayActorError."""
+
+    def __init__(self, text: str, in_constructor: bool = False) -> None:
+        super().__init__(text)
+        self.actor_id, self.actor_init_failed = "abc", in_constructor
+
+
+class Unavailable(Lost):
+    """Stands for ray.exceptions.ActorUnavailableError."""
+
+
+class InTask(RayError):
+    """Stands for ray.exceptions.RayTaskError."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("a traceback")
+        self.cause = cause
+
+
+class Remote(actor_registry.PeerError):
+    """Stands for what Ray makes of a `PeerError` in a task: its text is a traceback."""
+
+    cause = actor_registry.PeerError("engine 2 is dead")
+
+
+@pytest.fixture(autouse=True)
+def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    fake = MagicMock()
+    fake.exceptions.RayError, fake.exceptions.RayActorError = RayError, Lost
+    fake.exceptions.ActorUnavailableError, fake.exceptions.RayTaskError = Unavailable, InTask
+    fake.get_runtime_context.return_value.get_job_id.return_value = "01"
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    kept = {"actor/": [ENGINE, ENGINE | {"job": "02"}], "actor/abc": [ENGINE], "01/engine 2 rank ": []}
+    monkeypatch.setattr(gcs_kv, "under", kept.__getitem__)
+    return fake
+
+
+def rank(number: int, host: str) -> dict[str, object]:
+    return {"rank": number, "host": host}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([], "engine 2 on node node-b (10.0.0.2)"),
+        ([rank(0, "node-b")], "engine 2 on node node-b (10.0.0.2) with its rank 0"),
+        (
+            [rank(10, "node-c"), rank(9, "node-b")],
+            "engine 2 on node node-b (10.0.0.2) with its rank 9, rank 10 on node node-c",
+        ),
+    ],
+)
+def test_an_engine_is_described_with_its_ranks(ranks: list[dict[str, object]], expected: str) -> None:
+    assert actor_registry.describe(ENGINE, ranks) == expected
+
+
+def test_a_dead_actor_is_named_with_the_last_line_of_rays_reason() -> None:
+    with pytest.raises(actor_registry.PeerError) as raised, actor_registry.named("loading w"):
+        raise Lost("The actor died.\n\tpid: 7\nIts node has died.\n")
+    assert str(raised.value) == "loading w: engine 2 on node node-b (10.0.0.2) is dead: Its node has died."
+    assert isinstance(raised.value.__cause__, Lost)
+
+
+def test_an_actor_that_ray_is_not_sure_of_is_not_called_dead() -> None:
+    with (
+        pytest.raises(actor_registry.PeerError, match="cannot be reached, and Ray cannot tell yet"),
+        actor_registry.named(),
+    ):
+        raise Unavailable("Socket closed")
+
+
+def test_what_was_done_is_said_around_an_error_from_another_process() -> None:
+    with (
+        pytest.raises(actor_registry.PeerError, match=r"^sync 3: engine 2 is dead$"),
+        actor_registry.named("sync 3"),
+    ):
+        raise Remote("a traceback")
+
+
+def test_an_actor_that_failed_in_its_constructor_says_so_itself() -> None:
+    with pytest.raises(Lost, match="no memory"), actor_registry.named():
+        raise Lost("no memory", in_constructor=True)
+
+
+def states(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Ray has every actor in ``state``."""
+    private = MagicMock()
+    private.state.actors.return_value = {"State": state}
+    monkeypatch.setitem(sys.modules, "ray._private", private)
+
+
+def test_the_dead_are_named_where_others_were_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    states(monkeypatch, "DEAD")
+    cut_off = InTask(RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:7\nmore"))
+    expected = r"^sync 3: engine 2 on node node-b \(10.0.0.2\) died, and others were cut off: pair.*7$"
+    with pytest.raises(actor_registry.PeerError, match=expected), actor_registry.named("sync 3"):
+        raise cut_off
+
+
+@pytest.mark.parametrize(
+    ("text", "state"), [("no such file", "DEAD"), ("Connection reset by peer", "ALIVE"), ("", "DEAD")]
+)
+def test_an_error_of_a_task_stays_where_nobody_is_dead_or_cut_off(
+    monkeypatch: pytest.MonkeyPatch, text: str, state: str
+) -> None:
+    states(monkeypatch, state)
+    monkeypatch.setattr(actor_registry, "NOTICE_SECONDS", 0.0)
+    with pytest.raises(InTask), actor_registry.named():
+        raise InTask(RuntimeError(text))
+
+
+def test_an_error_that_is_not_rays_stays_as_it_is() -> None:
+    with pytest.raises(ValueError, match="other"), actor_registry.named("loading w"):
+        raise ValueError("other")
+
+
+def test_without_rays_head_the_actors_id_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_prefix: str) -> list[dict[str, object]]:
+        raise RayError("the head is gone")
+
+    monkeypatch.setattr(gcs_kv, "under", gone)
+    assert "actor abc" in actor_registry.lost(Lost("died"))
+    assert "the head is gone" in actor_registry.lost(Lost("died"))
+
+
+def test_only_actors_introduce_themselves(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, dict[str, object]] = {}
+    monkeypatch.setattr(gcs_kv, "put", kept.__setitem__)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-b")
+    ray.util.get_node_ip_address.return_value = "10.0.0.2"
+    context = ray.get_runtime_context.return_value
+    context.get_job_id.return_value, context.get_actor_id.return_value = "01", None
+    actor_registry.introduce("engine 2")
+    assert kept == {}
+    context.get_actor_id.return_value = "abc"
+    actor_registry.introduce("engine 2")
+    assert kept == {"actor/abc": ENGINE}
+    actor_registry.introduce_rank(Lost("any"), 3)
+    assert kept["actor/abc"]["who"] == "rank 3 of Lost"

@@ -1,0 +1,135 @@
+"""Compiling an operator of DeepSpeed: one at a time, told, and never waiting for the dead."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rlhf_stack.compat import deepspeed_ops
+
+HOLD = """
+import os, sys, time
+os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
+print("held", flush=True)
+time.sleep(600)
+"""
+COMPILE = """
+import sys, time
+from pathlib import Path
+from rlhf_stack.compat import deepspeed_ops
+with deepspeed_ops.compiling("fused_adam", Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def other(script: str, *arguments: str) -> "subprocess.Popen[str]":
+    """Another process that runs ``script`` until it is killed; it holds its lock when this returns."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(deepspeed_ops.__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_lock_of_a_killed_process_is_removed_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torch leaves it when its process is killed; torch itself would wait for ever."""
+    lock = tmp_path / deepspeed_ops.LOCK
+    with other(HOLD, str(lock)) as process:
+        process.kill()
+    assert lock.exists()
+    with deepspeed_ops.compiling("fused_adam", tmp_path, timeout=5):
+        assert not lock.exists()
+    assert capsys.readouterr().err.splitlines() == [
+        f"rlhf-stack: removed {lock}: a process that was killed while it compiled left it",
+        f"rlhf-stack: compiling DeepSpeed's fused_adam, about a minute, in {tmp_path}",
+    ]
+
+
+def test_the_lock_of_a_living_process_is_kept(tmp_path: Path) -> None:
+    """It is waited for, with a deadline whose error names it."""
+    lock = tmp_path / deepspeed_ops.LOCK
+    with other(HOLD, str(lock)) as process:
+        with (
+            pytest.raises(TimeoutError, match=f"waited 0 s: a process that lives holds {lock}"),
+            deepspeed_ops.compiling("fused_adam", tmp_path, timeout=0.3),
+        ):
+            pass
+        assert lock.exists()
+        process.kill()
+
+
+def test_two_do_not_compile_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is told whom it waits for; when the first is killed it goes on."""
+    with other(COMPILE, str(tmp_path)) as process:
+        with (
+            pytest.raises(TimeoutError, match="another process compiles DeepSpeed's fused_adam"),
+            deepspeed_ops.compiling("fused_adam", tmp_path, timeout=0.3),
+        ):
+            pass
+        assert "waiting for another process" in capsys.readouterr().err
+        process.kill()
+    with deepspeed_ops.compiling("fused_adam", tmp_path, timeout=5):
+        pass
+    assert "waiting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_torch_s_adam_is_asked_for_by_deepspeed_s_own_switch(
+    monkeypatch: pytest.MonkeyPatch, kind: str, gpu: bool
+) -> None:
+    """Where the operator is not to be had; the rest of the config stays, and the caller's is untouched."""
+    monkeypatch.setattr(deepspeed_ops, "adam_operator", lambda _: False)
+    monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: gpu)
+    config = {"type": kind, "params": {"lr": 1e-6}}
+    switch = {"torch_adam": True} | ({"fused": gpu} if kind == "AdamW" else {})
+    assert deepspeed_ops.optimizer(config, offload=False) == {"type": kind, "params": {"lr": 1e-6} | switch}
+    assert config == {"type": kind, "params": {"lr": 1e-6}}
+
+
+def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:
+    """Pretend that no operator is built and that ``missing`` is; returns what is loaded from then on."""
+    loaded: list[str] = []
+    monkeypatch.setattr(deepspeed_ops, "is_built", lambda _: False)
+    monkeypatch.setattr(deepspeed_ops, "lacking", lambda: list(missing))
+    monkeypatch.setattr(deepspeed_ops, "load", loaded.append)
+    return loaded
+
+
+def test_without_a_compiler_torch_s_adam_is_taken_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the first rank alone."""
+    loaded = lacks(monkeypatch, "C++ compiler", "nvcc")
+    assert not deepspeed_ops.adam_operator(offload=False)
+    assert "(no C++ compiler, no nvcc): torch.optim.AdamW takes its place" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert not deepspeed_ops.adam_operator(offload=False)
+    assert capsys.readouterr().err == ""
+    assert loaded == []
+
+
+def test_without_a_compiler_an_offloaded_optimiser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: it names the operator, what is missing and what to do."""
+    lacks(monkeypatch, "nvcc")
+    with pytest.raises(RuntimeError, match=r"cpu_adam .*\(no nvcc\): train without"):
+        deepspeed_ops.adam_operator(offload=True)
+
+
+@pytest.mark.parametrize(("offload", "name"), [(False, "fused_adam"), (True, "cpu_adam")])
+def test_with_a_compiler_the_operator_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, offload: bool, name: str
+) -> None:
+    """Before DeepSpeed asks for it."""
+    loaded = lacks(monkeypatch)
+    assert deepspeed_ops.adam_operator(offload)
+    assert loaded == [name]

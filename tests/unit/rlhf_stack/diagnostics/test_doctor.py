@@ -1,0 +1,310 @@
+"""rlhf_stack.diagnostics.doctor: what the checks say of facts, and how the facts of this machine are gathered."""
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rlhf_stack.cli.main import main
+from rlhf_stack.diagnostics.doctor import checks, collect, comparison, libraries
+from rlhf_stack.diagnostics.doctor.facts import (
+    Answer,
+    Disk,
+    GpuProcess,
+    Library,
+    Node,
+    Patch,
+    Started,
+    matters,
+    of_interest,
+)
+from rlhf_stack.known_bad.finding import Finding, worst
+
+GIB = 1 << 30
+HEALTHY = Node(
+    host="a",
+    accelerator="cpu",
+    versions={"ray": "2.55.0", "python": "3.11.2"},
+    patches=(Patch("vllm", "a-patch", "present", ""),),
+    variables={},
+    started=(),
+    resources={"GPU": 2.0, "object_store_memory": 1e9},
+    gpus=0,
+    driver="",
+    built_for="",
+    libraries=(),
+    missing_library="",
+    shm_total=2 * GIB,
+    shm_free=GIB,
+    open_files=1 << 20,
+    interfaces=("lo", "eth0"),
+    resolves_to="10.0.0.2",
+    taken_ports=(6379, 8265),
+    disks=(Disk("/tmp", 100 * GIB, 50 * GIB),),
+    left_locks=(),
+    left_processes=(),
+    gpu_processes=(),
+)
+CUDA: dict[str, Any] = {"accelerator": "cuda", "gpus": 8, "driver": "580.95.05", "built_for": "cuda 13.0"}
+ONE, TWO = Library("trainer", "/a", "2.20.5+cuda12.4", "aa"), Library("engine", "/b", "2.18.1+cuda12.1", "bb")
+
+
+def node(**changes: Any) -> Node:
+    return dataclasses.replace(HEALTHY, **changes)
+
+
+def bad(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.id, finding.severity) for finding in findings if finding.severity != "ok"]
+
+
+def test_a_healthy_node_has_nothing_but_what_is_well() -> None:
+    found = checks.of_node(HEALTHY)
+    assert bad(found) == []
+    assert len(found) >= len(checks.CHECKS) - 2  # no driver and no NCCL to speak of
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"versions": {"deepspeed": "0.17.6"}},
+            [("deepspeed-zero2-accumulation", "warning"), ("deepspeed-zero3-gloo", "warning")],
+        ),
+        ({"patches": (Patch("vllm", "a", "altered", "vllm/x.py"),)}, [("patches", "error")]),
+        ({"patches": ()}, [("patches", "note")]),
+        (CUDA | {"resources": {"GPU": 8.0}}, []),
+        (CUDA | {"gpus": 0}, [("gpus", "error")]),
+        (CUDA | {"variables": {"CUDA_VISIBLE_DEVICES": "0"}}, [("gpus", "error")]),
+        (CUDA | {"variables": {"CUDA_VISIBLE_DEVICES": "0,1,2"}}, [("gpus", "note")]),
+        (CUDA | {"variables": {"CUDA_VISIBLE_DEVICES": ""}}, [("gpus", "error")]),
+        (CUDA | {"resources": {"GPU": 8.0}, "driver": "570.86.10"}, [("driver", "error")]),
+        ({"missing_library": "/no/libnccl.so.2"}, [("nccl", "error")]),
+        ({"libraries": (ONE, TWO)}, [("nccl", "warning")]),
+        ({"libraries": (ONE, TWO), "variables": {"NCCL_CUMEM_ENABLE": "0"}}, [("nccl", "note")]),
+        ({"libraries": (ONE, dataclasses.replace(ONE, user="engine"))}, []),
+        ({"libraries": (ONE, dataclasses.replace(ONE, user="engine", build_id="cc"))}, [("nccl", "warning")]),
+        ({"shm_total": 64 << 20, "resources": {}}, [("ports", "warning"), ("shm", "warning")]),
+        ({"resources": {"object_store_memory": 4e9}}, [("shm", "error")]),
+        ({"open_files": 1024}, [("ulimit", "warning")]),
+        ({"open_files": 20000}, [("ulimit", "note")]),
+        ({"open_files": -1}, []),
+        ({"variables": {"GLOO_SOCKET_IFNAME": "eth9"}}, [("interfaces", "error")]),
+        ({"variables": {"GLOO_SOCKET_IFNAME": "eth"}}, [("interfaces", "error")]),
+        ({"variables": {"NCCL_SOCKET_IFNAME": "eth"}}, []),
+        ({"variables": {"NCCL_SOCKET_IFNAME": "=eth"}}, [("interfaces", "error")]),
+        ({"variables": {"NCCL_SOCKET_IFNAME": "^docker,lo"}}, []),
+        ({"resolves_to": "127.0.1.1"}, [("interfaces", "note")]),
+        ({"resolves_to": "127.0.1.1", "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, []),
+        ({"disks": (Disk("/tmp", 100 * GIB, GIB),)}, [("disk", "error")]),
+        ({"disks": (Disk("/tmp", 100 * GIB, 8 * GIB),)}, [("disk", "warning")]),
+        ({"left_locks": ("/x/lock",)}, [("build-lock", "error")]),
+        ({"left_processes": ("7 ray::Actor",)}, [("left-process", "warning")]),
+        ({"gpu_processes": (GpuProcess(7, 900, "python", False),)}, [("gpu-memory", "warning")]),
+        ({"gpu_processes": (GpuProcess(7, 900, "python", True),)}, []),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_found_and_nothing_else(
+    changes: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    found = checks.of_node(node(**changes))
+    assert sorted(bad(found)) == sorted(expected)
+    assert all(finding.remedy for finding in found if finding.severity in ("warning", "error"))
+
+
+@given(
+    st.builds(
+        node,
+        gpus=st.integers(0, 16),
+        accelerator=st.sampled_from(["cpu", "cuda", "rocm", None]),
+        resources=st.dictionaries(st.sampled_from(["GPU", "object_store_memory"]), st.floats(0, 1e12)),
+        variables=st.dictionaries(
+            st.sampled_from(["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"]),
+            st.text(max_size=9),
+        ),
+        shm_total=st.integers(0, 1 << 40),
+        open_files=st.integers(-1, 1 << 30),
+    )
+)
+def test_any_node_can_be_judged(facts: Node) -> None:
+    assert worst(checks.of_node(facts)) in ("ok", "note", "warning", "error")
+
+
+OTHERS = {"python": "3.11.2"}
+DIFFER = ("versions-differ", "error")
+
+
+def answer(address: str, ahead: float = 0.0, **changes: Any) -> Answer:
+    return Answer(address, node(**changes), ahead, 0.2)
+
+
+def raylet(**variables: str) -> tuple[Started, ...]:
+    return (Started("raylet", 1, "raylet", variables),)
+
+
+def test_nodes_that_are_alike_have_nothing_to_say() -> None:
+    same = [answer("a", started=raylet(A="1")), answer("b", started=raylet(A="1"))]
+    assert bad(comparison.of_cluster(same)) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (Answer("b", None), ("node", "error")),
+        (answer("b", ahead=-3.0, started=raylet(A="1")), ("clock", "warning")),
+        (answer("b", versions={"ray": "2.12.0"} | OTHERS, started=raylet(A="1")), DIFFER),
+        (answer("b", started=raylet(A="2")), ("env-nodes", "warning")),
+        (answer("b", started=raylet()), ("env-nodes", "warning")),
+    ],
+    ids=["silent", "clock", "versions", "another value", "not set"],
+)  # fmt: skip
+def test_a_node_that_differs_is_named(other: Answer, expected: tuple[str, str]) -> None:
+    found = comparison.of_cluster([answer("a", started=raylet(A="1")), other])
+    assert bad(found) == [expected]
+
+
+def test_a_clock_within_what_can_be_measured_is_not_blamed() -> None:
+    assert bad(comparison.of_cluster([Answer("a", node(), 1.1, 0.2)])) == []
+
+
+def test_an_interface_may_be_named_differently_on_each_node() -> None:
+    found = [answer(name, started=raylet(GLOO_SOCKET_IFNAME=name)) for name in ("eth0", "ens3")]
+    assert bad(comparison.of_cluster(found)) == []
+
+
+def test_processes_of_a_node_that_differ_are_told_by_value() -> None:
+    one = Started("driver", 7, "python", {"NCCL_CUMEM_ENABLE": "0"})
+    other = Started("worker", 9, "ray::A", {"CUDA_VISIBLE_DEVICES": "1"})
+    found = list(comparison.roles(node(started=(*raylet(), one, other))))
+    assert bad(found) == [("env-processes", "warning")]
+    assert found[0].evidence == "not set: raylet 1, worker 9; 0: driver 7"
+
+
+def test_a_job_that_sets_a_variable_for_all_that_it_starts_is_a_note() -> None:
+    started = [Started(role, 7, role, {"NCCL_DEBUG": "INFO"}) for role in ("driver", "worker")]
+    assert bad(list(comparison.roles(node(started=(*raylet(), *started))))) == [("env-processes", "note")]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("NCCL_DEBUG", True),
+        ("RLHF_STACK_EVENTS", True),
+        ("RLHF_STACK_TOLD", False),
+        ("HF_TOKEN", False),
+        ("VLLM_API_KEY", False),
+        ("HOME", False),
+    ],
+)
+def test_no_secret_is_a_variable_that_matters(name: str, shown: bool) -> None:
+    assert matters(name) == shown
+    assert (name in of_interest({name: "x"})) == shown
+
+
+def test_gpu_processes_are_read_from_what_nvidia_smi_prints() -> None:
+    listing = "812, 40536, python\n9, [N/A], ray::Engine, odd\n\nNo devices were found\n"
+    assert collect.gpu_processes_in(listing, {812}) == (
+        GpuProcess(812, 40536, "python", True),
+        GpuProcess(9, 0, "ray::Engine, odd", False),
+    )
+
+
+def elf(build_id: bytes, text: bytes) -> bytes:
+    """A file with one segment of notes, of which one is a build id."""
+    note = struct.pack("<III4s", 4, len(build_id), 3, b"GNU\0") + build_id
+    header = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQIHHH", 3, 62, 1, 0, 64, 0, 0, 64, 56, 1)
+    segment = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), len(note), 4)
+    return header.ljust(64, b"\0") + segment + note + text
+
+
+def test_a_library_tells_its_version_and_build(tmp_path: Path) -> None:
+    file = tmp_path / "libnccl.so.2"
+    file.write_bytes(elf(bytes(range(20)), b"\0NCCL version 2.20.5+cuda12.4\0"))
+    assert libraries.version(file) == "2.20.5+cuda12.4"
+    assert libraries.build_id(file) == bytes(range(20)).hex()
+    file.write_bytes(b"no ELF")
+    assert libraries.version(file) == libraries.build_id(file) == ""
+
+
+def test_the_build_id_is_that_which_binutils_would_show() -> None:
+    """Of a library that every Linux has."""
+    found = next(Path("/lib/x86_64-linux-gnu").glob("libc.so.6"), None) or Path(sys.executable)
+    assert len(libraries.build_id(found)) in (0, 40)
+
+
+@given(st.binary(max_size=300))
+def test_any_file_can_be_asked_for_its_build(content: bytes) -> None:
+    found = libraries.note_of(content)
+    assert found == "" or bytes.fromhex(found) in content
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    found = collect.node()
+    assert found.versions["python"]
+    assert "lo" in found.interfaces
+    assert found.disks
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["doctor", "--json", *arguments])
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, told
+
+
+def test_a_freeze_is_judged_by_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "freeze.txt"
+    file.write_text("ray==2.44.0\nvllm==0.8.2\n")
+    code, told = ask(capsys, "--freeze", str(file))
+    assert (code, told["worst"], told["schema"]) == (3, "error", "rlhf-stack/doctor/1")
+    assert told["findings"][0]["id"] == "vllm-ray-2.44"
+    assert told["findings"][0]["sources"] == ["vllm-project/vllm#16622"]
+    file.write_text("requests==2.32.0\n")
+    assert ask(capsys, "--freeze", str(file))[0] == 0
+
+
+def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, freeze = tmp_path / "log", tmp_path / "freeze"
+    log.write_text("RuntimeError: Device string must not be empty\n")
+    code, told = ask(capsys, "--log", str(log))
+    assert (code, told["findings"][0]["id"]) == (1, "vllm-no-nvml")
+    assert main(["doctor", "--log", str(log)]) == 1
+    assert "NVIDIA_VISIBLE_DEVICES=all" in " ".join(capsys.readouterr().out.split())
+    log.write_text("'aimv2' is already used by a Transformers config")
+    freeze.write_text("vllm==0.11.0\n")
+    assert ask(capsys, "--log", str(log), "--freeze", str(freeze))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--log", "/no/such/file"], "/no/such/file: No such file or directory"),
+        (["--freeze", "/dev/null"], "no line names a version"),
+        (["--log", "-", "--freeze", "-"], "cannot both be read"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_this_node_is_looked_at_without_anything_heavy() -> None:
+    code = (
+        "import sys\nfrom rlhf_stack.cli.main import main\nmain(['doctor', '--local', '--all'])\n"
+        "print([name for name in ('torch', 'ray', 'vllm', 'transformers') if name in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(collect.__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "was not built with patches" in done.stdout

@@ -1,0 +1,131 @@
+"""rlhf_stack.diagnostics.monitor: the state of a run, put together from what its parts tell."""
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rlhf_stack.cli.main import main
+from rlhf_stack.diagnostics.monitor import metrics, state
+from rlhf_stack.diagnostics.monitor.metrics import Sample
+from rlhf_stack.sync.report import METRICS
+
+from scripts.paths import ROOT
+
+EXPORTED = """# HELP ray_rlhf_stack_engine_tokens_per_second Tokens/s of an engine since the sync before.
+# TYPE ray_rlhf_stack_engine_tokens_per_second gauge
+ray_rlhf_stack_engine_tokens_per_second{Component="core_worker",engine="0",Version="2.55.0"} 300.0
+ray_rlhf_stack_engine_tokens_per_second{Component="core_worker",engine="1"} 100.0
+ray_rlhf_stack_sync_gigabytes_per_second{Backend="gloo"} 2.5
+ray_node_gram_used{GpuIndex="0",ip="10.0.0.2"} 1024.0
+ray_node_gram_available{GpuIndex="0",ip="10.0.0.2"} 3072.0
+ray_node_gram_used{GpuIndex="1",ip="10.0.0.2"} NaN
+odd line
+"""
+EVENTS: list[dict[str, Any]] = [
+    {"event": "phase", "name": "started"},
+    {"event": "phase", "name": "models up"},
+    {"event": "engine", "engine": 0, "ranks": [{"rank": 0, "host": "a", "gpu": "GPU-1"}], "straddles": False},
+    {"event": "engine", "engine": 2, "ranks": [{"rank": 0, "host": "b", "gpu": "GPU-2"}], "straddles": False},
+    {"event": "sync", "index": 0, "backend": "gloo", "gigabytes_per_second": 1.5},
+    {"event": "step", "step": 7, "reward": 0.25},
+]
+ASKED = {"GPU": 4.0, "CPU": 1.0}
+REASON = {"scheduling_state": "NO_RESOURCES"}
+GROUPS: dict[str, dict[str, Any]] = {
+    "aa": {"state": "PENDING", "bundles": {0: ASKED, 1: ASKED}, "stats": REASON},
+    "bb": {"state": "CREATED", "bundles": {0: {"GPU": 1.0}}, "stats": {}},
+}
+SAMPLES = list(metrics.parse("10.0.0.2", EXPORTED))
+
+
+def test_samples_have_their_tags_and_their_node() -> None:
+    assert SAMPLES[0] == Sample(
+        "10.0.0.2",
+        "ray_rlhf_stack_engine_tokens_per_second",
+        {"component": "core_worker", "engine": "0", "version": "2.55.0"},
+        300.0,
+    )
+    assert len(SAMPLES) == 6
+
+
+def test_the_state_of_a_run() -> None:
+    now = state.state(EVENTS, SAMPLES, GROUPS)
+    assert (now.phase, now.step, now.reward, now.sync) == ("models up", 7, 0.25, 1.5)
+    assert [(one.index, one.tokens_per_second, one.ratio) for one in now.engines] == [
+        (0, 300.0, 1.5),
+        (1, 100.0, 0.5),
+        (2, None, None),
+    ]
+    assert now.engines[0].places == ("a GPU-1",)
+    assert [(gpu.node, gpu.index, gpu.used, gpu.total) for gpu in now.gpus] == [
+        ("10.0.0.2", "0", 1 << 30, 4 << 30)
+    ]
+    assert [(one.id, one.bundles, one.reason) for one in now.waiting] == [
+        ("aa", ("2 x {CPU 1, GPU 4}",), "NO_RESOURCES")
+    ]
+
+
+def test_without_events_the_metrics_tell_of_the_sync() -> None:
+    now = state.state([], SAMPLES, {})
+    assert (now.phase, now.step, now.sync) == (None, None, 2.5)
+
+
+def test_nothing_told_is_nothing_known() -> None:
+    assert state.state([], [], {}) == state.State(None, None, None, None, (), (), ())
+
+
+@given(st.text(max_size=300))
+def test_any_text_can_be_exported(text: str) -> None:
+    state.state([], list(metrics.parse("a", text)), {})
+
+
+@pytest.fixture
+def exporter() -> Iterator[int]:
+    """The port of a server that exports `EXPORTED`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(EXPORTED.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_a_node_that_does_not_answer_exports_nothing(exporter: int) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as closed:
+        port = closed.server_address[1]
+    assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 6
+    assert metrics.scrape([], 5.0) == []
+
+
+def test_the_dashboard_asks_only_for_metrics_that_are_exported() -> None:
+    """tests/cluster/test_sync_metrics.py shows that a node exports these."""
+    dashboard = json.loads((ROOT / "images" / "examples" / "grafana.json").read_text(encoding="utf-8"))
+    asked = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
+    names = {name for text in asked for name in re.findall(r"\bray_\w+", text)}
+    assert names == {f"ray_{name}" for name in METRICS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--events", "/no/such"], "there is no such directory"), (["--once"], "no Ray node runs here")],
+)
+def test_a_mistake_is_told_in_one_line(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlhf_stack.cleanup.process_table.table", list)
+    assert main(["top", *arguments]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Which engine gets which prompt, against every possibility and against splits by number."""
+
+import itertools
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from rlhf_stack.config import env_vars
+from rlhf_stack.engine import request_balancer
+from rlhf_stack.telemetry import events
+
+WORK = st.lists(st.integers(1, 2000), max_size=40)
+BUSY = st.lists(st.integers(0, 5000), min_size=1, max_size=6)
+
+
+@given(WORK, BUSY)
+def test_no_engine_is_busy_for_longer_than_with_a_split_by_number(work: list[int], busy: list[int]) -> None:
+    found = request_balancer.assign(work, busy)
+    assert len(found) == len(work)
+    size = -(-len(work) // len(busy))
+    for other in (
+        [prompt // size for prompt in range(len(work))],
+        [prompt % len(busy) for prompt in range(len(work))],
+    ):
+        assert request_balancer.makespan(work, busy, found) <= request_balancer.makespan(work, busy, other)
+
+
+@given(WORK, BUSY)
+def test_the_largest_first_rule_has_its_bound(work: list[int], busy: list[int]) -> None:
+    found = request_balancer.makespan(work, busy, request_balancer.assign(work, busy))
+    engines = len(busy)
+    assert found <= max(*busy, (sum(work) + sum(busy)) / engines + max(work, default=0))
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_idle_engines_are_done_within_four_thirds_of_the_best(work: list[int], engines: int) -> None:
+    idle = [0] * engines
+    best = min(
+        request_balancer.makespan(work, idle, found)
+        for found in itertools.product(range(engines), repeat=len(work))
+    )
+    assert request_balancer.makespan(work, idle, request_balancer.assign(work, idle)) <= best * (
+        4 / 3 - 1 / (3 * engines)
+    )
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(0, 64), st.integers(1, 5))
+def test_every_prompt_is_in_one_share_and_its_answer_in_its_place(
+    prompts: list[list[int]], answer: int, engines: int
+) -> None:
+    shares = request_balancer.shares(prompts, answer, engines)
+    assert len(shares) == engines
+    assert sorted(index for share in shares for index in share) == list(range(len(prompts)))
+    answers = [[prompts[index] for index in share] for share in shares if share]
+    assert request_balancer.in_order(shares, answers) == prompts
+
+
+def test_the_same_prompts_have_the_same_engines() -> None:
+    choose = random.Random(0)  # noqa: S311
+    prompts = [[0] * choose.randrange(1, 50) for _ in range(64)]
+    assert request_balancer.shares(prompts, 16, 3) == request_balancer.shares(list(prompts), 16, 3)
+
+
+def tokenizer(texts: list[str], add_special_tokens: bool) -> dict[str, Any]:
+    assert not add_special_tokens
+    return {"input_ids": [list(text) for text in texts]}
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The first still has 1000 tokens to go."""
+    ray = MagicMock()
+    ray.get.side_effect = lambda references, **_: references
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv(env_vars.REPEATABLE, raising=False)
+    return [
+        SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda left=left: left)) for left in (1000, 0)
+    ]
+
+
+def test_an_engine_that_still_has_work_gets_less(engines: list[Any]) -> None:
+    parameters = SimpleNamespace(max_tokens=90)
+    found = request_balancer.engines_of(engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1)
+    assert [found.count(engine) for engine in (0, 1)] == [1, 11]
+
+
+def test_a_repeatable_run_does_not_ask_what_engines_still_have(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.REPEATABLE, "1")
+    parameters = SimpleNamespace(max_tokens=90)
+    found = request_balancer.engines_of(engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1)
+    assert [found.count(engine) for engine in (0, 1)] == [6, 6]
+
+
+def test_an_answer_without_a_limit_may_fill_what_its_prompt_leaves(engines: list[Any]) -> None:
+    unlimited = SimpleNamespace(max_tokens=None)
+    found = request_balancer.engines_of(engines, ["x", "x" * 99], tokenizer, unlimited, limit=100, samples=4)
+    assert found == [1, 1], "each is 4 times 100 tokens at most, and the first engine has 1000"
+
+
+def test_that_generation_begins_is_told(
+    engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
+    request_balancer.engines_of(
+        engines, ["x"], tokenizer, SimpleNamespace(max_tokens=9), limit=128, samples=1
+    )
+    (event,) = events.read(tmp_path)
+    assert (event["event"], event["name"]) == ("begins", "generation")
+
+
+def test_that_generation_begins_is_told_of_the_older_openrlhf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
+    request_balancer.shares([[1, 2]], 9, 1)
+    (event,) = events.read(tmp_path)
+    assert (event["event"], event["name"]) == ("begins", "generation")

@@ -1,0 +1,81 @@
+"""What is said of an engine's start; real engines are in tests/cluster and tests/patches."""
+
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from rlhf_stack.config import env_vars
+from rlhf_stack.engine import startup
+
+
+def told(engine: int, who: str, step: str, ago: float) -> dict[str, object]:
+    return {"engine": engine, "who": who, "step": step, "host": "node-2", "time": 1000.0 - ago}
+
+
+def test_each_rank_of_a_late_engine_says_where_it_stands() -> None:
+    steps = [
+        told(1, "engine 1", "actor started", 130),
+        told(1, "engine 1 rank 3", "device and rendezvous ...", 120),
+        told(10, "engine 10", "engine up", 1),
+    ]
+    assert startup.describe(steps, [1, 2], 1000.0) == [
+        "engine 1 on node-2: actor started, 130 s ago",
+        "engine 1 rank 3 on node-2: device and rendezvous ..., 120 s ago",
+        "engine 2: its actor has not started",
+    ]
+
+
+def engine(reference: str) -> SimpleNamespace:
+    return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: reference))
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    fake = MagicMock()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return fake
+
+
+def test_all_are_awaited_and_the_deadline_is_the_engines(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
+    limits = []
+
+    def wait(pending: list[str], num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
+        limits.append(timeout)
+        return pending[:num_returns], pending[num_returns:]
+
+    ray.wait.side_effect = wait
+    startup.wait([engine("up")], ["model"])
+    assert [call.args[0] for call in ray.get.call_args_list] == [["up"], ["model"]]
+    assert limits[0] is not None
+    assert 0 < limits[0] <= 60
+    assert limits[1] is None
+
+
+def test_the_first_error_is_raised(ray: MagicMock) -> None:
+    ray.wait.side_effect = lambda pending, **_: (pending[:1], pending[1:])
+    ray.get.side_effect = RuntimeError("the engine's own error")
+    with pytest.raises(RuntimeError, match="the engine's own error"):
+        startup.wait([engine("dead")], ["model"])
+
+
+def test_a_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.01")
+    monkeypatch.setattr(startup, "_steps", lambda engines: [f"engine {index}: late" for index in engines])
+    ray.wait.side_effect = lambda pending, **_: ([], pending)
+    with pytest.raises(
+        startup.StartError, match=r"engines \[0\] are not up after 0.01 s.*\n  engine 0: late"
+    ):
+        startup.wait([engine("slow")])
+
+
+def test_nothing_is_told_outside_an_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(startup.ENGINE, raising=False)
+    with startup.step("model loaded", 0):
+        pass
+    assert capsys.readouterr().out == ""

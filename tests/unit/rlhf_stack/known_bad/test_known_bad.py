@@ -1,0 +1,221 @@
+"""rlhf_stack.known_bad: the rows that are carried, and how they are matched."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
+from rlhf_stack import known_bad
+from rlhf_stack.diagnostics.installed_patches import slug
+from rlhf_stack.known_bad import Environment, MalformedRow, Row
+from rlhf_stack.known_bad.finding import Finding
+from rlhf_stack.known_bad.model import read
+
+from scripts.images.image_build import series_of
+from scripts.locks import lockfile
+from scripts.matrix.load import Cell, expand, load
+from scripts.patches.patch_series import Series, load_all
+
+ROWS = known_bad.load()
+LOGS = sorted(Path(__file__).with_name("logs").glob("*.log"))
+CELLS = expand(load())
+MINIMAL = """[[row]]
+id = "a-row"
+kind = "crash"
+severity = "error"
+title = "t"
+cause = "c"
+remedy = "r"
+symptoms = ["some text"]
+sources = ["here"]
+shown = "run"
+"""
+
+
+def row(**changes: object) -> Row:
+    """A row that holds for pkg 1.x, with ``changes``."""
+    values: dict[str, object] = {
+        "id": "a-row",
+        "kind": "crash",
+        "severity": "error",
+        "title": "t",
+        "cause": "c",
+        "remedy": "r",
+        "symptoms": (),
+        "sources": ("here",),
+        "shown": "run",
+        "packages": {"pkg": SpecifierSet(">=1,<2")},
+    }
+    return Row(**(values | changes))  # type: ignore[arg-type]
+
+
+def names_of(series: Iterable[Series]) -> set[str]:
+    """The names of patches without their numbers."""
+    return {slug(patch.name) for one in series for patch in one.patches}
+
+
+def ids(findings: list[Finding]) -> list[str]:
+    return [finding.id for finding in findings]
+
+
+def test_the_database_has_the_rows_that_cost_days() -> None:
+    """By their ids, so that none is lost unnoticed."""
+    carried = {found.id for found in ROWS}
+    assert {
+        "deepspeed-zero2-accumulation",
+        "ray-pack-order",
+        "openrlhf-gloo-ignored",
+        "rocm-tuple-index",
+    } <= carried
+    assert len(carried) == len(ROWS)
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda path: path.stem)
+def test_a_real_log_is_explained_by_its_row_and_no_other(log: Path) -> None:
+    """The first line says where the text is from; the name of the file is the id of the row."""
+    source, _, text = log.read_text(encoding="utf-8").partition("\n")
+    assert source.startswith("# ")
+    expected = [] if log.stem == "healthy" else [log.stem.rpartition(".")[0]]
+    assert ids(known_bad.explain(ROWS, text)) == expected
+
+
+def test_most_symptoms_are_tried_on_real_text() -> None:
+    """A row whose pattern no log has is not known to match anything; those are few and counted here."""
+    tried = {log.stem.rpartition(".")[0] for log in LOGS}
+    untried = {found.id for found in ROWS if found.symptoms} - tried
+    assert len(untried) <= 24, sorted(untried)
+
+
+def test_the_evidence_is_the_line_of_the_error() -> None:
+    text = "before\n  \x1b[31mRuntimeError: Device string must not be empty\x1b[0m\nafter\n"
+    assert known_bad.explain(ROWS, text)[0].evidence == "RuntimeError: Device string must not be empty"
+
+
+def test_versions_leave_out_rows_that_they_exclude() -> None:
+    text = "ValueError: 'aimv2' is already used by a Transformers config, pick another name."
+    assert ids(known_bad.explain(ROWS, text, {"vllm": "0.9.2"})) == ["vllm-0.9-aimv2"]
+    assert known_bad.explain(ROWS, text, {"vllm": "0.11.0"}) == []
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_our_own_cells_have_no_error(cell: Cell) -> None:
+    """As they are shipped: their lock, env defaults and patches."""
+    if not lockfile.path(cell).exists():
+        pytest.skip("this cell has no lock")
+    versions = known_bad.freeze(lockfile.path(cell).read_text(encoding="utf-8"))
+    present = names_of(series_of(cell))
+    environment = Environment(
+        versions | {"python": cell.python},
+        {setting.name: setting.value for setting in cell.env},
+        cell.accelerator.kind,
+        present,
+    )
+    found = [finding for finding in known_bad.judge(ROWS, environment) if finding.severity != "note"]
+    assert found == []
+
+
+def test_what_mends_a_row_is_a_patch_that_exists() -> None:
+    names = names_of(load_all())
+    for found in ROWS:
+        assert set(found.mended_by) <= names, found.id
+
+
+@pytest.mark.parametrize(
+    ("freeze", "expected"),
+    [
+        ("deepspeed==0.18.1\n", ["deepspeed-zero2-accumulation", "deepspeed-muon-rate"]),
+        ("openrlhf==0.9.0\n", ["openrlhf-0.9.0-yanked", "openrlhf-gloo-ignored"]),
+        (
+            "ray @ file:///wheels/ray-2.41.0-cp311-cp311-manylinux2014_x86_64.whl\nvllm==0.7.0\n",
+            ["vllm-v1-ray-2.41", "vllm-sleep-level-2", "ray-late-kill"],
+        ),
+        ("flashinfer-python==0.6.14\nflashinfer_cubin==0.6.13\n", ["flashinfer-cubin-version"]),
+        ("numpy==2.0.1\nvllm==0.4.2+stack.1\n", ["numpy-2-with-vllm-0.4.2"]),
+        ("requests==2.32.0\n-e git+https://host/x.git#egg=x\n# ray==2.44.0\n", []),
+    ],
+    ids=["deepspeed", "openrlhf", "a wheel's address", "two that differ", "local version", "nothing"],
+)
+def test_a_freeze_is_judged(freeze: str, expected: list[str]) -> None:
+    versions = known_bad.freeze(freeze)
+    assert ids(known_bad.judge(ROWS, Environment(versions, None, "cuda"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("condition", "value", "holds"),
+    [
+        ("set", "0", True),
+        ("set", None, False),
+        ("unset", None, True),
+        ("unset", "", False),
+        ("=0", "0", True),
+        ("=0", "00", False),
+        ("=0", None, False),
+        ("!=0", None, True),
+        ("!=0", "0", False),
+        ("~segments:True", "a:1,expandable_segments:True", True),
+        ("~segments:True", None, False),
+    ],
+)
+def test_conditions_on_a_variable(condition: str, value: str | None, holds: bool) -> None:
+    variables = {} if value is None else {"NAME": value}
+    found = known_bad.judge([row(variables={"NAME": condition})], Environment({"pkg": "1.5"}, variables))
+    assert bool(found) == holds
+
+
+def test_without_a_process_no_condition_on_a_variable_holds() -> None:
+    assert known_bad.judge([row(variables={"NAME": "unset"})], Environment({"pkg": "1.5"}, None)) == []
+
+
+def test_a_patch_mends_a_row_only_with_all_the_others() -> None:
+    mended = row(mended_by=("a", "b"))
+    assert known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a", "b", "c"})) == []
+    assert ids(known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a"}))) == ["a-row"]
+
+
+def test_what_cannot_be_seen_makes_a_warning_of_an_error() -> None:
+    conditional = row(when="the moon is full")
+    assert known_bad.judge([conditional], Environment({"pkg": "1"}))[0].severity == "warning"
+
+
+@given(st.integers(0, 3), st.integers(0, 9), st.sampled_from(["", "+stack.1", "+cu121", ".post1"]))
+def test_a_row_holds_exactly_within_its_versions(major: int, minor: int, suffix: str) -> None:
+    version = f"{major}.{minor}{suffix}"
+    found = known_bad.judge([row()], Environment({"PKG": version}))
+    assert bool(found) == (major == 1)
+
+
+@given(st.text(max_size=400))
+def test_any_text_can_be_a_log_or_a_freeze(text: str) -> None:
+    known_bad.explain(ROWS, text)
+    known_bad.judge(ROWS, Environment(known_bad.freeze(text), {}, None))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ('kind = "crash"', 'kind = "crush"', "crush"),
+        ('id = "a-row"', 'id = "A row"', "lower-case"),
+        ('sources = ["here"]', "sources = []", "hearsay"),
+        ('symptoms = ["some text"]', "symptoms = []", "nothing tells"),
+        ('symptoms = ["some text"]', 'symptoms = ["("]', "parenthesis|unterminated"),
+        ('symptoms = ["some text"]', 'symptoms = [".*"]', "every text"),
+        ('title = "t"', 'titel = "t"', "missing.*title.*unknown.*titel"),
+        ('shown = "run"', 'shown = "run"\npackages = { ray = "2.44" }', "no version specifier"),
+        ('shown = "run"', 'shown = "run"\nvariables = { A = "maybe" }', "condition"),
+        ('shown = "run"', 'shown = "run"\ndiffer = ["a"]', "two names"),
+    ],
+)
+def test_a_row_that_is_not_right_is_named(before: str, after: str, what: str) -> None:
+    with pytest.raises(MalformedRow, match=what) as told:
+        list(read(MINIMAL.replace(before, after)))
+    assert re.search("a-row|A row", str(told.value))
+
+
+def test_the_accelerator_follows_torch() -> None:
+    assert known_bad.accelerator_of({"torch": "2.4.0+rocm6.1"}) == "rocm"
+    assert known_bad.accelerator_of({"torch": "2.13.0+cpu"}) == "cpu"
+    assert known_bad.accelerator_of({"torch": "2.3.0"}) == "cuda"
+    assert known_bad.accelerator_of({}) is None

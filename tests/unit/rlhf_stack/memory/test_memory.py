@@ -1,0 +1,277 @@
+"""rlhf_stack.memory: sizes of known models, and what holds of any. Tests in the image compare with torch."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from rlhf_stack.memory import (
+    Engine,
+    Pass,
+    Shape,
+    ShapeError,
+    Zero,
+    forward_peak,
+    kv_cache,
+    read_shape,
+    saved,
+    states,
+    training_peak,
+    typed_shape,
+)
+from rlhf_stack.memory.engine import engine_weights, token_bytes
+from rlhf_stack.memory.model_shape import shape_of
+from rlhf_stack.memory.training import HALF
+
+GIB = 1 << 30
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+SMALL_QWEN = QWEN | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3 = LLAMA | {
+    "model_type": "qwen3",
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+# What their publishers say, to the last parameter.
+KNOWN = [
+    (LLAMA, 8_030_261_248),
+    (QWEN, 7_615_616_512),
+    (SMALL_QWEN, 494_032_768),
+    (QWEN3, 8_190_735_360),
+    (MIXTRAL, 46_702_792_704),
+]
+SHAPES = st.builds(
+    Shape,
+    layers=st.integers(1, 80),
+    hidden=st.sampled_from([64, 896, 4096]),
+    intermediate=st.sampled_from([128, 4864, 14336]),
+    heads=st.sampled_from([8, 16, 64]),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    head_dim=st.sampled_from([32, 128]),
+    vocabulary=st.sampled_from([512, 32000, 151936]),
+    tied=st.booleans(),
+    experts=st.sampled_from([0, 8]),
+    active=st.just(2),
+)
+ZEROS = st.builds(
+    Zero,
+    stage=st.integers(0, 3),
+    ranks=st.integers(1, 64),
+    offload=st.booleans(),
+    wide_gradients=st.booleans(),
+    overlap=st.booleans(),
+)
+PASSES = st.builds(
+    Pass,
+    sequences=st.integers(1, 16),
+    length=st.integers(1, 8192),
+    checkpointing=st.booleans(),
+    attention=st.sampled_from(["eager", "sdpa", "flash_attention_2"]),
+    split=st.sampled_from([1, 2, 4]),
+    valued=st.booleans(),
+    narrow_logits=st.booleans(),
+)
+PARAMETERS = st.integers(1, 10**11)
+
+
+@pytest.mark.parametrize(("config", "parameters"), KNOWN, ids=lambda value: str(value)[:30])
+def test_the_parameters_of_known_models(config: dict[str, Any], parameters: int) -> None:
+    assert shape_of(config).total == parameters
+
+
+def test_a_value_head_takes_the_place_of_the_language_models() -> None:
+    shape = shape_of(LLAMA)
+    assert shape.valued == shape.total - 128256 * 4096 + 4096
+    assert replace(shape, tied=True).valued == replace(shape, tied=True).total + 4096
+
+
+def safetensors(path: Path, tensors: dict[str, list[int]]) -> None:
+    """A file with the header that such tensors have, and no data."""
+    entries = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in tensors.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def test_stored_weights_are_counted_and_go_before_the_formula(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "unheard-of"}))
+    with pytest.raises(ShapeError, match=r"unheard-of.*--model NAME="):
+        read_shape(tmp_path)
+    safetensors(tmp_path / "model-1.safetensors", {"a": [10, 20], "b": [5]})
+    safetensors(tmp_path / "model-2.safetensors", {"c": [7]})
+    assert read_shape(tmp_path).total == 212
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not JSON"),
+        (json.dumps(LLAMA | {"hidden_size": None}), "hidden_size is None"),
+        (json.dumps({key: value for key, value in LLAMA.items() if key != "vocab_size"}), "vocab_size"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(ShapeError, match=said) as raised:
+        read_shape(file)
+    assert str(file) in str(raised.value)
+
+
+def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match="No such file"):
+        read_shape(tmp_path)
+
+
+def test_weights_that_are_only_a_pointer_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ShapeError, match="not a safetensors file"):
+        read_shape(tmp_path)
+
+
+def test_typed_sizes_are_those_of_the_config() -> None:
+    text = "layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064,qkv_bias:1"
+    assert typed_shape(text) == shape_of(QWEN)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("7b", "expected NAME:NUMBER"),
+        ("layers:x", "no number"),
+        ("layers:-1", "not negative"),
+        ("layers:2,hidden:64", "lacks intermediate, heads"),
+        ("layers:inf", "no number"),
+    ],
+)
+def test_typed_sizes_that_are_wrong_are_named(text: str, said: str) -> None:
+    with pytest.raises(ShapeError, match=said):
+        typed_shape(text)
+
+
+@given(PARAMETERS, ZEROS)
+def test_more_ranks_never_need_more(parameters: int, zero: Zero) -> None:
+    few, many = states(parameters, zero), states(parameters, replace(zero, ranks=zero.ranks * 2))
+    assert many.held <= few.held
+    assert many.host <= few.host
+
+
+@given(PARAMETERS, ZEROS)
+def test_the_optimiser_is_on_the_gpu_or_on_the_host_and_nothing_is_lost(parameters: int, zero: Zero) -> None:
+    here = states(parameters, replace(zero, offload=False))
+    there = states(parameters, replace(zero, offload=True))
+    assert here.host == 0
+    assert there.held <= here.held
+    assert there.held + there.host >= here.held
+
+
+@given(PARAMETERS, st.integers(2, 64))
+def test_each_stage_holds_no_more_than_the_one_before(parameters: int, ranks: int) -> None:
+    held = [states(parameters, Zero(stage, ranks)).held for stage in (0, 1, 2, 3)]
+    assert held == sorted(held, reverse=True)
+
+
+@given(PARAMETERS, ZEROS)
+def test_a_model_that_is_not_trained_has_weights_alone(parameters: int, zero: Zero) -> None:
+    found = states(parameters, zero, trained=0)
+    assert found.gradients == found.optimizer == found.step == 0
+    assert found.weights * zero.ranks >= HALF * parameters
+
+
+@given(PARAMETERS, ZEROS)
+def test_offloaded_weights_are_on_the_host(parameters: int, zero: Zero) -> None:
+    found = states(parameters, replace(zero, stage=3, offload_weights=True), trained=0)
+    assert found.weights == 0
+    assert found.host * zero.ranks >= HALF * parameters
+
+
+@given(SHAPES, PASSES)
+def test_recomputing_saves_memory_and_more_tokens_need_more(shape: Shape, work: Pass) -> None:
+    assume(shape.layers > 1)
+    kept, again = replace(work, checkpointing=False), replace(work, checkpointing=True)
+    assert saved(shape, again) < saved(shape, kept)
+    assert training_peak(shape, again) <= training_peak(shape, kept)
+    longer = replace(work, length=work.length + 1)
+    assert training_peak(shape, longer) >= training_peak(shape, work)
+    assert forward_peak(shape, longer) >= forward_peak(shape, work)
+
+
+@given(SHAPES, PASSES)
+def test_a_peak_is_at_least_what_is_saved(shape: Shape, work: Pass) -> None:
+    assert training_peak(shape, work) >= saved(shape, work)
+
+
+@given(SHAPES, PASSES)
+def test_only_eager_attention_grows_with_the_square_of_the_length(shape: Shape, work: Pass) -> None:
+    work = replace(work, checkpointing=False, length=1024, split=1)
+    twice = replace(work, length=2048)
+    if work.attention == "eager":
+        assert saved(shape, twice) > 2 * saved(shape, work)
+    else:
+        assert saved(shape, twice) == 2 * saved(shape, work)
+
+
+@given(SHAPES, st.sampled_from([1, 2, 4, 8]), st.floats(0.1, 1), st.integers(1, 131072), st.integers(1, 192))
+def test_an_engines_memory_is_all_accounted_for(
+    shape: Shape, size: int, utilization: float, length: int, gib: int
+) -> None:
+    found = kv_cache(shape, Engine(size, utilization, length), gib * GIB)
+    assert found.cache + found.weights + found.working <= max(found.budget, found.weights + found.working)
+    assert found.tokens * token_bytes(shape, size) <= found.cache
+    assert found.fits == (found.tokens >= length)
+    more = kv_cache(shape, Engine(size, min(1.0, utilization + 0.05), length), gib * GIB)
+    assert more.tokens >= found.tokens
+
+
+@given(SHAPES, st.sampled_from([2, 4, 8]))
+def test_an_engine_of_more_gpus_needs_less_of_each(shape: Shape, size: int) -> None:
+    assert engine_weights(shape, size) < engine_weights(shape, size // 2)
+    assert token_bytes(shape, size) <= token_bytes(shape, size // 2)
+    assert token_bytes(shape, size) * size >= token_bytes(shape, 1)
+
+
+def test_grouped_heads_make_the_cache_small() -> None:
+    """Llama 3 8B: 128 KiB for a token in 16 bits, a quarter of what 32 heads would need."""
+    assert token_bytes(shape_of(LLAMA), 1) == 128 * 1024
+    assert token_bytes(shape_of(LLAMA | {"num_key_value_heads": 32}), 1) == 512 * 1024
+    assert token_bytes(shape_of(LLAMA), 16) == 128 * 1024 // 8

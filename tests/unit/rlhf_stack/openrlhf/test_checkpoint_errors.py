@@ -1,0 +1,53 @@
+"""What is said of a checkpoint that could not be written; a real one is in tests/patches."""
+
+import re
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from rlhf_stack.openrlhf import checkpoint_errors
+
+
+@pytest.fixture(autouse=True)
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, torch = MagicMock(), MagicMock()
+    ray.util.get_node_ip_address.return_value = "10.0.0.2"
+    torch.distributed.get_rank.return_value = 3
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-b")
+
+
+@checkpoint_errors.named
+def save(strategy: object, model: object, folder: str, error: Exception | None = None) -> tuple[object, ...]:
+    if error is not None:
+        raise error
+    return strategy, model, folder
+
+
+def test_one_that_is_written_is_as_before() -> None:
+    assert save("strategy", "model", "folder") == ("strategy", "model", "folder")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_rank_node_folder_and_room_are_named(tmp_path: Path, kind: type[Exception]) -> None:
+    error = kind("unexpected pos 128 vs 0\n")
+    with pytest.raises(checkpoint_errors.CheckpointError) as told:
+        save(None, None, str(tmp_path), error=error)
+    expected = (
+        rf"rank 3 on node node-b \(10\.0\.0\.2\): the checkpoint in {re.escape(str(tmp_path))} is not whole, "
+        r"\d+\.\d of \d+\.\d GB are free there: unexpected pos 128 vs 0"
+    )
+    assert re.fullmatch(expected, str(told.value))
+    assert told.value.__cause__ is error
+
+
+def test_a_folder_that_could_not_be_made_has_no_room_to_tell(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint_errors.CheckpointError, match="none is not whole: denied"):
+        save(None, None, str(tmp_path / "none"), error=PermissionError("denied"))
+
+
+def test_an_error_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not a model"):
+        save(None, None, str(tmp_path), error=AssertionError("not a model"))

@@ -1,0 +1,112 @@
+"""rlhf_stack.openrlhf.command_line: upstream's main block is run up to ``train``, and a mistake is one line."""
+
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from rlhf_stack.openrlhf import command_line
+from rlhf_stack.openrlhf.command_line import ArgumentsError, arguments_in, parse
+
+# As upstream writes it: heavy imports at the top, the parser below the name check, checks in between.
+SOURCE = """
+import argparse
+import a_heavy_package_that_is_not_here
+from datetime import datetime
+
+
+def _validate_args(args):
+    assert args.nodes < 5, f"nodes must be below 5, got {args.nodes}"
+
+
+def train(args):
+    a_heavy_package_that_is_not_here.begin(args)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--critic", default=None)
+    parser.add_argument("--name", default=f"{datetime.now():%Y}")
+    args = parser.parse_args()
+    if args.critic == "None":
+        args.critic = None
+        print("[Warning] no critic")
+    if args.critic == "broken":
+        args.critic.split_up()
+    train(args)
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An OpenRLHF whose parser is in this file."""
+    file = tmp_path / "train_ppo_ray.py"
+    file.write_text(SOURCE)
+    monkeypatch.setattr(command_line, "_installed", lambda: ("0.11.2", file))
+    return file
+
+
+@pytest.mark.usefixtures("upstream")
+def test_upstreams_own_block_says_what_train_would_be_given() -> None:
+    before = list(sys.argv)
+    parsed = parse(["--nodes", "3", "--critic", "None"])
+    assert (parsed.values.nodes, parsed.values.critic) == (3, None)
+    assert parsed.release == "0.11.2"
+    assert parsed.notes == ("[Warning] no critic",)
+    assert sys.argv == before
+
+
+@pytest.mark.usefixtures("upstream")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "many"], "OpenRLHF 0.11.2: argument --nodes: invalid int value: 'many'"),
+        (["--nod", "1", "--bogus", "2"], "OpenRLHF 0.11.2: unrecognized arguments: --bogus 2"),
+        (["--nodes", "8"], "OpenRLHF 0.11.2 does not take these arguments: nodes must be below 5, got 8"),
+        (
+            ["--critic", "broken"],
+            "AttributeError: 'str' object has no attribute 'split_up', in `args.critic.split_up()`",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+    with pytest.raises(ArgumentsError) as raised:
+        parse(arguments)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_module_without_such_a_block_is_named(upstream: Path) -> None:
+    upstream.write_text("import argparse\n")
+    with pytest.raises(ArgumentsError, match="no main block"):
+        parse([])
+
+
+def test_without_openrlhf_it_says_where_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(command_line, "version", absent)
+    with pytest.raises(ArgumentsError, match="OpenRLHF is not installed here"):
+        parse([])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["python3", "-u", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["python", "/some/where/openrlhf/cli/train_ppo_ray.py"],
+        ["ray", "job", "submit", "--", "python", "-m", "openrlhf.cli.train_ppo_ray"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_the_arguments_of_a_run_are_found_in_what_starts_it(command: list[str]) -> None:
+    assert arguments_in([*command, "--nodes", "2"]) == ["--nodes", "2"]
+
+
+def test_another_command_is_no_run() -> None:
+    with pytest.raises(ArgumentsError, match="'ls' does not start a run"):
+        arguments_in(["ls", "-l"])

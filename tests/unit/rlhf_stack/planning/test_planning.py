@@ -1,0 +1,354 @@
+"""rlhf_stack.planning: where a run lands, what its GPUs need, what is wrong, and what mends it."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rlhf_stack.cli.commands import plan as plan_command
+from rlhf_stack.errors import UserError
+from rlhf_stack.memory import Zero, typed_shape
+from rlhf_stack.openrlhf.run_spec import Role, Run
+from rlhf_stack.placement import FreeNode
+from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
+from rlhf_stack.planning import Machine, advise, alike, cluster_spec, report
+from rlhf_stack.planning.advice import symmetric
+from rlhf_stack.planning.cluster_spec import GIB
+from rlhf_stack.planning.draw import as_json, draw
+from rlhf_stack.planning.tuning import applied, tune
+
+QWEN_7B = typed_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
+SMALL = typed_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
+SHAPES = {"big": QWEN_7B, "small": SMALL}
+
+
+def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **changes: Any) -> Run:
+    """An actor with its reference, and engines."""
+    groups = (Group("actor", 1, actor),)
+    request = Request(groups, engines or Engines(2, 2), 1, 1)
+    shares = request.engines is not None and request.engines.shares
+    asked = Run(
+        release="0.11.2",
+        roles=(
+            Role("actor", "actor", actor, model, trained=True, valued=False),
+            Role("ref", "actor", actor, model, trained=False, valued=False),
+        ),
+        request=request,
+        order=("actor",) if shares else ("actor", ENGINES),
+        zero=Zero(2, 1),
+        length=2048,
+        train_batch=1,
+        rollout_batch=1,
+        checkpointing=True,
+        attention="sdpa",
+        engine_model=model,
+        utilization=0.9,
+    )
+    return replace(asked, **changes)
+
+
+def test_every_rank_and_every_worker_has_a_gpu_of_its_node() -> None:
+    found = report(run(), alike(2, 8, 80, 64, 500), SHAPES)
+    assert not found.problems
+    holds = [[gpu.holds for gpu in node.gpus] for node in found.nodes]
+    assert holds[0] == [["engine 0"], ["engine 0"], ["engine 1"], ["engine 1"], [], [], [], []]
+    assert holds[1] == [[f"actor {rank}", f"ref {rank}"] for rank in range(8)]
+    assert found.gpus_needed == 12
+
+
+def test_engines_that_share_gpus_are_on_those_of_their_group() -> None:
+    asked = run(
+        "big", engines=Engines(2, 4, "actor"), utilization=0.3, engine_sleeps=True, trainer_sleeps=True
+    )
+    found = report(asked, alike(1, 8, 80, 64, 2000), SHAPES)
+    assert found.gpus_needed == 8
+    assert [gpu.holds[-1] for gpu in found.nodes[0].gpus] == ["engine 0"] * 4 + ["engine 1"] * 4
+    assert not found.problems
+
+
+def test_awake_engines_beside_the_trainer_take_their_share_of_a_gpu() -> None:
+    asked = run(engines=Engines(2, 4, "actor"), utilization=0.5)
+    awake = report(asked, alike(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
+    asleep = report(replace(asked, engine_sleeps=True), alike(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
+    assert awake.training - asleep.training == 40 * GIB
+    assert awake.generating == asleep.generating > 40 * GIB
+
+
+def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
+    asked = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True)
+    awake = report(asked, alike(1, 8, 80, 64, 500), SHAPES)
+    asleep = report(replace(asked, trainer_sleeps=True), alike(1, 8, 80, 64, 500), SHAPES)
+    moved = awake.needs["actor"].optimizer + awake.needs["actor"].gradients
+    assert awake.nodes[0].gpus[0].generating - asleep.nodes[0].gpus[0].generating == moved
+    assert asleep.nodes[0].memory_running - awake.nodes[0].memory_running == 8 * moved
+
+
+def test_what_cannot_be_placed_is_a_problem_with_the_planners_reason() -> None:
+    found = report(run(), alike(1, 8, 80, 64, 500), SHAPES)
+    assert found.ours is None
+    assert "12 GPUs are asked for and 8 are free" in found.problems[0]
+    assert all(not gpu.holds for gpu in found.nodes[0].gpus)
+
+
+def test_too_little_memory_names_the_gpus_the_roles_and_the_phase() -> None:
+    found = report(run("big"), alike(2, 8, 40, 64, 500), SHAPES)
+    assert any("of a GPU's 40.0 while training (actor, ref)" in problem for problem in found.problems)
+
+
+def test_a_cache_without_room_for_one_sequence_is_a_problem() -> None:
+    found = report(run("big", length=400_000), alike(2, 8, 24, 64, 0), SHAPES)
+    assert any("has room for" in problem and "400000" in problem for problem in found.problems)
+
+
+def test_heads_that_do_not_divide_are_a_problem() -> None:
+    found = report(run(engines=Engines(1, 4)), alike(2, 8, 80, 64, 500), SHAPES)
+    assert found.problems == ("vLLM cannot split 14 heads among 4 GPUs: take a size that divides them",)
+
+
+def test_roles_that_share_gpus_must_be_of_one_size() -> None:
+    asked = run()
+    uneven = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], ranks=4)))
+    assert (
+        "actor and ref share GPUs and have 8 and 4 ranks"
+        in report(uneven, alike(2, 8, 80, 64, 0), SHAPES).problems[0]
+    )
+
+
+def test_an_unknown_memory_is_a_note_and_not_a_verdict() -> None:
+    found = report(run("big"), alike(2, 8, 0, 64, 0), SHAPES)
+    assert not found.problems
+    assert found.engine is None
+    assert any("--gpu-memory" in note for note in found.notes)
+
+
+def test_offloading_below_stage_3_is_told_to_do_nothing() -> None:
+    asked = run()
+    offloaded = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], offloaded=True)))
+    assert any(
+        "does nothing below" in note for note in report(offloaded, alike(2, 8, 80, 0, 0), SHAPES).notes
+    )
+
+
+def test_the_older_generation_is_planned_too() -> None:
+    asked = run(release="0.5.1", engines=Engines(3, 4, apart=True), model="big", actor=2)
+    found = report(asked, alike(2, 8, 80, 64, 0), SHAPES)
+    assert found.ours is not None
+    assert found.ours.straddling == ()
+
+
+@pytest.mark.parametrize("memory", [24, 40, 80])
+@pytest.mark.parametrize("shares", [None, "actor"])
+def test_what_is_advised_is_enough(memory: int, shares: str | None) -> None:
+    """On GPUs that are too small for it as it is; the flags are those of the run that then fits."""
+    asked = run("big", engines=Engines(2, 4, shares), checkpointing=False, train_batch=4, rollout_batch=8)
+    cluster = alike(2, 8, memory, 64, 2000)
+    found = report(asked, cluster, SHAPES)
+    assert found.problems
+    advice = advise(found, cluster, SHAPES)
+    assert advice
+    for one in advice:
+        assert one.flags
+        assert all(flag.startswith("--") for flag in one.flags)
+        assert not report(one.run, cluster, SHAPES).problems
+
+
+def test_what_fits_needs_no_advice_and_what_nothing_helps_gets_none() -> None:
+    cluster = alike(2, 8, 80, 64, 2000)
+    assert advise(report(run(), cluster, SHAPES), cluster, SHAPES) == []
+    tiny = alike(2, 8, 2, 64, 2000)
+    assert advise(report(run("big"), tiny, SHAPES), tiny, SHAPES) == []
+
+
+def test_a_symmetric_layout_has_the_same_on_every_node() -> None:
+    """12 training GPUs and 4 for engines on two nodes: 6 + 2 on each."""
+    cluster = alike(2, 8, 80, 64, 500)
+    asked = run(actor=8, engines=Engines(2, 2))
+    asked = replace(asked, request=replace(asked.request, groups=(Group("actor", 1, 12),)))
+    found = symmetric(asked, cluster, SHAPES)
+    assert found is not None
+    assert found.run.request.groups == (Group("actor", 2, 6),)
+    assert found.run.request.engines == Engines(2, 2)
+    assert "--actor.num_gpus_per_node 6" in found.flags
+    assert "--vllm.num_engines 2" in found.flags
+    placed = report(found.run, cluster, SHAPES)
+    counts = [sum("engine" in name for gpu in node.gpus for name in gpu.holds) for node in placed.nodes]
+    assert counts == [2, 2]
+
+
+def test_a_layout_that_the_planner_would_not_keep_is_not_suggested() -> None:
+    """4 training GPUs fit on one node, and go there."""
+    cluster = alike(2, 8, 80, 64, 500)
+    found = symmetric(run(actor=4, engines=Engines(6, 2)), cluster, SHAPES)
+    assert found is None or found.run.request.groups[0].size > 8
+
+
+def test_uneven_nodes_have_no_symmetric_layout() -> None:
+    uneven = [*alike(1, 8, 80, 64, 0), *alike(1, 4, 80, 64, 0)]
+    assert symmetric(run(actor=4, engines=Engines(2, 2)), uneven, SHAPES) is None
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([None, "actor"]),
+    st.integers(0, 3),
+    st.sampled_from([1, 4]),
+    st.sampled_from([16, 40, 80]),
+    st.integers(1, 3),
+)
+def test_a_report_counts_every_rank_once_and_knows_its_json(
+    actor: int, shares: str | None, stage: int, batch: int, memory: int, nodes: int
+) -> None:
+    engines = Engines(actor, 1, shares)
+    asked = run("small", actor, engines, zero=Zero(stage, 1), train_batch=batch, utilization=0.4)
+    cluster = alike(nodes, 8, memory, 64, 100)
+    found = report(asked, cluster, SHAPES)
+    held = [name for node in found.nodes for gpu in node.gpus for name in gpu.holds]
+    if found.ours:
+        assert sorted(name for name in held if name.startswith("actor")) == sorted(
+            f"actor {rank}" for rank in range(actor)
+        )
+        used = sum(bool(gpu.holds) for node in found.nodes for gpu in node.gpus)
+        assert used == found.gpus_needed
+    advice = advise(found, cluster, SHAPES)
+    values = json.loads(
+        json.dumps(as_json(found, advice, symmetric(asked, cluster, SHAPES)), allow_nan=False)
+    )
+    assert values["fits"] == (not values["problems"])
+    assert values["gpus_needed"] == asked.request.size
+
+
+def keys(value: Any) -> set[str]:
+    """The names of all fields in a JSON value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {name for one in inner for name in keys(one)} | set(value if isinstance(value, dict) else ())
+
+
+def test_help_names_every_field_of_the_json() -> None:
+    cluster = alike(2, 8, 40, 64, 500)
+    asked = run("big", engines=Engines(2, 4))
+    found = report(asked, cluster, SHAPES)
+    advice = advise(found, cluster, SHAPES)
+    values = json.loads(json.dumps(as_json(found, advice, symmetric(asked, cluster, SHAPES))))
+    assert values["advice"]
+    assert values["engine"]["cache"]
+    told = set(re.findall(r"\w+", (plan_command.__doc__ or "").partition("--json prints")[2]))
+    assert keys(values) - told == set()
+
+
+def test_the_screen_has_every_gpu_and_the_verdict() -> None:
+    cluster = alike(2, 8, 40, 64, 500)
+    found = report(run("big"), cluster, SHAPES)
+    output = io.StringIO()
+    draw(Console(file=output, width=120), found, advise(found, cluster, SHAPES), None)
+    told = output.getvalue()
+    assert told.count("GPU ") >= 16
+    assert "this run does not fit" in told
+    assert "try: " in told
+
+
+def test_machines_come_from_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text(
+        "nodes:\n- {count: 2, gpus: 8, gpu_memory: 80, cpus: 96, memory: 1000}\n- {gpus: 0, address: head}\n"
+    )
+    found = cluster_spec.read(file)
+    assert [machine.address for machine in found] == ["node-1", "node-2", "head"]
+    assert found[0] == Machine("node-1", 8, 96.0, 80 * GIB, 1000 * GIB)
+    assert found[2].gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes: 3", "expected a list of nodes"),
+        ("[1]", "expected a list of nodes"),
+        ("nodes: [{gpu: 8}]", "no gpu"),
+        ("nodes: [{gpus: many}]", "gpus is 'many'"),
+        ("nodes: [{gpus: -1}]", "gpus is -1"),
+        ("nodes: []", "no nodes"),
+        ("nodes: [", "not YAML"),
+    ],
+)
+def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as raised:
+        cluster_spec.read(file)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_machines_come_from_a_running_ray() -> None:
+    table = [
+        {
+            "Alive": True,
+            "NodeManagerAddress": "10.0.0.2",
+            "Resources": {"GPU": 8.0, "CPU": 32.0, "memory": 5.0},
+        },
+        {
+            "Alive": True,
+            "NodeManagerAddress": "10.0.0.1",
+            "Resources": {"CPU": 4.0, "object_store_memory": 2.0},
+        },
+        {"Alive": False, "NodeManagerAddress": "10.0.0.3", "Resources": {"GPU": 8.0}},
+    ]
+    free = [FreeNode("10.0.0.1", 0, 4, 0), FreeNode("10.0.0.2", 2, 30, 8)]
+    found = cluster_spec.of_ray(table, free, 80)
+    assert [machine.address for machine in found] == ["10.0.0.1", "10.0.0.2"]
+    assert found[1].free == FreeNode("10.0.0.2", 2, 30, 8)
+    assert (found[1].gpus, found[1].gpu_memory, found[1].memory) == (8, 80 * GIB, 5)
+
+
+def test_tuning_fills_the_gpus_and_says_why() -> None:
+    cluster = alike(2, 8, 80, 64, 2000)
+    tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
+    assert tuned.fits
+    assert not report(tuned.run, cluster, SHAPES).problems
+    assert not tuned.run.checkpointing
+    assert tuned.run.train_batch > 1
+    larger = replace(tuned.run, train_batch=2 * tuned.run.train_batch)
+    assert tuned.run.train_batch == 32 or report(larger, cluster, SHAPES).problems
+    assert all(setting.reason for setting in tuned.settings)
+
+
+def test_tuning_gives_up_with_the_reason() -> None:
+    tuned = tune(run("big"), alike(2, 8, 8, 64, 2000), SHAPES)
+    assert not tuned.fits
+    assert any("not enough memory" in problem for problem in tuned.problems)
+
+
+def test_shared_gpus_sleep_in_turns() -> None:
+    tuned = tune(run("big", engines=Engines(2, 4, "actor")), alike(1, 8, 80, 64, 2000), SHAPES)
+    assert tuned.fits
+    texts = [setting.text for setting in tuned.settings]
+    assert "--vllm.enable_sleep" in texts
+    assert not any(setting.is_variable for setting in tuned.settings)
+
+
+def test_settings_take_the_place_of_what_the_command_said() -> None:
+    tuned = tune(run("small"), alike(2, 8, 80, 64, 2000), SHAPES)
+    command = [
+        "python",
+        "-m",
+        "x",
+        "--train.micro_batch_size",
+        "99",
+        "--ds.adam_offload",
+        "--ds.zero_stage=3",
+        "--keep",
+        "it",
+    ]
+    words = applied(command, tuned)
+    assert "99" not in words
+    assert "--ds.adam_offload" not in words
+    assert "--ds.zero_stage=3" not in words
+    assert words[words.index("--train.micro_batch_size") + 1] == str(tuned.run.train_batch)
+    assert words[words.index("--keep") + 1] == "it"
+    assert applied(words, tuned) == words

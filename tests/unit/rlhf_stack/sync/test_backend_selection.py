@@ -1,0 +1,59 @@
+"""Which backend a run takes; that gloo carries it then is in tests/cluster."""
+
+from types import SimpleNamespace
+
+import pytest
+from rlhf_stack import sync
+from rlhf_stack.sync.backend import refuse_bad_versions
+from rlhf_stack.sync.backend_selection import Facts, against_nccl
+
+
+def who(rank: int) -> str:
+    return f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ([Facts("a", ""), Facts("b", ""), Facts("c", "")], ""),
+        ([Facts("a", ""), Facts(None, "")], "rank 1 has no GPU"),
+        (
+            [Facts("a", ""), Facts("b", "libnccl.so.2 not found")],
+            "rank 1 has no NCCL: libnccl.so.2 not found",
+        ),
+        (
+            [Facts("a", ""), Facts("b", ""), Facts("a", "")],
+            "rank 0 and rank 2 share GPU a, which NCCL refuses",
+        ),
+    ],
+)
+def test_what_speaks_against_nccl_is_the_first_reason(facts: list[Facts], reason: str) -> None:
+    assert against_nccl(facts, who) == reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "colocated", "asynchronous", "expected"),
+    [
+        ("auto", True, False, "nccl"),
+        ("auto", True, True, "auto"),
+        ("auto", False, False, "auto"),
+        ("gloo", True, False, "gloo"),
+        ("nccl", False, False, "nccl"),
+    ],
+)
+def test_auto_on_shared_gpus_is_upstreams_handles(
+    backend: str, colocated: bool, asynchronous: bool, expected: str
+) -> None:
+    train = SimpleNamespace(colocate_all=colocated, async_enable=asynchronous)
+    assert sync.of_run(SimpleNamespace(vllm=SimpleNamespace(sync_backend=backend), train=train)) == expected
+
+
+@pytest.mark.parametrize("version", ["0.4.3", "0.5.5", "0.6.3", "0.6.3.post1"])
+def test_a_vllm_whose_loop_blocks_a_second_group_is_refused(version: str) -> None:
+    with pytest.raises(sync.SyncError, match=rf"vllm {version}.*OpenRLHF#313.*use vLLM 0\.4\.2"):
+        refuse_bad_versions({"openrlhf": "0.5.1", "vllm": version})
+
+
+@pytest.mark.parametrize("version", ["0.4.2", "0.4.2+stack.1", "0.6.4.post1", "0.10.0", "0.29.0"])
+def test_other_versions_of_vllm_are_not(version: str) -> None:
+    refuse_bad_versions({"openrlhf": "0.11.2", "vllm": version})

@@ -1,0 +1,86 @@
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from rlhf_stack.config import env_vars
+from rlhf_stack.telemetry import events
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path / "events"))
+    return tmp_path / "events"
+
+
+def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(env_vars.EVENTS, raising=False)
+    monkeypatch.chdir(tmp_path)
+    events.phase("started")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_event_says_what_when_and_who(directory: Path) -> None:
+    events.emit("sync", index=0, bytes=12)
+    (event,) = events.read(directory)
+    assert event["event"] == "sync"
+    assert event["bytes"] == 12
+    assert {"time", "host", "pid"} <= set(event)
+
+
+def test_json_has_no_nan_so_it_becomes_null(directory: Path) -> None:
+    events.step(1, {"rollout/reward_mean": float("nan"), "grad": float("inf"), "loss": 2})
+    (event,) = events.read(directory)
+    assert event["reward"] is None
+    assert event["grad"] is None
+    assert event["loss"] == 2.0
+
+
+def test_a_step_keeps_numbers_only_and_prefers_the_rollouts_reward(directory: Path) -> None:
+    logs = {"reward": 0.1, "rollout/reward_mean": 0.5, "generated_samples": ["text"], "flag": True}
+    events.step(7, logs)
+    (event,) = events.read(directory)
+    assert event["step"] == 7
+    assert event["reward"] == 0.5
+    assert "generated_samples" not in event
+    assert "flag" not in event
+
+
+def _write_many(number: int) -> None:
+    for index in range(200):
+        events.emit("step", number=number, index=index, filler="x" * 500)
+
+
+def test_processes_write_side_by_side_and_no_line_is_torn(directory: Path) -> None:
+    processes = [multiprocessing.Process(target=_write_many, args=(number,)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    found = events.read(directory)
+    assert len(list(directory.glob("*.jsonl"))) == 3
+    assert {(event["number"], event["index"]) for event in found} == {
+        (number, index) for number in range(3) for index in range(200)
+    }
+    assert [event["time"] for event in found] == sorted(event["time"] for event in found)
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
+    whole = json.dumps({"event": "phase", "time": 1.0})
+    (tmp_path / "host-1.jsonl").write_text(f"{whole}\n{whole[:9]}")
+    assert len(events.read(tmp_path)) == 1
+
+
+def test_engines_are_recorded_with_their_nodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = MagicMock()
+    ray.get.return_value = [
+        [{"rank": 0, "node_id": "a"}, {"rank": 1, "node_id": "a"}],
+        [{"rank": 0, "node_id": "a"}, {"rank": 1, "node_id": "b"}],
+    ]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    events.models_are_up([MagicMock(), MagicMock()])
+    engines = [event for event in events.read(directory) if event["event"] == "engine"]
+    assert [event["straddles"] for event in engines] == [False, True]
+    assert [event["engine"] for event in engines] == [0, 1]

@@ -1,0 +1,48 @@
+"""What is read from BuildKit's plain progress."""
+
+from scripts.images.build_log import Stage, cause, stages
+
+LOG = """#1 [internal] load build definition from Dockerfile
+#1 DONE 0.1s
+#12 [torch 1/1] RUN --mount=type=bind,source=tools /opt/tools/install-layer
+#12 sha256:605f26a3878682c976ea91cdd55d2d3564fcae82c7e3005f5d7a53ddba0f5163
+#12 0.430 Resolved 12 packages in 77ms
+#12 DONE 8.8s
+#13 [vllm 1/1] RUN --mount=type=bind,source=tools /opt/tools/install-layer
+#13 CACHED
+#15 [openrlhf-source 1/1] RUN /opt/tools/build-source /wheels
+#15 0.430 /opt/venv/bin/python3: No module named pip
+#15 ERROR: executor failed running [/bin/sh -euc /opt/tools/build-source /wheels]: exit code: 1
+------
+ > [openrlhf-source 1/1] RUN /opt/tools/build-source /wheels:
+------
+executor failed running [/bin/sh -euc /opt/tools/build-source /wheels]: exit code: 1
+"""
+
+
+def test_stages_begin_and_end() -> None:
+    """Each stage of the Dockerfile, not BuildKit's own steps."""
+    assert list(stages(LOG.splitlines())) == [
+        Stage("torch"),
+        Stage("torch", 8.8),
+        Stage("vllm"),
+        Stage("vllm", 0.0),
+        Stage("openrlhf-source"),
+    ]
+
+
+def test_cause_is_what_the_failed_step_said() -> None:
+    """Not what BuildKit says about it."""
+    assert cause(LOG) == "/opt/venv/bin/python3: No module named pip"
+
+
+def test_cause_prefers_the_telling_line() -> None:
+    """A hash that does not match is said in the middle of the output."""
+    log = LOG.replace("No module named pip", "x\n#15 0.5 Hash mismatch for torch\n#15 0.6 see above")
+    assert cause(log) == "Hash mismatch for torch"
+
+
+def test_cause_before_any_step_is_the_last_line() -> None:
+    """The engine refused, or the command line is wrong."""
+    assert cause("invalid argument\n") == "invalid argument"
+    assert cause("") == "the builder printed nothing"

@@ -1,0 +1,158 @@
+"""A cell whose sources are out of reach says so at once; what stands in for it differs in nothing else."""
+
+import dataclasses
+import subprocess
+from unittest.mock import MagicMock
+
+import docker.errors
+import msgspec
+import pytest
+
+from scripts.docker import bootstrap
+from scripts.errors import UserError
+from scripts.images import image_build
+from scripts.locks import lockfile, preflight, resolver
+from scripts.matrix.load import MATRIX, Cell, expand, find, load, parse, stand_ins
+from scripts.matrix.model import STAND_IN, Source
+
+TEXT = MATRIX.read_text(encoding="utf-8")
+ROCM = [cell for cell in expand(load()) if cell.accelerator.kind == "rocm"]
+PACKAGE = Source(name="the wheels", purpose="are torch", requirement="torch==1+rocm")
+IMAGE = Source(name="the image", purpose="has the compiler", image="vendor/dev:1")
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return msgspec.structs.replace(ROCM[0], sources=(PACKAGE, IMAGE))
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What the index answers; it has everything until told otherwise."""
+    answer = MagicMock(return_value="torch==1+rocm\n")
+    monkeypatch.setattr(resolver, "answer", answer)
+    return answer
+
+
+def test_a_package_that_is_nowhere_is_named_with_its_purpose_and_the_way_out(
+    cell: Cell, index: MagicMock
+) -> None:
+    index.side_effect = UserError("no version")
+    client = MagicMock()
+    with pytest.raises(UserError) as caught:
+        preflight.require(cell, client)
+    told = str(caught.value)
+    assert told.startswith(f"{cell.id} cannot be made here without the wheels, which are torch: ")
+    assert "torch==1+rocm" in told
+    assert told.endswith(f"python -m scripts.images.image_build {cell.id} --stand-in")
+    client.images.get.assert_not_called()
+
+
+def test_an_image_may_be_here_or_in_its_registry(cell: Cell, index: MagicMock) -> None:
+    client = MagicMock()
+    preflight.require(cell, client)
+    client.images.get_registry_data.assert_not_called()
+    client.images.get.side_effect = docker.errors.ImageNotFound("no")
+    preflight.require(cell, client)
+    client.images.get_registry_data.side_effect = docker.errors.APIError("no such host")
+    with pytest.raises(
+        UserError, match="without the image, which has the compiler: the image vendor/dev:1 is not"
+    ):
+        preflight.require(cell, client)
+    assert index.call_args.args[0].alone
+
+
+def test_every_other_cell_asks_for_nothing(index: MagicMock) -> None:
+    for cell in expand(load()):
+        if cell.accelerator.kind != "rocm":
+            preflight.require(cell, MagicMock())
+    index.assert_not_called()
+
+
+@pytest.mark.parametrize("cell", ROCM, ids=lambda cell: cell.id)
+def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> None:
+    found = find(load(), cell.id + STAND_IN)
+    twin = find(load(), found.lock)
+    assert found in stand_ins(load())
+    assert (found.id, found.tag) == (cell.id + STAND_IN, cell.tag + STAND_IN)
+    assert found.accelerator.kind == twin.accelerator.kind == "cpu"
+    assert found.accelerator.profiles == cell.accelerator.profiles != ()
+    ours = {setting.name: setting.value for setting in found.env}
+    assert {setting.name: setting.value for setting in cell.env}.items() <= ours.items()
+    assert {setting.name for setting in twin.env} <= set(ours)
+    same = (
+        "packages",
+        "requirements",
+        "excluded",
+        "overrides",
+        "layers",
+        "build_from_source",
+        "base",
+        "lock",
+    )
+    assert all(getattr(found, name) == getattr(twin, name) for name in same)
+    assert lockfile.requirements(found) == lockfile.requirements(twin)
+    assert not found.sources
+    lockfile.require(found)
+
+
+def test_a_stand_in_says_so_in_a_label_and_is_listed_in_no_other_cell() -> None:
+    cell = find(load(), ROCM[0].id + STAND_IN)
+    assert image_build.labels(cell, "base", [])[f"{image_build.NAMESPACE}.stand-in"] == cell.stand_in
+    assert not any(
+        f"{image_build.NAMESPACE}.stand-in" in image_build.labels(other, "b", []) for other in expand(load())
+    )
+
+
+def test_a_cell_that_was_never_locked_is_no_stale_lock(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(lockfile.unlocked(cell) for cell in ROCM)
+    assert lockfile.main(["--check", "--offline"]) == 0
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=f"{ROCM[0].id} is not locked: run .* where the wheels of"):
+        lockfile.require(ROCM[0])
+
+
+def test_a_lock_that_cannot_be_written_names_what_is_out_of_reach(index: MagicMock) -> None:
+    index.side_effect = UserError("no version")
+    with pytest.raises(UserError, match=f"{ROCM[0].id} cannot be made here without the wheels of PyTorch"):
+        lockfile.main([ROCM[0].id])
+
+
+def test_a_twin_has_to_have_the_same_ray() -> None:
+    entry = TEXT.index("  - variant: legacy-cpu\n    ray: &ray_2_9 ")
+    text = TEXT[:entry] + TEXT[entry:].replace("variant: legacy-cpu", "variant: current-cpu", 1)
+    with pytest.raises(
+        UserError, match=r"legacy-cpu has no cell with Ray 2\.9\.3, for which it has to stand in"
+    ):
+        parse(text)
+
+
+def test_a_source_is_an_image_or_a_package() -> None:
+    with pytest.raises(UserError, match=r"sources\[0\]: expected either `image` or `requirement`"):
+        parse(TEXT.replace('        requirement: "torch==2.4.0+rocm6.1"\n', "", 1))
+
+
+def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    @dataclasses.dataclass
+    class Done:
+        returncode: int
+        stderr: str = "step 1\nno such image"
+
+    def run(arguments: list[str], **_: object) -> Done:
+        asked.append(arguments)
+        return Done(len(asked) - 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(bootstrap, "builder", lambda: ["docker"])
+    assert image_build.toolchain(find(load(), load().default), "builder:1") == "builder:1"
+    tag = image_build.toolchain(cell, "builder:1")
+    assert tag.startswith("builder:1-")
+    assert {"--build-arg=BUILDER_BASE=builder:1", "--build-arg=VENDOR=vendor/dev:1", f"--tag={tag}"} <= set(
+        asked[0]
+    )
+    with pytest.raises(UserError, match="the compiler of vendor/dev:1 cannot be taken: no such image"):
+        image_build.toolchain(cell, "builder:1")

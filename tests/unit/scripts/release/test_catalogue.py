@@ -1,0 +1,217 @@
+"""The catalogue follows from what was measured, and says when it does not."""
+
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scripts.errors import UserError
+from scripts.images.image_build import series_of
+from scripts.matrix.load import Cell, expand, load
+from scripts.release import catalogue, facts, image_probe, render
+from scripts.release.facts import Facts, Layer, Suite
+from scripts.testing.proofs import Proved
+from scripts.testing.records import required
+
+CELLS = expand(load())
+CELL = next(cell for cell in CELLS if cell.is_default)
+README = f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n"
+SHARED, OWN = Layer("sha256:a", 700_000_000), Layer("sha256:b", 300_000_000)
+
+
+def measured(cell: Cell) -> Facts:
+    """The facts of an image that is of this tree."""
+    return Facts(
+        image="sha256:" + "1" * 64,
+        revision="a" * 40,
+        stand_in="",
+        size=1_000_000_000,
+        layers=(SHARED, OWN),
+        versions=cell.versions,
+        lock=facts.lock_digest(cell),
+        series=facts.series_digest(series_of(cell)),
+        patches=("openrlhf/0001-x.patch",),
+        proofs={"openrlhf/0001-x.patch": Proved("fails (ImportError)", "passes")},
+        architectures={"torch": ("sm_80", "sm_90")},
+        suites={"image": Suite("passed", 72, 0, 2, 130.0)},
+    )
+
+
+def test_table_has_a_row_a_cell_with_all_that_was_not_shown() -> None:
+    """A reader learns from it what was left untested, and what was not even built."""
+    table = render.filled(README, CELLS, {CELL.id: measured(CELL)}).partition(render.BEGIN)[2]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(lines) == len(CELLS)
+    for line, cell in zip(lines, CELLS, strict=True):
+        assert f"`{cell.id}`" in line
+        assert cell.tested.not_shown in line
+        assert line.count(" | ") == len(render.COLUMNS) - 1
+        assert ("1000 MB, 72 tests passed" in line) == (cell is CELL)
+        assert (render.NOT_BUILT in line) == (cell is not CELL)
+
+
+def test_filling_twice_changes_nothing_and_keeps_the_rest() -> None:
+    """The text around the markers is a person's."""
+    once = render.filled(README, CELLS, {})
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert "old" not in once
+    assert render.filled(once, CELLS, {}) == once
+
+
+def test_lost_markers_are_said() -> None:
+    """Rather than a table at the end of the file."""
+    with pytest.raises(UserError, match=r"README\.md: expected the lines"):
+        render.filled("no markers", CELLS, {})
+
+
+def test_page_says_what_is_known_of_each_image_and_what_is_not() -> None:
+    known = measured(CELL)
+    failed = msgspec.structs.replace(
+        known, suites={"layers": Suite("failed", 9, 1, 0, 5.0)}, stand_in="torch"
+    )
+    text = render.page([CELL], {CELL.id: known})
+    for told in (
+        known.image,
+        "torch: sm_80, sm_90",
+        "fails (ImportError) | passes",
+        "passed | 72 | 0 | 2 | 130",
+    ):
+        assert told in text
+    assert f"Not run on this image: {', '.join(s for s in required(CELL) if s != 'image')}." in text
+    assert f"Shown: {CELL.tested.shown}." in text
+    text = render.page([CELL], {CELL.id: failed})
+    assert "| layers | failed | 9 | 1 | 0 | 5 |" in text
+    assert "**A stand-in**" in text
+    text = render.page(CELLS, {})
+    assert text.count("Not built yet from these versions.") == len(CELLS)
+    assert "\nShown: " not in text
+
+
+def test_a_failed_suite_is_in_the_readme() -> None:
+    known = msgspec.structs.replace(measured(CELL), suites={"layers": Suite("failed", 9, 1, 0, 5.0)})
+    assert "1000 MB, failed: layers" in render.row(CELL, {CELL.id: known})
+    assert "1000 MB, not tested" in render.row(CELL, {CELL.id: msgspec.structs.replace(known, suites={})})
+
+
+def test_facts_of_this_tree_are_not_outdated() -> None:
+    assert facts.outdated(CELL, measured(CELL)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"lock": "0"}, "lock"), ({"series": "0"}, "patches"), ({"versions": {"ray": "1"}}, "versions")],
+)
+def test_facts_of_another_tree_are_named_and_dropped(change: dict[str, object], what: str) -> None:
+    known = {CELL.id: msgspec.structs.replace(measured(CELL), **change)}
+    [reason] = catalogue.stale(CELLS, known, README)
+    assert f"{CELL.id} was measured with other {what}" in reason
+    assert catalogue.still_true(CELLS, known) == {}
+
+
+def test_an_image_that_was_tested_less_does_not_displace_one_that_was_tested_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else a rebuild would take the tests from the catalogue."""
+    passed, failed = Suite("passed", 9, 0, 0, 5.0), Suite("failed", 9, 1, 0, 5.0)
+    tested = msgspec.structs.replace(measured(CELL), suites={"image": passed, "cluster": passed})
+    again = msgspec.structs.replace(tested, image="sha256:" + "2" * 64)
+    less = msgspec.structs.replace(again, suites={"image": passed, "registry": passed})
+    broken = msgspec.structs.replace(again, suites={"image": passed, "cluster": failed})
+    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: less}) == {CELL.id: tested}
+    assert "on which cluster passed too" in capsys.readouterr().out
+    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: again}) == {CELL.id: again}
+    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: broken}) == {CELL.id: broken}
+    assert catalogue.best_tested(CELLS, {}, {CELL.id: less}) == {CELL.id: less}
+
+
+def test_a_cell_that_is_gone_is_named_and_dropped() -> None:
+    known = {"gone": measured(CELL)}
+    assert catalogue.stale(CELLS, known, README) == ["gone is no cell any more: run `nox -s catalogue`"]
+    assert catalogue.still_true(CELLS, known) == {}
+
+
+def test_a_file_edited_by_hand_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, file in (
+        (facts, "CATALOGUE", "catalogue.json"),
+        (catalogue, "PAGE", "page.md"),
+        (catalogue, "README", "README.md"),
+        (catalogue, "ROOT", ""),
+    ):
+        monkeypatch.setattr(module, name, tmp_path / file)
+    known = {CELL.id: measured(CELL)}
+    for path, text in catalogue.texts(CELLS, known, README).items():
+        path.write_text(text, encoding="utf-8")
+    readme = catalogue.README.read_text(encoding="utf-8")
+    assert facts.load(facts.CATALOGUE) == known
+    assert catalogue.stale(CELLS, known, readme) == []
+    with catalogue.PAGE.open("a", encoding="utf-8") as page:
+        page.write("by hand\n")
+    assert catalogue.stale(CELLS, known, readme) == [
+        "page.md is stale: run python -m scripts.release.catalogue --offline"
+    ]
+
+
+def test_a_damaged_catalogue_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "catalogue.json"
+    assert facts.load(file) == {}
+    file.write_text('{"a": 1}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"catalogue\.json: .*; it is written by `nox -s catalogue`"):
+        facts.load(file)
+
+
+def test_another_build_of_the_same_is_no_difference() -> None:
+    """Its id, its commit and a few bytes of compiled Python differ; more does not."""
+    known = measured(CELL)
+    again = msgspec.structs.replace(known, image="sha256:2", revision="b", size=known.size + 1000, suites={})
+    assert catalogue.differences(CELL, known, again) == []
+    other = msgspec.structs.replace(known, size=2 * known.size, architectures={})
+    [reason] = catalogue.differences(CELL, known, other)
+    assert "other architectures, size (1000 MB, now 2000 MB)" in reason
+
+
+def test_layers_are_those_with_a_size() -> None:
+    """An image's history has steps without a layer, and a layer in which nothing changed."""
+    history = [{"Size": 0}, {"Size": 300}, {"Size": 0}, {"Size": 700}]
+    found = facts.layers_of(["sha256:a", facts.EMPTY, "sha256:b"], history)
+    assert found == (Layer("sha256:a", 700), Layer("sha256:b", 300))
+    assert facts.layers_of(["sha256:a"], history) == ()
+
+
+def test_shared_bytes_are_those_of_layers_that_another_cell_has() -> None:
+    one, other = measured(CELL), msgspec.structs.replace(measured(CELL), layers=(SHARED,))
+    assert facts.shared("one", {"one": one}) == 0
+    assert facts.shared("one", {"one": one, "other": other}) == SHARED.size
+    assert facts.shared("one", {"one": msgspec.structs.replace(one, layers=()), "other": other}) is None
+
+
+def fatbin(*entries: tuple[int, int]) -> bytes:
+    """A fat binary as nvcc writes it: kinds and architectures, each with 16 bytes of code."""
+    body = b""
+    for kind, number in entries:
+        header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, 16, 0, 0, 7, 0, number)
+        body += header.ljust(64, b"\0") + b"\x7fELF".ljust(16, b"\0")
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_architectures_are_read_from_fat_binaries() -> None:
+    content = b"\0" * 40 + fatbin((2, 80), (2, 90)) + b"x" * 9 + fatbin((1, 90)) + fatbin((2, 100))
+    assert image_probe.by_number(image_probe.architectures(content)) == [
+        "compute_90",
+        "sm_80",
+        "sm_90",
+        "sm_100",
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no code", image_probe.FATBIN, fatbin((2, 80))[:40], fatbin((9, 80))]
+)
+def test_what_is_no_whole_fat_binary_says_nothing(content: bytes) -> None:
+    assert image_probe.architectures(content) == set()
+
+
+def test_targets_of_rocm_are_read_from_their_bundles() -> None:
+    content = b"hipv4-amdgcn-amd-amdhsa--gfx90a\0 hipv4-amdgcn-amd-amdhsa--gfx942:xnack+\0"
+    assert image_probe.architectures(content) == {"gfx90a", "gfx942"}

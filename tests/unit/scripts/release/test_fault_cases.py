@@ -1,0 +1,116 @@
+"""The table of faults follows from the cases, whether they were run or not."""
+
+import datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scripts.errors import UserError
+from scripts.matrix.load import expand, load
+from scripts.release import catalogue, fault_cases, render
+from scripts.release.fault_cases import FAULTS, Case
+from tests.faults import injecting
+from tests.faults.runs import CHECKPOINTS, run_of
+
+WHEN = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
+CASE = Case(
+    cell="a-cell",
+    image="sha256:" + "1" * 64,
+    revision="a" * 40,
+    when=WHEN,
+    fault="node killed",
+    phase="sync",
+    outcome="ended",
+    seconds=21.4,
+    said="SyncError: rank 1 on 10.0.0.2 does not answer | `dead`",
+    node_named=True,
+    left=(),
+    afterwards="resumes at step 3",
+)
+
+
+def rows(cases: list[Case]) -> list[str]:
+    """The lines of the table."""
+    return [line for line in fault_cases.section(cases).splitlines() if line.startswith("| ")][2:]
+
+
+def test_every_case_that_was_not_run_is_said_to_be_so() -> None:
+    lines = rows([CASE])
+    assert len(lines) == sum(map(len, FAULTS.values()))
+    (run,) = (line for line in lines if "not run" not in line)
+    for told in ("node killed | sync", "ends after 21 s", "| yes |", "nothing", "resumes at step 3"):
+        assert told in run
+    assert run.replace("\\|", "").count("|") == len(fault_cases.COLUMNS) + 1, (
+        "the error's own bars are escaped"
+    )
+    assert run.count("`") == 2
+
+
+def test_a_hang_and_what_is_left_stand_out() -> None:
+    hung = msgspec.structs.replace(CASE, outcome="hangs", node_named=False, left=("process 7 vllm",))
+    text = fault_cases.section([hung])
+    assert "1 hung, 1 left something behind" in text
+    assert "**hangs** (given up after 21 s)" in text
+    assert "process 7 vllm" in text
+    assert "| no |" in text
+
+
+def test_a_run_that_goes_on_has_nothing_to_say() -> None:
+    going = msgspec.structs.replace(
+        CASE, outcome="goes on", said="", node_named=False, afterwards="is not needed"
+    )
+    (line,) = (line for line in rows([going]) if "not run" not in line)
+    assert line.endswith("| goes on |  |  | nothing | is not needed |")
+
+
+def test_the_newest_case_counts_and_one_of_a_fault_that_is_no_more_goes() -> None:
+    newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1), seconds=5.0)
+    other = msgspec.structs.replace(CASE, fault="meteorite")
+    first = msgspec.structs.replace(CASE, phase="engine start")
+    assert fault_cases.merged([newer, other], [CASE, first]) == [first, newer]
+
+
+def test_a_case_is_kept_under_a_name_of_its_own(tmp_path: Path) -> None:
+    for fault, phases in FAULTS.items():
+        for phase in phases:
+            fault_cases.write(msgspec.structs.replace(CASE, fault=fault, phase=phase), tmp_path)
+    files = list(tmp_path.glob("a-cell/*.json"))
+    assert len(files) == sum(map(len, FAULTS.values()))
+    kept = [msgspec.json.decode(file.read_bytes(), type=Case) for file in files]
+    assert CASE in kept
+
+
+def test_a_file_that_was_written_by_hand_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    path.write_text('[{"cell": 1}]', encoding="utf-8")
+    with pytest.raises(UserError, match=r"faults\.json: .* written by `nox -s faults`, not by hand"):
+        fault_cases.load(path)
+    assert fault_cases.load(tmp_path / "none.json") == []
+
+
+def test_the_page_has_the_table_and_is_stale_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = expand(load())
+    readme = f"{render.BEGIN}\n{render.END}"
+    before = catalogue.texts(cells, {}, readme)[catalogue.PAGE]
+    monkeypatch.setattr(fault_cases, "load", lambda: [CASE])
+    after = catalogue.texts(cells, {}, readme)[catalogue.PAGE]
+    assert "resumes at step 3" in after
+    assert before != after
+
+
+def test_every_fault_of_the_table_can_be_brought_about() -> None:
+    assert set(injecting.FAULTS) == set(FAULTS)
+
+
+def test_a_fault_that_came_too_late_for_its_phase_is_told() -> None:
+    late = msgspec.structs.replace(CASE, in_time=False)
+    (line,) = (line for line in rows([late]) if "not run" not in line)
+    assert "| sync, which had just ended |" in line
+
+
+def test_the_runs_of_every_cell_can_be_hit() -> None:
+    runs = {cell.id: run_of(cell) for cell in expand(load())}
+    for run in runs.values():
+        assert CHECKPOINTS in run.arguments
+        assert len({run.engine, run.trainer}) == 2

@@ -1,0 +1,205 @@
+"""What publish decides without a registry: names, refusals, and what a registry's words come to."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.docker import registry
+from scripts.docker.registry import Remote
+from scripts.errors import UserError
+from scripts.images import image_build
+from scripts.matrix.load import Cell, expand, load
+from scripts.release import publish
+from scripts.testing import records
+
+CELL = next(cell for cell in expand(load()) if cell.is_default)
+LABELS = {**image_build.labels(CELL, "base", []), image_build.REVISION: "a" * 40, image_build.INPUTS: "given"}
+IMAGE, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
+THERE = Remote(MANIFEST, IMAGE, (("sha256:" + "a" * 64, 100), ("sha256:" + "b" * 64, 20)))
+
+
+@pytest.mark.parametrize(
+    "text", ["rlhf-stacks", "ghcr.io/you/x:tag", "GHCR.io/you/x", "https://h/x", "h/", ""]
+)
+def test_what_names_no_repository_is_told(text: str) -> None:
+    with pytest.raises(UserError, match="expected REGISTRY/REPO without a tag"):
+        registry.repository(text)
+
+
+@pytest.mark.parametrize(
+    ("repo", "host"),
+    [
+        ("ghcr.io/you/rlhf-stacks", "ghcr.io"),
+        ("127.0.0.1:5000/rlhf-stacks", "127.0.0.1:5000"),
+        ("localhost/rlhf-stacks", "localhost"),
+        ("you/rlhf-stacks", "docker.io"),
+    ],
+)
+def test_the_registry_of_a_repository(repo: str, host: str) -> None:
+    assert registry.host_of(registry.repository(repo)) == host
+
+
+@pytest.mark.parametrize(
+    ("host", "plain"),
+    [
+        ("127.0.0.1:5000", True),
+        ("localhost:5000", True),
+        ("10.1.1.1:5000", False),
+        ("known.example", True),
+        ("ghcr.io", False),
+    ],
+)
+def test_tls_is_left_out_where_the_engine_leaves_it_out(host: str, plain: bool) -> None:
+    """A password must not go over the network in the clear because somebody mistyped."""
+    config: dict[str, Any] = {
+        "InsecureRegistryCIDRs": ["127.0.0.0/8"],
+        "IndexConfigs": {"known.example": {"Secure": False}, "docker.io": {"Secure": True}},
+    }
+    assert registry.insecure(host, config) is plain
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("unauthorized: authentication\nrequired", "run `docker login h.example`"),
+        ("denied: requested access to the resource is denied", "run `docker login h.example`"),
+        ("dial tcp: lookup h.example: no such host", "the registry h.example cannot be reached"),
+        ("dial tcp 1.2.3.4:443: connect: connection refused", "the registry h.example cannot be reached"),
+        ("manifest invalid", "h.example: manifest invalid"),
+    ],
+)
+def test_what_a_registry_says_is_one_line(said: str, told: str) -> None:
+    line = registry.told(said, "h.example/x")
+    assert told in line
+    assert "\n" not in line
+
+
+def given(cell: Cell) -> str:
+    """What the image was built from."""
+    assert cell is CELL
+    return "given"
+
+
+def test_an_image_that_a_build_would_make_now_is_published_with_its_records() -> None:
+    """Whatever commit it was built from: the catalogue is made from images, so it is committed after them."""
+    assert publish.refusals(CELL, LABELS, passed("abc"), given) == []
+
+
+def passed(revision: str) -> dict[str, records.Record]:
+    """Every record that the cell needs."""
+    made = {}
+    for suite in records.required(CELL):
+        made[suite] = records.Record(
+            cell=CELL.id,
+            image=IMAGE,
+            suite=suite,
+            outcome="passed",
+            passed=1,
+            failed=0,
+            skipped=0,
+            seconds=1.0,
+            revision=revision,
+            when=records.now(),
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"io.rlhf-stacks.cell": "other"}, "is the tag of another image"),
+        ({"io.rlhf-stacks.stand-in": "torch"}, "is a stand-in"),
+        ({"org.opencontainers.image.version": "1-x"}, r"was built for another release \(1-x\)"),
+        ({image_build.REVISION: "abc-dirty"}, "was built from a dirty tree"),
+        ({image_build.INPUTS: "other"}, "was built from aaaaaaaaaaaa, a build is given other files now"),
+        (
+            {image_build.REVISION: "", image_build.INPUTS: ""},
+            "was built from no commit, a build is given other files now",
+        ),
+    ],
+)
+def test_another_image_is_refused_with_its_reason(changed: dict[str, str], told: str) -> None:
+    [reason] = publish.refusals(CELL, LABELS | changed, passed("abc"), given)
+    assert reason.startswith(CELL.id)
+    with pytest.raises(UserError, match=told):
+        raise UserError(reason)
+
+
+def test_every_missing_record_is_a_line() -> None:
+    assert len(publish.refusals(CELL, LABELS, {}, given)) == len(records.required(CELL))
+
+
+def test_the_same_content_is_no_overwrite() -> None:
+    """Engines name an image by its configuration, newer ones by its manifest."""
+    for image in (IMAGE, MANIFEST):
+        assert publish.overwrites("h/x:1", THERE, image) == []
+    assert publish.overwrites("h/x:1", None, IMAGE) == []
+    [reason] = publish.overwrites("h/x:1", THERE, "sha256:" + "3" * 64)
+    assert "it is immutable" in reason
+
+
+def test_the_bytes_of_a_push_are_those_of_the_layers_that_the_registry_lacked() -> None:
+    """Old engines name a layer by its content, new ones by the packed blob."""
+    diffs = ["sha256:" + "c" * 64, "sha256:" + "d" * 64]
+    assert publish.moved(["c" * 12], diffs, THERE) == 100
+    assert publish.moved(["b" * 12, "b" * 12], diffs, THERE) == 20
+    assert publish.moved([], diffs, THERE) == 0
+
+
+def test_an_upload_counts_what_is_sent_and_ends_with_its_digest() -> None:
+    upload = publish.Upload()
+    for event in (
+        {"status": "The push refers to repository [h/x]"},
+        {"status": "Pushing", "id": "a", "progressDetail": {"current": 5, "total": 10}},
+        {"status": "Pushing", "id": "b", "progressDetail": {"current": 30, "total": 20}},
+        {"status": "Layer already exists", "id": "c", "progressDetail": {}},
+    ):
+        upload.take(event)
+    assert upload.progress == (25, 30)
+    upload.take({"status": "Pushed", "id": "a", "progressDetail": {}})
+    upload.take({"progressDetail": {}, "aux": {"Tag": "t", "Digest": MANIFEST, "Size": 5}})
+    assert upload.progress == (30, 30)
+    assert (upload.pushed, upload.digest) == (["a"], MANIFEST)
+    with pytest.raises(UserError, match="no basic auth"):
+        upload.take({"error": "no basic auth credentials", "errorDetail": {}})
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with one commit."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "matrix.yaml").write_text("a\n", encoding="utf-8")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "x")
+    return tmp_path
+
+
+def test_a_tree_with_anything_uncommitted_is_dirty(checkout: Path) -> None:
+    """A file that git does not know is in a build too."""
+    publish.require_clean_tree(checkout)
+    (checkout / "new").touch()
+    with pytest.raises(UserError, match=r"the tree is dirty \(new\)"):
+        publish.require_clean_tree(checkout)
+
+
+def test_what_is_no_checkout_cannot_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(UserError, match="this is no git checkout"):
+        publish.require_clean_tree(tmp_path)
+
+
+def test_a_tag_for_several_platforms_is_told() -> None:
+    with pytest.raises(UserError, match="several platforms"):
+        registry.parse("[]")
+
+
+def test_the_table_cuts_no_digest_short() -> None:
+    lines = publish.table([publish.Row("h/x:long", MANIFEST, 1234), publish.Row("h/x:s", MANIFEST, None)])
+    assert lines.splitlines() == [f"h/x:long  {MANIFEST}  1,234 bytes", f"h/x:s     {MANIFEST}  was there"]

@@ -1,0 +1,39 @@
+"""Two processes that would write to the same files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.locking import turn
+
+OTHER = """
+import sys
+from pathlib import Path
+from scripts.locking import turn
+
+with turn(Path(sys.argv[1]), "another build"):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_second_waits_and_says_for_what(tmp_path: Path) -> None:
+    """And comes in as soon as the first is done, also if that was killed."""
+    command = [sys.executable, "-c", OTHER, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as second,
+    ):
+        assert first.stdout
+        assert second.stdout
+        lines = {first: first.stdout.readline(), second: second.stdout.readline()}
+        assert sorted(lines.values()) == ["in\n", "waiting for another build that runs already\n"]
+        inside = next(process for process, line in lines.items() if line == "in\n")
+        waiting = second if inside is first else first
+        inside.kill()
+        assert waiting.stdout
+        assert waiting.stdout.readline() == "in\n"
+        waiting.communicate("")
+    with turn(tmp_path, "nobody"):
+        pass

@@ -1,0 +1,61 @@
+"""scripts.testing.known_bad and the probes: what is asked, and what an answer makes of a row."""
+
+import pytest
+from rlhf_stack import known_bad
+from rlhf_stack.known_bad import probes
+
+from scripts.errors import UserError
+from scripts.locks import resolver
+from scripts.matrix.load import find, load
+from scripts.testing import known_bad as session
+
+ROWS = {row.id: row for row in known_bad.load()}
+MATRIX = load()
+UV = (
+    "requirements cannot be resolved: Because there is no version of "
+    "xgrammar{platform_machine == 'x86_64'}==0.1.16 and vllm==0.8.1 depends on it, it cannot be used."
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [(UV, "holds"), (None, "gone"), ("the package index cannot be reached", "unknown")],
+)
+def test_a_row_holds_only_if_the_resolver_says_its_own_symptom(answer: str | None, state: str) -> None:
+    assert session.outcome(ROWS["xgrammar-0.1.16-gone"], answer)[0] == state
+
+
+def test_the_resolver_is_asked_for_the_rows_that_have_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(question: resolver.Question) -> str:
+        asked.append(question.requirements)
+        raise UserError(UV)
+
+    monkeypatch.setattr(resolver, "answer", answer)
+    found = session.resolved(list(ROWS.values()), find(MATRIX, MATRIX.default))
+    assert set(found) == {name for name, row in ROWS.items() if row.unsolvable}
+    assert "openrlhf==0.7.0\nvllm==0.8.3\n" in asked
+    assert found["xgrammar-0.1.16-gone"][0] == "holds"
+    assert found["openrlhf-0.7.0-vllm-0.8.3"][0] == "unknown"
+
+
+def test_every_probe_is_of_a_row() -> None:
+    assert set(probes.PROBES) <= set(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("row", "versions", "about"),
+    [
+        ("ray-zero-resource-actors", {"ray": "2.9.3"}, True),
+        ("ray-zero-resource-actors", {"ray": "2.12.0", "openrlhf": "0.5.1"}, False),
+        ("ray-rocr-refused", {"ray": "2.55.0"}, True),
+        ("vllm-c-renamed", {"vllm": "0.29.0"}, False),
+    ],
+    ids=["versions", "other versions", "ROCm without a card", "CUDA alone"],
+)
+def test_a_probe_runs_where_its_row_is_about(
+    row: str, versions: dict[str, str], about: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RLHF_STACK_ACCELERATOR", raising=False)
+    assert probes.is_about(ROWS[row], versions) == about

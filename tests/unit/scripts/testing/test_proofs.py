@@ -1,0 +1,69 @@
+"""scripts.testing.proofs: what is said of each patch after its tests, and a patch that nothing proves."""
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from scripts.images.image_build import series_of
+from scripts.matrix.load import find, load
+from scripts.patches.patch_series import load_all
+from scripts.testing import proofs
+from scripts.testing.records import Proof
+
+CELL = find(load(), load().default)
+SERIES = series_of(CELL)
+FAILED, PASSED = "exit 1: ImportError: no /a/path", "exit 0: ok"
+ALL = [
+    Proof(file, "a", FAILED, PASSED)
+    for file in sorted({patch.header["Test"] for one in SERIES for patch in one.patches})
+]
+
+
+def test_each_patch_has_the_outcomes_of_its_own_test() -> None:
+    series = load_all()[0]
+    first = series.patches[0]
+    file = first.header["Test"]
+    ended = [
+        Proof(file, "a", FAILED, PASSED),
+        Proof(file, "b", "exit 1: [rank0]: AssertionError: x", PASSED),
+        Proof("tests/patches/test_other.py", "c", "exit 0: it is not needed", "exit 1: no"),
+    ]
+    found = proofs.proofs_of([series], ended)
+    assert found[f"{series.package}/{first.name}"] == proofs.Proved(
+        "fails (AssertionError, ImportError)", "passes"
+    )
+    assert len(found) == sum(patch.header["Test"] == file for patch in series.patches)
+    assert proofs.proofs_of([series], []) == {}
+
+
+def report(ended: list[Proof]) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    code = proofs.report(CELL, SERIES, ended, console)
+    return code, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_has_every_patch_of_the_cell() -> None:
+    code, text = report(ALL)
+    assert code == 0
+    for one in SERIES:
+        for patch in one.patches:
+            assert f"{one.package}/{patch.name}" in text
+    assert text.count("fails (ImportError)") == sum(len(one.patches) for one in SERIES)
+
+
+@pytest.mark.parametrize(
+    "others", [[], [(PASSED, PASSED)], [(FAILED, FAILED)]], ids=["no test ran", "not needed", "not cured"]
+)
+def test_a_patch_without_a_proof_is_an_error(others: list[tuple[str, str]]) -> None:
+    file = SERIES[0].patches[0].header["Test"]
+    rest = [proof for proof in ALL if proof.file != file]
+    code, text = report([*rest, *(Proof(file, "a", *outcomes) for outcomes in others)])
+    assert code == 1
+    assert f"error: {SERIES[0].package}/{SERIES[0].patches[0].name}: no test failed without it" in text
+
+
+def test_what_only_a_cpu_needs_has_nothing_to_show_elsewhere() -> None:
+    accelerator = msgspec.structs.replace(CELL.accelerator, kind="cuda")
+    assert proofs.unproved(msgspec.structs.replace(CELL, accelerator=accelerator), SERIES, []) == []
