@@ -1,0 +1,41 @@
+"""The state of the checkout, as git reports it."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.errors import UserError
+from scripts.paths import ROOT
+
+DIRTY = "-dirty"  # suffix of a revision whose files differ from the commit
+
+
+def revision() -> str:
+    """Return the commit that is checked out, with `DIRTY` if a file is changed or untracked."""
+    commit = _git("rev-parse", "--verify", "--quiet", "HEAD").stdout.strip()
+    return f"{commit or 'unknown'}{DIRTY if _git('status', '--porcelain').stdout.strip() else ''}"
+
+
+def files() -> list[Path]:
+    """Return the files of the repository: tracked ones, and untracked ones that git does not ignore."""
+    listing = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout
+    return [ROOT / name for name in listing.split("\0") if name]
+
+
+def changed_since(commit: str, paths: Sequence[str]) -> bool:
+    """Return whether ``paths`` differ from a commit; False where git does not know the commit."""
+    # Without a path git would compare the whole tree.
+    return bool(paths) and _git("diff", "--quiet", commit.removesuffix(DIRTY), "--", *paths).returncode == 1
+
+
+def require_clean_tree(root: Path = ROOT) -> None:
+    """Raise `UserError` unless every file of the checkout is committed."""
+    done = _git("status", "--porcelain", "-z", root=root)
+    if done.returncode:
+        raise UserError("only committed files can be published, and this is not a git checkout")
+    if changed := [entry[3:] for entry in done.stdout.split("\0") if entry]:
+        raise UserError(f"the tree is dirty ({changed[0]}): commit, then build and test")
+
+
+def _git(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
