@@ -1,7 +1,8 @@
-"""The host's side of rlhf-stacks: each module runs as ``python -m scripts.<name>``."""
+"""The host's part of rlhf-stacks; its command is ``python -m scripts``."""
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 # While Python looks for the module of -m, that is all it has put in argv.
 if sys.argv[:1] == ["-m"] and find_spec("msgspec") is None:
@@ -9,3 +10,6 @@ if sys.argv[:1] == ["-m"] and find_spec("msgspec") is None:
         "error: this Python is not the project's: run `bash scripts/nox.sh --version` once, "
         "then use .nox/host/bin/python"
     )
+
+# The known-bad database is in the runtime's package, which is installed in images alone.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "images" / "runtime"))

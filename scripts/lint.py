@@ -1,17 +1,36 @@
-"""All that can be checked without running anything: ``python -m scripts.lint``.
+"""The checks of style, types, layers and generated files: ``python -m scripts lint``.
 
-Every check runs, also after one has failed, and the closing line names those that failed.
+Every check runs, also after one has failed, and the last line names those that failed.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.errors import run
+import typer
+
 from scripts.paths import ROOT
 
 SHELLS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command ``lint`` to ``app``."""
+    app.command()(lint)
+
+
+def lint() -> int:
+    """Check style, types, layers, shell scripts, Dockerfiles and that no generated file is stale."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "images" / "runtime")}
+    failed = []
+    for name, command in checks().items():
+        print(f"{name} ...", flush=True)
+        if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+            failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
+    return 1 if failed else 0
 
 
 def shell_scripts(files: Iterable[Path]) -> list[Path]:
@@ -20,12 +39,12 @@ def shell_scripts(files: Iterable[Path]) -> list[Path]:
 
 
 def dockerfiles(files: Iterable[Path]) -> list[Path]:
-    """Those of ``files`` that docker builds."""
+    """Those of ``files`` that Docker builds."""
     return sorted(file for file in files if file.name == "Dockerfile")
 
 
 def tracked() -> list[Path]:
-    """The files of the repository, those not yet added among them."""
+    """The files of the repository, including those not yet added."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / name for name in done.stdout.split("\0") if name]
@@ -33,41 +52,26 @@ def tracked() -> list[Path]:
 
 def checks() -> dict[str, list[str]]:
     """The command of each check, by name."""
-    python = [sys.executable, "-m"]
+    scripts = [sys.executable, "-m", "scripts"]
     return {
         "ruff check": [_tool("ruff"), "check", "--quiet"],
         "ruff format": [_tool("ruff"), "format", "--quiet", "--check"],
         "mypy": [_tool("mypy"), "--no-error-summary"],
         "shellcheck": [_tool("shellcheck"), "--severity=warning", *map(str, shell_scripts(tracked()))],
         "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(tracked()))],
-        "catalogue": [*python, "scripts.release.catalogue", "--check", "--offline"],
-        "schema": [*python, "scripts.matrix.load", "schema", "--check"],
-        "patches": [*python, "scripts.patches.patch_series"],
-        "hunks": [*python, "scripts.patches.check"],
-        "locks": [*python, "scripts.locks.lockfile", "--check", "--offline"],
+        "layers": [_tool("lint-imports")],
+        "schema": [*scripts, "matrix", "schema", "--check"],
+        "patches": [*scripts, "patches", "check"],
+        "locks": [*scripts, "lock", "--check", "--offline"],
+        "catalogue": [*scripts, "catalogue", "--check", "--offline"],
     }
 
 
 def _tool(name: str) -> str:
-    """A tool of the environment that runs this, whatever PATH says."""
+    """The path of a tool of this Python's environment."""
     return str(Path(sys.executable).with_name(name))
 
 
 def _first_line(file: Path) -> bytes:
     with file.open("rb") as opened:
         return opened.readline()
-
-
-def main() -> int:
-    """Run the checks; 1 if one failed."""
-    failed = []
-    for name, command in checks().items():
-        print(f"{name} ...", flush=True)
-        if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -48,9 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def client() -> "docker.DockerClient":
     """The engine."""
-    from scripts.docker import bootstrap
+    from scripts.docker.client import connect
 
-    return bootstrap.client(ANSWER_SECONDS)
+    return connect(ANSWER_SECONDS)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.docker import bootstrap
+from scripts.docker.client import connect, docker_command, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import Base, Cell, find, load
 from scripts.paths import ROOT
@@ -160,9 +161,9 @@ def image(root: Root) -> str:
         print(f"making {root.name} from Debian packages (about half a minute)", flush=True)
         make(root, root.tar)
     tag = f"{REPOSITORY}:{root.name}-{digest(root.tar)[:12]}"
-    if not bootstrap.client().images.list(name=tag):
+    if not connect().images.list(name=tag):
         done = subprocess.run(
-            [*bootstrap.builder(), "import", str(root.tar), tag], capture_output=True, text=True, check=False
+            [*docker_command(), "import", str(root.tar), tag], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise UserError(f"docker cannot import {root.tar.relative_to(ROOT)}: {done.stderr.strip()}")
@@ -191,4 +192,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

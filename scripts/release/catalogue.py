@@ -19,7 +19,7 @@ import docker.errors
 import msgspec
 from docker.models.images import Image
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import Cell, expand, load, stand_ins
 from scripts.paths import ROOT
@@ -147,7 +147,7 @@ def check(cells: Sequence[Cell], known: Mapping[str, Facts], offline: bool) -> i
     """Tell what is stale; 1 if something is."""
     reasons = stale(cells, known, README.read_text(encoding="utf-8"))
     if not reasons and not offline:
-        measured = measure_all(bootstrap.client(), [cell for cell in cells if cell.id in known])
+        measured = measure_all(connect(), [cell for cell in cells if cell.id in known])
         for cell in cells:
             if cell.id in measured:
                 reasons += differences(cell, known[cell.id], measured[cell.id])
@@ -170,10 +170,10 @@ def main() -> int:
         return check(cells, known, options.offline)
     current = still_true(cells, known)
     if not options.offline:
-        current = best_tested(cells, current, measure_all(bootstrap.client(), cells))
+        current = best_tested(cells, current, measure_all(connect(), cells))
     _write(cells, current)
     return 0
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

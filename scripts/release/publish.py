@@ -20,7 +20,7 @@ from docker.models.images import Image
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.docker.registry import Remote, host_of, look, repository, told
 from scripts.errors import UserError, run
 from scripts.images import image_build
@@ -250,7 +250,7 @@ def main() -> int:
     matrix = load()
     cells = [find(matrix, name) for name in dict.fromkeys(options.cell)] if options.cell else expand(matrix)
     require_clean_tree()
-    client = bootstrap.client(PUSH_SECONDS)
+    client = connect(PUSH_SECONDS)
     console = Console()
     with turn(ROOT / "build" / "publish", f"publishing to {host_of(repo)}"):
         items, reasons = gather(client, repo, cells)
@@ -264,4 +264,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

@@ -26,7 +26,7 @@ import requests.exceptions
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from scripts.docker import bootstrap
+from scripts.docker.client import docker_command
 from scripts.errors import UserError, interrupt
 
 LABEL = "rlhf-stacks.owner"
@@ -303,7 +303,7 @@ def _exec(container: Container, command: Sequence[str]) -> list[str]:
 
     Not by the SDK: it loses what comes in one piece with the answer's head, and then fails on the rest.
     """
-    return [*bootstrap.builder(), "exec", str(container.id), *command]
+    return [*docker_command(), "exec", str(container.id), *command]
 
 
 def _read(stream: IO[bytes], lines: "queue.Queue[str | None]") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.images import image_build
 from scripts.locking import turn
@@ -184,7 +184,7 @@ def demo(
     """Train with the image on two nodes; returns the report."""
     with ExitStack() as stack:
         with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
-            cluster = stack.enter_context(Cluster(bootstrap.client(), image, NODES, ENVIRONMENT))
+            cluster = stack.enter_context(Cluster(connect(), image, NODES, ENVIRONMENT))
         for node in cluster.addresses:
             display.console.print(f"  {node['host']}: {node['address']}, {node['gpus']:g} fake GPUs")
         with display.phase("data", "a tiny model, its tokenizer, prompts and a rule-based reward"):
@@ -250,4 +250,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

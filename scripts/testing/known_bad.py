@@ -17,7 +17,7 @@ from rich.table import Table
 from rlhf_stack import known_bad
 from rlhf_stack.known_bad import Row, probes
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.locks import resolver
 from scripts.matrix.load import Cell, find, load
@@ -106,7 +106,7 @@ def main() -> int:
     options = parser.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = bootstrap.client()
+    client = connect()
     image = built(client, cell)
     sweep(client)
     rows = known_bad.load()
@@ -116,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

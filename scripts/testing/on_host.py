@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import Cell, find, load
 from scripts.paths import ROOT
@@ -39,7 +39,7 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = bootstrap.client()
+    client = connect()
     image = built(client, cell)
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
@@ -53,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import run
 from scripts.matrix.load import find, load
 from scripts.testing.cluster import Cluster, Node
@@ -62,7 +62,7 @@ def main() -> int:
     options = parser("cotenancy", __doc__)
     options.add_argument("--plot", type=Path, help="also draw it, as PNG")
     asked = options.parse_args()
-    matrix, client = load(), bootstrap.client()
+    matrix, client = load(), connect()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
     with Cluster(client, built(client, cell), (Node("one", gpus=2),), options=mounts) as cluster:
@@ -87,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

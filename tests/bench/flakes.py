@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.docker import bootstrap
+from scripts.docker.client import with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
@@ -92,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

@@ -10,7 +10,7 @@ from typing import Any
 
 import docker
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
@@ -51,7 +51,7 @@ def main() -> int:
     options = arguments.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = bootstrap.client()
+    client = connect()
     image = built(client, cell)
     found = [one for kind in options.kind or KINDS for one in measured(client, image, kind)]
     rows = [
@@ -64,4 +64,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

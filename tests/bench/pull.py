@@ -23,7 +23,7 @@ import docker
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts.docker import bootstrap
+from scripts.docker.client import check_space, connect, with_docker_errors
 from scripts.docker.registry import look
 from scripts.errors import UserError, run
 from scripts.images.image_build import size
@@ -102,7 +102,7 @@ def main() -> int:
     arguments = options.parse_args()
     if os.geteuid():
         raise UserError("this starts a second Docker Engine: run it as root")
-    matrix, client = load(), bootstrap.client(publish.PUSH_SECONDS)
+    matrix, client = load(), connect(publish.PUSH_SECONDS)
     cells = expand(matrix)
     second = find(matrix, arguments.cell or matrix.default)
     images = catalogue.images(client, cells)
@@ -110,7 +110,7 @@ def main() -> int:
     if absent := [cell.id for cell in (first, second) if cell.id not in images]:
         raise UserError(f"{absent[0]} is not built")
     need = sum(size(images[cell.id]) for cell in (first, second)) // 10**6
-    bootstrap.check_space(ROOT, need, shutil.disk_usage(ROOT).free)
+    check_space(ROOT, need, shutil.disk_usage(ROOT).free)
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="pull-") as temporary:
         folder = Path(temporary)
         with server.running(folder / "registry") as registry:
@@ -144,4 +144,4 @@ def whole(client: docker.DockerClient, row: publish.Row) -> float:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

@@ -20,7 +20,7 @@ from typing import Any
 
 import docker
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
@@ -78,7 +78,7 @@ def main() -> int:
     options = arguments.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = bootstrap.client()
+    client = connect()
     if not client.images.list(name=cell.tag):
         raise UserError(f"{cell.tag} is not built: bash scripts/nox.sh -s build")
     images = [cell.tag, *([PEER] if client.images.list(name=PEER) else [])]

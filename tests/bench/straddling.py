@@ -18,7 +18,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.testing.cluster import Cluster, Node
@@ -87,7 +87,7 @@ def main() -> int:
     asked = options.parse_args()
     if reason := links.obstacle():
         raise UserError(f"the link between two containers cannot be limited: {reason}")
-    matrix, client = load(), bootstrap.client()
+    matrix, client = load(), connect()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
     with Cluster(client, built(client, cell), NODES, options=mounts) as cluster:
@@ -114,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

@@ -13,7 +13,7 @@ from typing import Any
 import docker
 from docker.models.containers import Container
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
@@ -96,7 +96,7 @@ def main() -> int:
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     options.add_argument("--repeat", type=int, default=5)
     asked = options.parse_args()
-    client = bootstrap.client()
+    client = connect()
     matrix = load()
     image = built(client, find(matrix, asked.cell or matrix.default))
     table: list[Row] = []
@@ -114,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

@@ -13,7 +13,7 @@ import pytest
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts.docker import bootstrap
+from scripts.docker.client import docker_command
 from scripts.images import image_build
 from scripts.locks import index_config
 from scripts.matrix.load import Cell
@@ -67,7 +67,7 @@ def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
             secrets = image_build.write_secrets(index_config.load(), Path(folder)) if with_secrets else {}
             (Path(folder) / "context").mkdir()
             command = [
-                *bootstrap.builder(),
+                *docker_command(),
                 "build",
                 "--progress=plain",
                 f"--file={EXAMPLE}",

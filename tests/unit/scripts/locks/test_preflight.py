@@ -8,7 +8,6 @@ import docker.errors
 import msgspec
 import pytest
 
-from scripts.docker import bootstrap
 from scripts.errors import UserError
 from scripts.images import image_build
 from scripts.locks import lockfile, preflight, resolver
@@ -147,7 +146,7 @@ def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
         return Done(len(asked) - 1)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(bootstrap, "builder", lambda: ["docker"])
+    monkeypatch.setattr(image_build, "docker_command", lambda: ["docker"])
     assert image_build.toolchain(find(load(), load().default), "builder:1") == "builder:1"
     tag = image_build.toolchain(cell, "builder:1")
     assert tag.startswith("builder:1-")

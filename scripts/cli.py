@@ -1,0 +1,41 @@
+"""The host's command, ``python -m scripts``; each package registers its own commands.
+
+A command is a typed function that returns its exit code, or None for 0.
+"""
+
+from typing import Any, NoReturn
+
+import typer
+
+from scripts import lint
+from scripts.docker import commands as docker
+from scripts.errors import INTERRUPTED
+from scripts.patches import commands as patches
+
+
+def _exit(code: int | None, **_: Any) -> NoReturn:
+    raise typer.Exit(code or 0)
+
+
+app = typer.Typer(
+    help="Lock, build, test, catalogue and publish the cells of matrix.yaml.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=_exit,
+)
+for package in (patches, docker, lint):
+    package.register(app)
+
+
+def main() -> NoReturn:
+    """Run the command that ``sys.argv`` names and exit with its code."""
+    try:
+        app(prog_name="python -m scripts")
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:  # typer's own handling of Ctrl-C
+            raise KeyboardInterrupt from None
+        raise
+    raise AssertionError("typer exits")

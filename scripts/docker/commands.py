@@ -1,0 +1,23 @@
+"""``python -m scripts docker``."""
+
+import sys
+
+import typer
+
+from scripts.docker import bootstrap
+from scripts.docker.client import connect, docker_command
+
+
+def register(app: typer.Typer) -> None:
+    """Add this package's commands to ``app``."""
+    group = typer.Typer(help="Install and start Docker.", no_args_is_help=True)
+    group.callback()(lambda: None)  # a group, although it has one command
+    group.command()(ensure)
+    app.add_typer(group, name="docker")
+
+
+def ensure() -> None:
+    """Install and start Docker and the build tools where necessary, and wait until Docker answers."""
+    bootstrap.ensure()
+    version = connect().version()["Version"]
+    print(f"Docker Engine {version}; builds with {docker_command()[0]}", file=sys.stderr)
