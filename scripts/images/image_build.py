@@ -24,7 +24,7 @@ import msgspec
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts.docker import bootstrap
+from scripts.docker.client import check_space, connect, docker_command, need_space, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.images import build_log, rootfs, wheels
 from scripts.locking import turn
@@ -32,7 +32,8 @@ from scripts.locks import index_config, lockfile, preflight
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting, find, load
 from scripts.matrix.model import STAND_IN, Layer, SourceBuild
-from scripts.patches import patch_series
+from scripts.patches.pristine import fetch_pristine
+from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.testing import records
 
@@ -103,12 +104,6 @@ def labels(cell: Cell, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
         **({f"{NAMESPACE}.stand-in": cell.stand_in} if cell.stand_in else {}),
         **versions,
     }
-
-
-def series_of(cell: Cell) -> list[patch_series.Series]:
-    """The patch series that apply to the cell's packages."""
-    found = [patch_series.load(package.distribution, package.version) for package in cell.packages]
-    return [series for series in found if series is not None]
 
 
 def repin(requirements: str, replacements: Mapping[str, str]) -> str:
@@ -193,7 +188,7 @@ def place_beside(cell: Cell, layer: Layer, folder: Path) -> None:
     folder.mkdir(parents=True)
     for item in cell.beside:
         if item.layer == layer.name:
-            wheel = wheels.fetch_pristine(item.package, item.version, [item.sha256])
+            wheel = fetch_pristine(item.package, item.version, [item.sha256])
             place(wheel, folder / item.folder / wheel.name)
 
 
@@ -217,7 +212,7 @@ def context(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     place(uv_binary(), folder / "tools" / "uv")
     lock_file = lockfile.path(cell)
     lockfile.require(cell)
-    patched = wheels.make_wheels([f"{s.package}=={s.version}" for s in series_of(cell)], lock_file, PATCHED)
+    patched = wheels.make_wheels(series_of(cell), lock_file, PATCHED)
     replacements = dict(pinned(wheel) for wheel in patched)
     lock_text = lock_file.read_text(encoding="utf-8")
     layers = lockfile.layers(lock_text, cell)
@@ -266,7 +261,7 @@ def toolchain(cell: Cell, builder: str) -> str:
     tag = f"{builder}-{hashlib.sha256(vendor.encode()).hexdigest()[:12]}"
     arguments = [f"--build-arg=BUILDER_BASE={builder}", f"--build-arg=VENDOR={vendor}", f"--tag={tag}"]
     done = subprocess.run(
-        [*bootstrap.builder(), "build", *arguments, str(IMAGES / "vendor")],
+        [*docker_command(), "build", *arguments, str(IMAGES / "vendor")],
         env={**os.environ, "DOCKER_BUILDKIT": "1"},
         capture_output=True,
         text=True,
@@ -316,7 +311,7 @@ def command(given: Inputs, secrets: Mapping[str, Path], image_id: Path) -> list[
     """The build command: BuildKit, no tag yet, and what the image is in labels."""
     marks = {**given.labels, REVISION: records.revision(), INPUTS: given.digest}
     return [
-        *bootstrap.builder(),
+        *docker_command(),
         "build",
         "--progress=plain",
         f"--iidfile={image_id}",
@@ -354,14 +349,14 @@ def size(image: Image) -> int:
 
 def _build(cell: Cell) -> str:
     config = index_config.load()
-    client = bootstrap.client()
+    client = connect()
     preflight.require(cell, client)
     before = client.images.list(name=cell.tag)
-    bootstrap.check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
+    check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
     given = inputs(cell, config)
     if before and given.made(before[0]):
         return str(before[0].id)
-    bootstrap.need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
+    need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
     with tempfile.TemporaryDirectory() as temporary:
         secrets = write_secrets(config, Path(temporary))
         image_id = Path(temporary, "image")
@@ -429,10 +424,10 @@ def main() -> int:
     cell = find(matrix, name + STAND_IN if options["stand_in"] else name)
     cell = functools.reduce(with_option, options["with"], cell)
     built = build(cell)
-    image = bootstrap.client().images.get(built)
+    image = connect().images.get(built)
     print(f"{cell.tag}  {size(image) / 1e6:.0f} MB  {built}")
     return 0
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

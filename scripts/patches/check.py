@@ -1,73 +1,118 @@
-"""Whether every hunk of every patch fits the package that the locks pin: ``python -m scripts.patches.check``.
+"""Check that each patch may still be carried, applies to the pinned wheel, and can be left out."""
 
-The wheels as released are those of the build; one that is not here yet is downloaded. Where no index can be
-reached that is said, and the build will find out.
-"""
-
-import sys
 import zipfile
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
-from scripts.errors import UserError, run
-from scripts.images import wheels
-from scripts.images.image_build import series_of
+from packaging.version import Version
+
+from scripts.errors import UserError
 from scripts.locks import lockfile
 from scripts.matrix.load import expand, load
-from scripts.patches.patch_series import Series
+from scripts.patches.apply import apply, site_packages
+from scripts.patches.pristine import locked_hashes
+from scripts.patches.series import NOT_APPLIED, Patch, Series, series_of
+from scripts.patches.wheel_files import Entry, Files
+from scripts.paths import ROOT
 
-MEND = (
-    "make it fit again (patches/README.md says how: unpack the wheel, change it, git diff -U1), or drop the "
-    "patch if upstream has the change"
+REMEDY = (
+    "refresh it (patches/README.md: unpack the wheel, change it, git diff -U1), or drop the patch if "
+    "upstream has the change"
 )
+SEPARATE = "it must apply without the others: patches/README.md, 'Each patch on its own'"
 
 
-def check(wheel: Path, series: Series) -> None:
-    """`UserError` with the patch and the hunk if one does not fit ``wheel`` exactly."""
-    wanted = {name for patch in series.patches for name in patch.files}
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        prefix = wheels.site_packages(wheel.name, names)
-        files = {
-            prefix + name: wheels.Entry(archive.read(prefix + name), 0o644)
-            for name in wanted
-            if prefix + name in names
-        }
+def expired(series: Series, today: date, tests: set[str]) -> list[str]:
+    """Why patches may not be carried on ``today``; ``tests`` are the paths of the existing tests."""
+    problems = []
     for patch in series.patches:
-        try:
-            wheels.apply(files, prefix, patch)
-        except UserError as problem:
-            raise UserError(f"patches/{series.package}/{series.version}/{problem}: {MEND}") from None
+        where = _path(series, patch)
+        if patch.review_by < today:
+            problems.append(
+                f"{where}: Review-By {patch.review_by} has passed: check whether upstream has the change "
+                "by now; drop the patch, or set a new date"
+            )
+        applied = patch.header["Applied-Upstream"]
+        if applied != NOT_APPLIED and Version(applied) <= Version(series.version):
+            problems.append(
+                f"{where}: upstream has it since {applied} (Applied-Upstream), the pin is {series.version}: "
+                "drop the patch, or correct the field"
+            )
+        expected = f"{series.package}=={series.version}"
+        if patch.header["Applies-To"] != expected:
+            problems.append(f"{where}: Applies-To is {patch.header['Applies-To']!r}, expected {expected!r}")
+        if patch.header["Test"] not in tests:
+            problems.append(f"{where}: its test {patch.header['Test']} does not exist")
+    return problems
 
 
-def locked() -> dict[tuple[str, str], tuple[Series, list[str]]]:
-    """Each series of a cell that has a lock, by package and version, with the hashes that it allows."""
-    found = {}
+def existing_tests() -> set[str]:
+    """The paths of the patch tests, as headers name them."""
+    return {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "patches").glob("test_*.py")}
+
+
+def pinned() -> Iterator[tuple[Series, list[str]]]:
+    """Each series of a locked cell, once, with the sha256 digests that the lock allows for its wheel."""
+    seen = set()
     for cell in expand(load()):
         if not lockfile.path(cell).exists():
             continue
         text = lockfile.path(cell).read_text(encoding="utf-8")
         for series in series_of(cell):
-            hashes = wheels.locked_hashes(series.package, series.version, text)
-            found[series.package, series.version] = series, hashes
-    return found
+            if (series.package, series.version) not in seen:
+                seen.add((series.package, series.version))
+                yield series, locked_hashes(series.package, series.version, text)
 
 
-def main() -> int:
-    """Check all; 1 if a hunk does not fit."""
-    code = 0
-    for (package, version), (series, hashes) in locked().items():
+def misfits(wheel: Path, series: Series) -> tuple[list[str], list[str]]:
+    """Errors (a patch that does not apply, alone or with others) and warnings (a hunk at another line).
+
+    Every patch is left out once: the rest of the series must apply all the same.
+    """
+    prefix, files = _patched_files(wheel, series)
+    errors, warnings = [], []
+    state = dict(files)
+    for patch in series.patches:
         try:
-            wheel = wheels.fetch_pristine(package, version, hashes)
+            moved = apply(state, prefix, patch).moved
         except UserError as problem:
-            print(f"not checked whether the patches of {package} {version} fit: {problem}", file=sys.stderr)
-            continue
-        try:
-            check(wheel, series)
-        except UserError as problem:
-            print(f"error: {problem}", file=sys.stderr)
-            code = 1
-    return code
+            return [f"{_path(series)}/{problem}: {REMEDY}"], warnings
+        warnings += [
+            f"{_path(series, patch)}: {hunk}, not where it says: review and refresh it" for hunk in moved
+        ]
+    for without in series.patches:
+        errors += _misfits_without(without, series, prefix, files)
+    return errors, warnings
 
 
-if __name__ == "__main__":
-    run(main)
+def _misfits_without(without: Patch, series: Series, prefix: str, files: Files) -> list[str]:
+    """The first patch that does not apply when ``without`` is left out; only its files can be concerned."""
+    state = dict(files)
+    concerned = {without.name}
+    touched = set(without.files)
+    for patch in series.patches:
+        if touched & set(patch.files):
+            concerned.add(patch.name)
+            touched |= set(patch.files)
+    for patch in series.patches:
+        if patch.name in concerned and patch is not without:
+            try:
+                apply(state, prefix, patch)
+            except UserError as problem:
+                return [f"{_path(series)}/{problem} without {without.name}: {SEPARATE}"]
+    return []
+
+
+def _patched_files(wheel: Path, series: Series) -> tuple[str, Files]:
+    """Where site-packages is in a wheel, and the files of it that the series changes."""
+    changed = {name for patch in series.patches for name in patch.files}
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        prefix = site_packages(wheel.name, names)
+        present = [prefix + name for name in changed if prefix + name in names]
+        return prefix, {name: Entry(archive.read(name), 0o644) for name in present}
+
+
+def _path(series: Series, patch: Patch | None = None) -> str:
+    return f"patches/{series.package}/{series.version}" + (f"/{patch.name}" if patch else "")

@@ -16,10 +16,10 @@ import msgspec
 from docker.models.images import Image
 
 from scripts.errors import UserError
-from scripts.images.image_build import NAMESPACE, REVISION, series_of
+from scripts.images.image_build import NAMESPACE, REVISION
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell
-from scripts.patches.patch_series import Series
+from scripts.patches.series import Series, series_of
 from scripts.paths import ROOT
 from scripts.testing import records
 from scripts.testing.cluster import LABEL, owner, removed_at_the_end

@@ -20,13 +20,13 @@ import docker.errors
 from rich.console import Console
 from uv import find_uv_bin
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
-from scripts.images import wheels
-from scripts.images.image_build import series_of
 from scripts.locking import turn
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell, find, load
+from scripts.patches.pristine import fetch_pristine, locked_hashes
+from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.testing import proofs, records
 from scripts.testing.cluster import LABEL, owner, removed_at_the_end, sweep
@@ -121,8 +121,8 @@ def pristine(cell: Cell) -> Path:
     folder = PRISTINE / cell.id
     text = lockfile.path(cell).read_text(encoding="utf-8")
     for series in series_of(cell):
-        hashes = wheels.locked_hashes(series.package, series.version, text)
-        wheel = wheels.fetch_pristine(series.package, series.version, hashes)
+        hashes = locked_hashes(series.package, series.version, text)
+        wheel = fetch_pristine(series.package, series.version, hashes)
         stamp = folder / f"{wheel.name}.unpacked"
         if stamp.exists():
             continue
@@ -235,7 +235,7 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
-    client = bootstrap.client()
+    client = connect()
     image = built(client, cell, options.tag)
     sweep(client)
     run = Run(options.suite, image, options.tag or cell.tag, options.derived, tuple(arguments))
@@ -243,4 +243,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(bootstrap.asked(main))
+    run(with_docker_errors(main))

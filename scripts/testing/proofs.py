@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.matrix.load import Cell
-from scripts.patches.patch_series import Series
+from scripts.patches.series import Series
 from scripts.testing.records import Proof
 
 CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Exit|Timeout|Expired))\b")

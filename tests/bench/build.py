@@ -30,11 +30,12 @@ from collections.abc import Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 
-from scripts.docker import bootstrap
+from scripts.docker.client import connect, docker_command, need_space
 from scripts.errors import UserError, run
-from scripts.images import build_log, image_build, rootfs, wheels
+from scripts.images import build_log, image_build, rootfs
 from scripts.locks import index_config, lockfile
 from scripts.matrix.load import Cell, find, load
+from scripts.patches.pristine import fetch_pristine, locked_hashes
 from scripts.paths import ROOT
 from tests.bench.results import Row, parser, show
 
@@ -76,8 +77,8 @@ def requirements(cell: Cell) -> tuple[list[str], str]:
     """What the peer asks pip for, and the pin of OpenRLHF, which is installed without what it requires."""
     pins = {package.name: package.requirement for package in cell.packages}
     openrlhf, version = pins.pop("openrlhf"), cell.versions["openrlhf"]
-    hashes = wheels.locked_hashes("openrlhf", version, lockfile.path(cell).read_text(encoding="utf-8"))
-    with zipfile.ZipFile(wheels.fetch_pristine("openrlhf", version, hashes)) as archive:
+    hashes = locked_hashes("openrlhf", version, lockfile.path(cell).read_text(encoding="utf-8"))
+    with zipfile.ZipFile(fetch_pristine("openrlhf", version, hashes)) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         declared = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
     others = [line for line in declared if ";" not in line]
@@ -140,7 +141,7 @@ def timed(what: str, command: Sequence[str], log: Path) -> float:
 
 def size(tag: str) -> float:
     """The size of an image in 10^6 bytes."""
-    return image_build.size(bootstrap.client().images.get(tag)) / 1e6
+    return image_build.size(connect().images.get(tag)) / 1e6
 
 
 def compiled(log: Path) -> float:
@@ -176,7 +177,7 @@ def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Pat
     text = peer_dockerfile(asked, openrlhf, unloadable(cell))
     (folder / "Dockerfile").write_text(unseen(text), encoding="utf-8")
     build = [
-        *bootstrap.builder(),
+        *docker_command(),
         "build",
         "--progress=plain",
         f"--tag={PEER}",
@@ -194,7 +195,7 @@ def main() -> int:
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
     has_peer = all(build.package != "vllm" for build in cell.build_from_source)
-    bootstrap.need_space(FREE_MEGABYTES)
+    need_space(FREE_MEGABYTES)
     config = index_config.load()
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="bench-") as temporary:
         folder = Path(temporary)
@@ -211,7 +212,7 @@ def main() -> int:
         Row("image size", "MB", *sizes),
         Row("image size without its root filesystem", "MB", *map(operator.sub, sizes, roots)),
     ]
-    bootstrap.client().images.remove(OURS)
+    connect().images.remove(OURS)
     show(rows, notes(cell) if has_peer else [], options.json)
     return 0
 

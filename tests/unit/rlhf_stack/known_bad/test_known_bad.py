@@ -13,11 +13,11 @@ from rlhf_stack.diagnostics.installed_patches import slug
 from rlhf_stack.known_bad import Environment, MalformedRow, Row
 from rlhf_stack.known_bad.finding import Finding
 from rlhf_stack.known_bad.model import read
+from scripts.patches.patch_series import Series, load_all
 
-from scripts.images.image_build import series_of
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell, expand, load
-from scripts.patches.patch_series import Series, load_all
+from scripts.patches.series import series_of
 
 ROWS = known_bad.load()
 LOGS = sorted(Path(__file__).with_name("logs").glob("*.log"))

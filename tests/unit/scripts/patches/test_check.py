@@ -1,50 +1,134 @@
-"""scripts.patches.check: lint tells of a patch that no longer fits the pinned package, and what to do."""
+"""The checks of patches: expired ones, hunks that do not apply, and patches that need each other."""
 
+from collections.abc import Mapping
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from scripts.errors import UserError
-from scripts.images import wheels
-from scripts.patches import check, patch_series
-from tests.unit.scripts.images.test_wheels import DIFF, make_wheel, series
+from scripts.patches import check, commands
+from scripts.patches.series import PATCHES, Series, load_all, parse_patch
+from tests.unit.scripts.patches.test_apply import DIFF, make_wheel, series
+from tests.unit.scripts.patches.test_series import NAME, text
 
 SECOND = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -2,3 +2,3 @@\n two\n-THREE\n+drei\n four\n"
+APART = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -5,2 +5,2 @@\n five\n-six\n+SIX\n"
+APP = typer.Typer()
+commands.register(APP)
 
 
 @pytest.mark.parametrize("prefix", ["", "pkg-1.0.data/purelib/"])
-def test_patches_are_tried_one_upon_the_other(tmp_path: Path, prefix: str) -> None:
-    check.check(make_wheel(tmp_path, prefix), series(DIFF, SECOND))
+def test_patches_that_apply_alone_and_together_are_accepted(tmp_path: Path, prefix: str) -> None:
+    assert check.misfits(make_wheel(tmp_path, prefix), series(DIFF, APART)) == ([], [])
 
 
-def test_a_hunk_that_no_longer_fits_is_told_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"patches/pkg/1.0/0002-change.patch: the hunk at pkg/x.py line 2 does not fit .* make it fit",
-    ):
-        check.check(make_wheel(tmp_path), series(DIFF, DIFF))
+def test_a_patch_that_needs_another_one_is_named_with_it(tmp_path: Path) -> None:
+    errors, _ = check.misfits(make_wheel(tmp_path), series(DIFF, SECOND, APART))
+    assert len(errors) == 1
+    assert (
+        "patches/pkg/1.0/0002-change.patch: the hunk at pkg/x.py line 2 does not apply without 0001-"
+        in errors[0]
+    )
 
 
-def test_the_command_fails_for_one_and_says_what_it_could_not_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_hunk_that_does_not_apply_is_named_with_the_remedy(tmp_path: Path) -> None:
+    errors, _ = check.misfits(make_wheel(tmp_path), series(DIFF, DIFF))
+    assert len(errors) == 1
+    assert (
+        "patches/pkg/1.0/0002-change.patch: the hunk at pkg/x.py line 2 does not apply: refresh it"
+        in errors[0]
+    )
+
+
+def test_a_hunk_at_another_line_is_a_warning(tmp_path: Path) -> None:
+    errors, warnings = check.misfits(
+        make_wheel(tmp_path), series(DIFF.replace("@@ -2,3 +2,3", "@@ -3,3 +3,3"))
+    )
+    assert errors == []
+    assert len(warnings) == 1
+    assert "pkg/1.0/0001-change.patch: hunk 1 applies at line 2, not where it says: review" in warnings[0]
+
+
+def test_the_command_fails_for_one_and_reports_what_it_could_not_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel, found = make_wheel(tmp_path), {("pkg", "1.0"): (series(DIFF), ["0" * 64])}
-    monkeypatch.setattr(check, "locked", lambda: found)
-    monkeypatch.setattr(wheels, "fetch_pristine", lambda *_: wheel)
-    assert (check.main(), capsys.readouterr().err) == (0, "")
-    found["pkg", "1.0"] = (series(SECOND), ["0" * 64])
-    assert check.main() == 1
-    assert "does not fit" in capsys.readouterr().err
+    wheel, found = make_wheel(tmp_path), [(series(DIFF), ["0" * 64])]
+    monkeypatch.setattr(check, "pinned", lambda: found)
+    monkeypatch.setattr(commands, "load_all", list)
+    monkeypatch.setattr(commands, "fetch_pristine", lambda *_: wheel)
+    run = CliRunner().invoke
+    assert run(APP, ["patches", "check"]).exit_code == 0
+    found[0] = (series(SECOND), ["0" * 64])
+    failed = run(APP, ["patches", "check"])
+    assert failed.exit_code == 1
+    assert "does not apply" in failed.output
 
     def unreachable(*_: object) -> Path:
         raise UserError("the package index cannot be reached")
 
-    monkeypatch.setattr(wheels, "fetch_pristine", unreachable)
-    assert check.main() == 0
-    assert "not checked whether the patches of pkg 1.0 fit: the package index" in capsys.readouterr().err
+    monkeypatch.setattr(commands, "fetch_pristine", unreachable)
+    unchecked = run(APP, ["patches", "check"])
+    assert unchecked.exit_code == 0
+    assert "not checked: whether patches of pkg 1.0 apply: the package index" in unchecked.output
 
 
 def test_every_series_is_that_of_a_pinned_package() -> None:
     """One that no cell pins any more would never be checked again."""
-    known = {(one.package, one.version) for one in patch_series.load_all()}
-    assert known == set(check.locked())
+    known = {(one.package, one.version) for one in load_all()}
+    assert known == {(one.package, one.version) for one, _ in check.pinned()}
+
+
+def one_patch(changes: Mapping[str, str | None] | None = None) -> Series:
+    return Series("pkg", "1.0", 1, (parse_patch(NAME, text(changes)),))
+
+
+@given(st.integers(-400, 400))
+def test_a_patch_is_carried_until_its_review_date(days: int) -> None:
+    today = date(2027, 5, 21) + timedelta(days=days)
+    found = check.expired(one_patch(), today, {"tests/patches/test_it.py"})
+    assert bool(found) == (days > 0)
+    assert all("Review-By 2027-05-21 has passed" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("release", "dropped"), [("0.9", True), ("1.0", True), ("1.0.1", False), ("1.10", False)]
+)
+def test_a_patch_that_the_pinned_release_has_is_to_be_dropped(release: str, dropped: bool) -> None:
+    one = one_patch({"Applied-Upstream": release})
+    found = check.expired(one, date(2027, 1, 1), {"tests/patches/test_it.py"})
+    assert [f"since {release}" in problem and "drop the patch" in problem for problem in found] == [
+        True
+    ] * dropped
+
+
+def test_a_patch_for_another_version_is_an_error() -> None:
+    found = check.expired(
+        one_patch({"Applies-To": "pkg==2.0"}), date(2027, 1, 1), {"tests/patches/test_it.py"}
+    )
+    assert len(found) == 1
+    assert "Applies-To is 'pkg==2.0', expected 'pkg==1.0'" in found[0]
+
+
+def test_a_patch_without_its_test_is_an_error() -> None:
+    found = check.expired(one_patch(), date(2027, 1, 1), set())
+    assert len(found) == 1
+    assert "its test tests/patches/test_it.py does not exist" in found[0]
+
+
+def test_every_patch_of_this_repository_can_be_read_and_has_its_test() -> None:
+    found = load_all()
+    folders = sorted(file.parent for file in PATCHES.glob("*/*/series"))
+    assert [(one.package, one.version) for one in found] == [(at.parent.name, at.name) for at in folders]
+    for one in found:
+        assert check.expired(one, date(2026, 11, 23), check.existing_tests()) == []
+
+
+def test_the_command_lists_the_patches() -> None:
+    listed = CliRunner().invoke(APP, ["patches", "list"])
+    assert listed.exit_code == 0
+    assert "openrlhf" in listed.output

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from scripts.errors import UserError
-from scripts.images.image_build import series_of
 from scripts.matrix.load import Cell, expand, load
+from scripts.patches.series import series_of
 from scripts.release import catalogue, facts, image_probe, render
 from scripts.release.facts import Facts, Layer, Suite
 from scripts.testing.proofs import Proved

@@ -5,10 +5,10 @@ import io
 import msgspec
 import pytest
 from rich.console import Console
-
-from scripts.images.image_build import series_of
-from scripts.matrix.load import find, load
 from scripts.patches.patch_series import load_all
+
+from scripts.matrix.load import find, load
+from scripts.patches.series import series_of
 from scripts.testing import proofs
 from scripts.testing.records import Proof
 

@@ -1,22 +1,19 @@
-"""The patches that this distribution carries: what they are, and whether each may still be carried.
+"""Read the patches: ``patches/<package>/<version>/series`` and the files that it lists.
 
-``patches/<package>/<version>/series`` holds ``Revision: N`` (the N of ``+stack.N``) and the names of the
-patches in their order. A patch is a DEP-3 header, a line ``---`` and a unified diff whose paths are relative
-to site-packages. See patches/README.md.
+``series`` holds ``Revision: N`` (the N of ``+stack.N``) and the names of the patches in their order. A patch
+is a DEP-3 header, a line ``---`` and a unified diff whose paths are relative to site-packages. Headers are
+parsed here, since python-debian ignores malformed and repeated fields. See patches/README.md.
 """
 
-import argparse
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
-from rich.console import Console
-from rich.table import Table
 
-from scripts.errors import UserError, run
+from scripts.errors import UserError
+from scripts.matrix.model import Cell
 from scripts.paths import ROOT
 
 PATCHES = ROOT / "patches"
@@ -55,7 +52,7 @@ class Patch:
 
     @property
     def review_by(self) -> date:
-        """The day after which somebody must have looked at it again."""
+        """The last day on which the patch is valid without a review."""
         return date.fromisoformat(self.header["Review-By"])
 
 
@@ -75,7 +72,7 @@ class Series:
 
 
 def parse_patch(name: str, text: str) -> Patch:
-    """The patch in ``text``; UserError names the file and what is wrong with its header or diff."""
+    """Parse a patch; UserError names the file and the mistake in its header or diff."""
     if not PATCH_NAME.match(name):
         raise UserError(f"{name}: expected a name such as 0001-what-it-does.patch")
     head, separator, diff = text.partition("\n---\n")
@@ -91,7 +88,7 @@ def parse_patch(name: str, text: str) -> Patch:
         if not colon or field not in FIELDS:
             raise UserError(f"{name}:{number}: unknown field {field!r}; expected {', '.join(FIELDS)}")
         if field in header:
-            raise UserError(f"{name}:{number}: field {field} stands twice")
+            raise UserError(f"{name}:{number}: field {field} appears twice")
         header[field] = value.strip()
     missing = [field for field in FIELDS if not header.get(field)]
     if missing:
@@ -117,7 +114,7 @@ def parse_patch(name: str, text: str) -> Patch:
 
 
 def parse_series(package: str, version: str, text: str, contents: dict[str, str]) -> Series:
-    """The series in ``text``, with the patches of its directory in ``contents`` (by file name)."""
+    """Parse a series with the patches of its directory, ``contents`` by file name."""
     where = f"{package}/{version}/series"
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     revision = REVISION.match(lines[0]) if lines else None
@@ -128,8 +125,7 @@ def parse_series(package: str, version: str, text: str, contents: dict[str, str]
     absent = sorted(set(names) - set(contents))
     if unlisted or absent or len(set(names)) != len(names):
         raise UserError(
-            f"{where}: must list every patch of its directory once; "
-            f"not listed: {unlisted}, not there: {absent}"
+            f"{where}: must list every patch of its directory once; not listed: {unlisted}, missing: {absent}"
         )
     if names != sorted(names):
         raise UserError(f"{where}: the patches must be in the order of their numbers")
@@ -137,32 +133,8 @@ def parse_series(package: str, version: str, text: str, contents: dict[str, str]
     return Series(package, version, int(revision[1]), patches)
 
 
-def check(series: Series, today: date, tests: set[str]) -> list[str]:
-    """What keeps ``series`` from being carried on ``today``; ``tests`` are the paths of tests that exist."""
-    problems = []
-    for patch in series.patches:
-        where = f"patches/{series.package}/{series.version}/{patch.name}"
-        if patch.review_by < today:
-            problems.append(
-                f"{where}: Review-By {patch.review_by} has passed: see whether upstream has it by now; "
-                "drop the patch, or set a new date"
-            )
-        applied = patch.header["Applied-Upstream"]
-        if applied != NOT_APPLIED and Version(applied) <= Version(series.version):
-            problems.append(
-                f"{where}: upstream has it since {applied} (Applied-Upstream), the pin is {series.version}: "
-                "drop the patch, or correct the field"
-            )
-        expected = f"{series.package}=={series.version}"
-        if patch.header["Applies-To"] != expected:
-            problems.append(f"{where}: Applies-To is {patch.header['Applies-To']!r}, expected {expected!r}")
-        if patch.header["Test"] not in tests:
-            problems.append(f"{where}: its test {patch.header['Test']} does not exist")
-    return problems
-
-
-def load(package: str, version: str, root: Path = PATCHES) -> Series | None:
-    """The series for a package's version, or None if it is carried as released."""
+def load_series(package: str, version: str, root: Path = PATCHES) -> Series | None:
+    """The series of a package's version, or None if the package is carried as released."""
     directory = root / package / version
     return _load(package, directory) if (directory / "series").is_file() else None
 
@@ -179,29 +151,7 @@ def _load(package: str, directory: Path) -> Series:
     return parse_series(package, directory.name, listing, contents)
 
 
-def existing_tests() -> set[str]:
-    """The paths of the patch tests, as headers name them."""
-    return {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "patches").glob("test_*.py")}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """List the patches; exit 1 if one may not be carried any more."""
-    argparse.ArgumentParser(
-        prog="python -m scripts.patches.patch_series", description=main.__doc__
-    ).parse_args(arguments)
-    table = Table("package", "patch", "what it does", "cells", "upstream", "review by")
-    problems = []
-    for series in load_all():
-        problems += check(series, date.today(), existing_tests())
-        package = f"{series.package} {series.version}+{series.label}"
-        for patch in series.patches:
-            cells, upstream = patch.header["Cells"], patch.header["Forwarded"]
-            table.add_row(package, patch.name, patch.title, cells, upstream, str(patch.review_by))
-    Console().print(table)
-    for problem in problems:
-        Console(stderr=True).print(f"error: {problem}", markup=False, soft_wrap=True)
-    return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    run(main)
+def series_of(cell: Cell) -> list[Series]:
+    """The series of all packages that a cell pins."""
+    found = (load_series(package.distribution, package.version) for package in cell.packages)
+    return [series for series in found if series is not None]

@@ -1,0 +1,73 @@
+"""Wheels as upstream released them: downloaded with the user's pip configuration, checked against a lock."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.digests import sha256
+from scripts.errors import UserError
+from scripts.locks import lockfile
+from scripts.paths import ROOT
+
+PRISTINE = ROOT / "build" / "wheels" / "pristine"
+PYTHON = "3.11"
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "linux_x86_64")
+HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+
+
+def locked_hashes(name: str, version: str, lock: str) -> list[str]:
+    """The sha256 digests that the text of a lock allows for ``name==version``."""
+    for entry in lockfile.parse(lock):
+        if (entry.name, entry.version) == (lockfile.normal(name), version) and HASH.search(entry.block):
+            return HASH.findall(entry.block)
+    raise UserError(f"{name}=={version} is not in the lock with hashes: run `python -m scripts lock`")
+
+
+def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path = PRISTINE) -> Path:
+    """The wheel of ``name==version`` with one of the sha256 digests ``hashes``, downloaded into ``cache``."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for path in sorted(cache.glob(f"{name.replace('-', '_')}-{version}-*.whl")):
+        if sha256(path.read_bytes()) in hashes:
+            return path
+    with tempfile.TemporaryDirectory(dir=cache) as directory:
+        requirements = Path(directory) / "requirements.txt"
+        requirements.write_text(f"{name}=={version} " + " ".join(f"--hash=sha256:{h}" for h in hashes) + "\n")
+        command = [*_pip(), "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
+        command += ["--python-version", PYTHON, "--implementation", "cp", "--dest", directory]
+        command += [option for platform in PLATFORMS for option in ("--platform", platform)]
+        done = subprocess.run(
+            [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
+        )
+        wheels = list(Path(directory).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            raise UserError(
+                f"cannot download {name}=={version} with pip: {explain_download_error(done.stderr)}"
+            )
+        return wheels[0].rename(cache / wheels[0].name)
+
+
+def explain_download_error(errors: str) -> str:
+    """The cause of a failed download in pip's stderr ``errors``, with what to do about it."""
+    if "DO NOT MATCH THE HASHES" in errors:
+        return "a file of the index does not have the digest that the lock names: nothing was installed"
+    if any(
+        sign in errors for sign in ("NewConnectionError", "NameResolutionError", "ConnectTimeout", "SSLError")
+    ):
+        return "the package index cannot be reached: check the network, the proxy and `pip config list`"
+    lines = errors.strip().splitlines() or ["pip gave no reason"]
+    errors_of_pip = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    return errors_of_pip[0].removeprefix("ERROR: ")
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = shutil.which("pip3") or shutil.which("pip")
+    if found is None:
+        raise UserError("pip is needed to download wheels; install it (Debian: apt-get install python3-pip)")
+    return [found]
