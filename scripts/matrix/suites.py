@@ -1,4 +1,4 @@
-"""The test suites, each declared once; the matrix, the commands, the records and the catalogue read this table."""
+"""The test suites, each declared once: the matrix, commands, records and the catalogue read this table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
