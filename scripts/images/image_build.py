@@ -27,7 +27,7 @@ from rich.console import Console
 from scripts.docker.client import check_space, connect, docker_command, need_space, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.images import build_log, rootfs, wheels
-from scripts.locking import turn
+from scripts.locking import exclusive_lock
 from scripts.locks import index_config, lockfile, preflight
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting, find, load
@@ -98,8 +98,8 @@ def labels(cell: Cell, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
         f"{NAMESPACE}.accelerator": cell.accelerator.kind,
         f"{NAMESPACE}.support.from": str(cell.support.since),
         f"{NAMESPACE}.support.until": str(cell.support.until),
-        f"{NAMESPACE}.tested.shown": cell.tested.shown,
-        f"{NAMESPACE}.tested.not-shown": cell.tested.not_shown,
+        f"{NAMESPACE}.verified": cell.tested.verified,
+        f"{NAMESPACE}.unverified": cell.tested.unverified,
         f"{NAMESPACE}.patches": " ".join(applied),
         **({f"{NAMESPACE}.stand-in": cell.stand_in} if cell.stand_in else {}),
         **versions,
@@ -186,7 +186,7 @@ def source_pin(cell: Cell, package: str, lock_text: str) -> str:
 def place_beside(cell: Cell, layer: Layer, folder: Path) -> None:
     """Put the wheels of a layer that are unpacked beside the environment into ``folder/<where they go>``."""
     folder.mkdir(parents=True)
-    for item in cell.beside:
+    for item in cell.side_by_side:
         if item.layer == layer.name:
             wheel = fetch_pristine(item.package, item.version, [item.sha256])
             place(wheel, folder / item.folder / wheel.name)
@@ -302,7 +302,7 @@ def inputs(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Inputs:
     """Lay out what a build of the cell is given, in a folder of ``contexts``."""
     runtime, builder = (rootfs.image(root) for root in rootfs.roots(cell))
     applied = [f"{s.package}/{p.name}" for s in series_of(cell) for p in s.patches]
-    with turn(PATCHED, "the laying out of another build"):  # all write the wheel of rlhf_stack there
+    with exclusive_lock(PATCHED, "the laying out of another build"):  # all write the wheel of rlhf_stack there
         folder = context(cell, config, contexts)
     return Inputs(folder, runtime, toolchain(cell, builder), labels(cell, runtime, applied))
 

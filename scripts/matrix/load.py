@@ -1,20 +1,15 @@
-"""Read ``matrix.yaml``, check it, and expand it into cells with everything resolved.
+"""Read ``matrix.yaml``, validate it, and expand it into cells with every reference resolved."""
 
-``python -m scripts.matrix.load list | show CELL | schema [--check]``
-"""
-
-import argparse
 import json
 import os
-import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from scripts.errors import UserError, run
+from scripts.errors import UserError
 from scripts.matrix.model import (
     STAND_IN,
     Base,
@@ -31,12 +26,11 @@ from scripts.matrix.model import (
     nearest,
     unsupported_by,
 )
-from scripts.matrix.validate import explain, mistakes
+from scripts.matrix.validate import explain, validation_errors
 from scripts.paths import ROOT
 
 __all__ = [
     "MATRIX",
-    "ROOT",
     "SCHEMA",
     "Base",
     "Cell",
@@ -51,48 +45,48 @@ __all__ = [
 ]
 
 MATRIX = ROOT / "matrix.yaml"
-IMAGE = "RLHF_STACKS_IMAGE"  # another image name, so that two checkouts on one engine keep apart
+IMAGE = "RLHF_STACKS_IMAGE"  # overrides the image name, so that two checkouts can share a Docker daemon
 SCHEMA = ROOT / "matrix.schema.json"
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key written twice is an error, not a silent overwrite."""
+    """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node)
             if not isinstance(key, Hashable):
-                continue  # refused below, with its place
+                continue  # super() refuses it, with its position
             if key in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is written twice", problem_mark=key_node.start_mark
+                    problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def parse(text: str, file: str = MATRIX.name) -> Matrix:
-    """The matrix in ``text``; a `UserError` names ``file``, the path in it and what was expected."""
+    """Parse and validate a matrix; `UserError` names ``file``, the path in it and what was expected."""
     try:
         data = yaml.load(text, _UniqueKeys)  # noqa: S506  (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise UserError(f"{file}{where}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
         raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
     try:
         matrix = msgspec.convert(data, Matrix)
     except msgspec.ValidationError as error:
         raise UserError(f"{file}: {explain(str(error), data)}") from None
-    for path, mistake in mistakes(matrix):
-        raise UserError(f"{file}: {path}: {mistake}")
+    for path, message in validation_errors(matrix):
+        raise UserError(f"{file}: {path}: {message}")
     return matrix
 
 
 def load(path: Path = MATRIX) -> Matrix:
-    """The matrix in the file ``path``; its image name is what the variable `IMAGE` says, if it is set."""
+    """Read the matrix from a file; the environment variable `IMAGE` overrides its image name."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -104,12 +98,12 @@ def load(path: Path = MATRIX) -> Matrix:
 
 
 def expand(matrix: Matrix) -> tuple[Cell, ...]:
-    """The cells of a checked matrix, in the order of the file."""
+    """Return the cells of a valid matrix, in the order of the file."""
     return tuple(_resolve(matrix, entry) for entry in matrix.cells)
 
 
 def stand_ins(matrix: Matrix) -> tuple[Cell, ...]:
-    """What stands in, for tests alone, for cells whose packages cannot be had everywhere."""
+    """Return the stand-ins: images for tests of cells whose packages are not available everywhere."""
     variants = {variant.name: variant for variant in matrix.variants}
     return tuple(
         _stand_in(_resolve(matrix, entry), _resolve(matrix, twin), stand_in)
@@ -121,19 +115,19 @@ def stand_ins(matrix: Matrix) -> tuple[Cell, ...]:
 
 
 def find(matrix: Matrix, cell_id: str) -> Cell:
-    """The cell of that id; a `UserError` says why it is unsupported, or names the nearest."""
+    """Return a cell or stand-in by id; `UserError` gives the reason if unsupported, or the nearest id."""
     cells = {cell.id: cell for cell in (*expand(matrix), *stand_ins(matrix))}
     if cell_id in cells:
         return cells[cell_id]
     if left_out := unsupported_by(matrix, cell_id):
         raise UserError(f"{cell_id} is unsupported: {left_out.reason} ({left_out.source})")
     raise UserError(
-        f"no cell {cell_id!r}; did you mean {nearest(cell_id, cells)!r}? All: python -m scripts.matrix.load list"
+        f"no cell {cell_id!r}; did you mean {nearest(cell_id, cells)!r}? All: python -m scripts matrix list"
     )
 
 
 def schema() -> str:
-    """The JSON Schema of ``matrix.yaml``, for editors."""
+    """Return the JSON Schema of ``matrix.yaml``, for editors."""
     document = msgspec.json.schema(Matrix)
     return (
         json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **document}, indent=2) + "\n"
@@ -144,6 +138,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
     variant = named(matrix.variants, entry.variant)
     stack = named(matrix.stacks, variant.stack)
     accelerator = named(matrix.accelerators, variant.accelerator)
+    accelerator = msgspec.structs.replace(accelerator, env=_merged(matrix.env, accelerator.env))
     cell_id = id_of(matrix, entry)
     distributions = {item.package: item for item in variant.distributions}
     packages = tuple(_package(pin, distributions.get(pin.name)) for pin in (*stack.packages, entry.ray))
@@ -165,20 +160,20 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         overrides=(*variant.overrides, *entry.overrides),
         layers=variant.layers,
         build_from_source=variant.build_from_source,
-        beside=variant.beside,
+        side_by_side=variant.side_by_side,
         optional=variant.optional,
         env=_merged(accelerator.env, variant.env, entry.env),
         support=entry.support,
         size_budget_mb=entry.size_budget_mb,
         tested=entry.tested,
-        per_submission=entry.per_submission,
+        ci_suites=entry.ci_suites,
         lock=cell_id,
         sources=variant.sources,
     )
 
 
 def _stand_in(cell: Cell, twin: Cell, stand_in: StandIn) -> Cell:
-    """``cell`` on the packages of its twin: Ray, OpenRLHF, patches and env defaults are its own."""
+    """Return ``cell`` on the packages of its twin, with its own Ray, OpenRLHF, patches and defaults."""
     return msgspec.structs.replace(
         twin,
         id=cell.id + STAND_IN,
@@ -189,7 +184,7 @@ def _stand_in(cell: Cell, twin: Cell, stand_in: StandIn) -> Cell:
         env=_merged(twin.env, cell.env),
         support=cell.support,
         tested=stand_in.tested,
-        per_submission=cell.per_submission,
+        ci_suites=cell.ci_suites,
         stand_in=stand_in.reason,
     )
 
@@ -209,43 +204,6 @@ def _package(pin: Pin, source: Distribution | None) -> Package:
 
 
 def _merged(*parts: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """All of them, sorted by name; where several set a variable, the last one holds."""
+    """Merge settings, sorted by name; a later part replaces an earlier one's value."""
     settings = {setting.name: setting for part in parts for setting in part}
     return tuple(settings[name] for name in sorted(settings))
-
-
-def _schema_command(check: bool) -> int:
-    text = schema()
-    if not check:
-        SCHEMA.write_text(text, encoding="utf-8")
-        return 0
-    if SCHEMA.exists() and SCHEMA.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{SCHEMA.name} is stale: run python -m scripts.matrix.load schema", file=sys.stderr)
-    return 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; prints to stdout, returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.matrix.load", description="The cells of matrix.yaml."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="a cell id a line")
-    show = commands.add_parser("show", help="one cell, resolved, as JSON")
-    show.add_argument("cell", metavar="CELL")
-    schema_parser = commands.add_parser("schema", help=f"write {SCHEMA.name}")
-    schema_parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when it is stale")
-    options = parser.parse_args(arguments)
-    if options.command == "schema":
-        return _schema_command(options.check)
-    matrix = load()
-    if options.command == "list":
-        print(*(cell.id for cell in expand(matrix)), sep="\n")
-    else:
-        print(msgspec.json.format(msgspec.json.encode(find(matrix, options.cell)), indent=2).decode())
-    return 0
-
-
-if __name__ == "__main__":
-    run(main)

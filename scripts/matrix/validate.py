@@ -1,4 +1,4 @@
-"""What is wrong with a ``matrix.yaml``, each mistake as a path in the file and what was expected there."""
+"""Checks of ``matrix.yaml`` beyond its types; each error has a path in the file and what was expected."""
 
 import datetime
 import re
@@ -17,10 +17,11 @@ from scripts.matrix.model import (
     nearest,
     unsupported_by,
 )
+from scripts.matrix.suites import SUITES
 
 
-def mistakes(matrix: Matrix) -> Iterator[tuple[str, str]]:
-    """Path and mistake of everything that types cannot see, references before what follows them."""
+def validation_errors(matrix: Matrix) -> Iterator[tuple[str, str]]:
+    """Yield path and message of each error; references are checked before what depends on them."""
     yield from _bad_names(matrix)
     yield from _bad_references(matrix)
     for index, variant in enumerate(matrix.variants):
@@ -29,31 +30,33 @@ def mistakes(matrix: Matrix) -> Iterator[tuple[str, str]]:
 
 
 def _bad_names(matrix: Matrix) -> Iterator[tuple[str, str]]:
-    """Names that are given twice in one list."""
+    """Yield names that appear twice in one list."""
     for section in ("bases", "accelerators", "stacks", "variants"):
         items: tuple[Base | Accelerator | Stack | Variant, ...] = getattr(matrix, section)
-        yield from _twice([item.name for item in items], section)
+        yield from _duplicates([item.name for item in items], section)
     for index, base in enumerate(matrix.bases):
-        yield from _twice([item.name for item in base.runtime], f"bases[{index}].runtime")
-        yield from _twice([item.name for item in base.builder], f"bases[{index}].builder")
+        yield from _duplicates([item.name for item in base.runtime], f"bases[{index}].runtime")
+        yield from _duplicates([item.name for item in base.builder], f"bases[{index}].builder")
     for index, accelerator in enumerate(matrix.accelerators):
-        yield from _twice([item.name for item in accelerator.env], f"accelerators[{index}].env")
-        yield from _twice([item.name for item in accelerator.profiles], f"accelerators[{index}].profiles")
+        yield from _duplicates([item.name for item in accelerator.env], f"accelerators[{index}].env")
+        yield from _duplicates(
+            [item.name for item in accelerator.profiles], f"accelerators[{index}].profiles"
+        )
         for number, profile in enumerate(accelerator.profiles):
             path = f"accelerators[{index}].profiles[{number}].env"
-            yield from _twice([item.name for item in profile.env], path)
+            yield from _duplicates([item.name for item in profile.env], path)
     for index, stack in enumerate(matrix.stacks):
-        yield from _twice([item.name for item in stack.packages], f"stacks[{index}].packages")
+        yield from _duplicates([item.name for item in stack.packages], f"stacks[{index}].packages")
     for index, cell in enumerate(matrix.cells):
-        yield from _twice([item.name for item in cell.env], f"cells[{index}].env")
+        yield from _duplicates([item.name for item in cell.env], f"cells[{index}].env")
 
 
-def _twice(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
+def _duplicates(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
     for index, name in enumerate(names):
         if (first := names.index(name)) < index:
             yield (
                 f"{path}[{index}].name",
-                f"expected a name of its own, got {name!r}, which is {path}[{first}]",
+                f"expected a unique name, got {name!r} as {path}[{first}]",
             )
 
 
@@ -70,17 +73,19 @@ def _bad_references(matrix: Matrix) -> Iterator[tuple[str, str]]:
         if "vllm" not in (names := [pin.name for pin in stack.packages]):
             yield (
                 f"stacks[{index}].packages",
-                f"expected 'vllm' among them, which is part of a cell id; got {names}",
+                f"expected 'vllm', which is part of a cell id; got {names}",
             )
     for index, cell in enumerate(matrix.cells):
         yield from _dangling(cell.variant, [item.name for item in matrix.variants], f"cells[{index}].variant")
         if cell.ray.name != "ray":
             yield f"cells[{index}].ray.name", f"expected 'ray', got {cell.ray.name!r}"
+        for number, suite in enumerate(cell.ci_suites):
+            yield from _dangling(suite, list(SUITES), f"cells[{index}].ci_suites[{number}]")
 
 
 def _dangling(name: str, known: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
     if name not in known:
-        yield path, f"expected one of {', '.join(known) or '(none is defined)'}; got {name!r}"
+        yield path, f"expected one of {', '.join(known) or '(none)'}; got {name!r}"
 
 
 def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[str, str]]:
@@ -95,29 +100,29 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
     for index, item in enumerate(variant.distributions):
         yield from _dangling(item.package, packages, f"{path}.distributions[{index}].package")
         if not (item.name or item.version or item.local):
-            yield f"{path}.distributions[{index}]", "expected `name`, `version` or `local`; got none of them"
+            yield f"{path}.distributions[{index}]", "expected `name`, `version` or `local`; got none"
     for index, build in enumerate(variant.build_from_source):
         for name in (build.package, *build.needs):
             yield from _dangling(name, [*packages, *required], f"{path}.build_from_source[{index}]")
-    for index, beside in enumerate(variant.beside):
+    for index, second in enumerate(variant.side_by_side):
         known = [layer.name for layer in variant.layers]
-        yield from _dangling(beside.layer, known, f"{path}.beside[{index}].layer")
+        yield from _dangling(second.layer, known, f"{path}.side_by_side[{index}].layer")
     for index, source in enumerate(variant.sources):
         if (source.image is None) == (source.requirement is None):
             yield f"{path}.sources[{index}]", "expected either `image` or `requirement`"
     if variant.stand_in:
         yield from _bad_stand_in(matrix, variant, variant.stand_in.variant, f"{path}.stand_in.variant")
-    yield from _twice([item.name for item in variant.env], f"{path}.env")
-    yield from _twice([item.name for item in variant.optional], f"{path}.optional")
-    yield from _twice([item.name for item in variant.excluded], f"{path}.excluded")
-    yield from _twice([layer.name for layer in variant.layers], f"{path}.layers")
+    yield from _duplicates([item.name for item in variant.env], f"{path}.env")
+    yield from _duplicates([item.name for item in variant.optional], f"{path}.optional")
+    yield from _duplicates([item.name for item in variant.excluded], f"{path}.excluded")
+    yield from _duplicates([layer.name for layer in variant.layers], f"{path}.layers")
     layered = [name for layer in variant.layers for name in layer.packages]
     for name in layered:
         yield from _dangling(name, [*packages, *required], f"{path}.layers")
     if wrong := [name for name in packages if layered.count(name) != 1]:
         yield (
             f"{path}.layers",
-            f"expected every headline package in exactly one layer; not so: {', '.join(wrong)}",
+            f"expected every headline package in exactly one layer; violated by {', '.join(wrong)}",
         )
 
 
@@ -126,27 +131,27 @@ def _bad_stand_in(matrix: Matrix, variant: Variant, name: str, path: str) -> Ite
     releases = {cell.ray.version for cell in matrix.cells if cell.variant == name}
     for cell in matrix.cells:
         if cell.variant == variant.name and cell.ray.version not in releases:
-            yield path, f"{name} has no cell with Ray {cell.ray.version}, for which it has to stand in"
+            yield path, f"{name} has no cell with Ray {cell.ray.version}, which the stand-in needs"
 
 
 def _bad_cells(matrix: Matrix) -> Iterator[tuple[str, str]]:
     ids = [id_of(matrix, entry) for entry in matrix.cells]
     for index, (entry, cell_id) in enumerate(zip(matrix.cells, ids, strict=True)):
         if (first := ids.index(cell_id)) < index:
-            yield f"cells[{index}]", f"expected a cell of its own, got {cell_id}, which is cells[{first}]"
+            yield f"cells[{index}]", f"expected a unique cell, got {cell_id} as cells[{first}]"
         if left_out := unsupported_by(matrix, cell_id):
             yield f"cells[{index}]", f"{cell_id} is unsupported: {left_out.reason}"
         if entry.support.until < entry.support.since:
             yield (
                 f"cells[{index}].support.until",
-                f"expected a day from {entry.support.since} on, got {entry.support.until}",
+                f"expected {entry.support.since} or later, got {entry.support.until}",
             )
     if matrix.default not in ids:
-        yield "default", f"expected one of {', '.join(ids) or '(no cell is written)'}; got {matrix.default!r}"
+        yield "default", f"expected one of {', '.join(ids) or '(no cells)'}; got {matrix.default!r}"
 
 
 def explain(message: str, data: object) -> str:
-    """msgspec's message as ``path: what was expected``, with the keys or values that are known there."""
+    """Rewrite msgspec's message as ``path: what was expected``, with the valid keys or values."""
     text, _, at = message.replace("`", "").partition(" - at ")
     key = at.startswith("key in ")
     steps = re.findall(r"[^.\[\]]+", at.removeprefix("key in ").removeprefix("$"))
@@ -171,25 +176,26 @@ def explain(message: str, data: object) -> str:
 
 
 def _type_at(steps: Sequence[str]) -> inspect.Type:
-    """The type of what stands at a path of the file."""
+    """Return the type that the schema has at a path of the file."""
     kind: inspect.Type = inspect.type_info(Matrix)
     for step in steps:
         if isinstance(kind, inspect.StructType):
-            kind = _there(next(field.type for field in kind.fields if field.encode_name == step))
+            kind = _bare(next(field.type for field in kind.fields if field.encode_name == step))
         elif isinstance(kind, inspect.VarTupleType):
-            kind = _there(kind.item_type)
+            kind = _bare(kind.item_type)
     return kind
 
 
-def _there(kind: inspect.Type) -> inspect.Type:
-    """The type of what is there where nothing may be."""
-    if not isinstance(kind, inspect.UnionType):
-        return kind
-    return next(one for one in kind.types if not isinstance(one, inspect.NoneType))
+def _bare(kind: inspect.Type) -> inspect.Type:
+    """Return a field's type without description and without None."""
+    while isinstance(kind, inspect.Metadata | inspect.UnionType):
+        options = [kind.type] if isinstance(kind, inspect.Metadata) else kind.types
+        kind = next(option for option in options if not isinstance(option, inspect.NoneType))
+    return kind
 
 
 def _value_at(data: object, steps: Sequence[str]) -> object:
-    """What stands at a path of the file."""
+    """Return the value at a path of the file."""
     for step in steps:
         if isinstance(data, dict):
             data = data.get(step)

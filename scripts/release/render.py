@@ -45,7 +45,7 @@ def row(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
     """What a reader of the README has to know of a cell, in the order of `COLUMNS`."""
     name = f"`{cell.id}`{' (default)' if cell.is_default else ''}"
     versions = [_version(cell, package) for package in PACKAGES]
-    return (name, *versions, _state(known.get(cell.id)), cell.tested.not_shown, str(cell.support.until))
+    return (name, *versions, _state(known.get(cell.id)), cell.tested.unverified, str(cell.support.until))
 
 
 def filled(text: str, cells: Iterable[Cell], known: Mapping[str, Facts]) -> str:
@@ -98,7 +98,7 @@ def _section(cell: Cell, measured: Facts | None) -> str:
     )
     lines = [f"## {cell.id}\n", f"{versions}.\n"]
     lines += _measured(cell, measured) if measured else [f"{NOT_BUILT.capitalize()} from these versions.\n"]
-    lines += [f"Not shown: {cell.tested.not_shown}.\n", env]
+    lines += [f"Not shown: {cell.tested.unverified}.\n", env]
     return "\n".join(lines)
 
 
@@ -118,7 +118,7 @@ def _measured(cell: Cell, measured: Facts) -> list[str]:
     if measured.patches:
         patches = ((f"`{name}`", *_proof(measured, name)) for name in measured.patches)
         lines.append(table_of(("patch", "as released", "patched"), patches))
-    return [*lines, f"Shown: {cell.tested.shown}.\n"]
+    return [*lines, f"Shown: {cell.tested.verified}.\n"]
 
 
 def _counts(suite: Suite) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def test_labels_tell_cell_and_versions(image: Image, cell: Cell) -> None:
     assert labels[f"{NAMESPACE}.cell"] == cell.id
     assert {name: labels[f"{NAMESPACE}.version.{name}"] for name in cell.versions} == cell.versions
     assert labels["org.opencontainers.image.version"] == f"{cell.release}-{cell.id}"
-    assert labels[f"{NAMESPACE}.tested.not-shown"] == cell.tested.not_shown
+    assert labels[f"{NAMESPACE}.unverified"] == cell.tested.unverified
     assert labels[REVISION]
     assert labels[INPUTS]
 

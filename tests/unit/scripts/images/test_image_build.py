@@ -43,7 +43,7 @@ def test_labels_say_what_the_image_is() -> None:
     marks = image_build.labels(DEFAULT, "base:1", ["p/0001"])
     assert marks["io.rlhf-stacks.version.ray"] == DEFAULT.versions["ray"]
     assert marks["io.rlhf-stacks.patches"] == "p/0001"
-    assert marks["io.rlhf-stacks.tested.not-shown"] == DEFAULT.tested.not_shown
+    assert marks["io.rlhf-stacks.unverified"] == DEFAULT.tested.unverified
 
 
 def test_repin_replaces_one_pin_and_keeps_the_rest() -> None:

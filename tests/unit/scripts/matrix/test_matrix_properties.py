@@ -1,4 +1,4 @@
-"""What holds of every matrix, not of ours alone."""
+"""Properties of every valid matrix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +25,7 @@ def settings(names: list[str], value: str) -> list[dict[str, str]]:
 
 @st.composite
 def documents(draw: st.DrawFn) -> dict[str, Any]:
-    """A matrix without mistakes: some accelerators, each with its stack, each with some Ray versions."""
+    """Draw a valid matrix: some accelerators, each with its stack, each with some Ray versions."""
     accelerators = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
     rays = draw(st.lists(VERSIONS, min_size=1, max_size=3, unique=True))
     pins = [{"name": name, "version": draw(VERSIONS), "reason": "r"} for name in ("torch", "vllm")]
@@ -49,7 +49,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             "ray": {"name": "ray", "version": ray, "reason": "r"},
             "support": {"from": "2026-01-01", "until": "2026-12-31"},
             "size_budget_mb": draw(st.integers(1, 10**5)),
-            "tested": {"shown": "a", "not_shown": "b"},
+            "tested": {"verified": "a", "unverified": "b"},
             "env": settings(draw(VARIABLES), "cell"),
         }
         for variant in variants
@@ -63,7 +63,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "host": {"python": "3.11", "exclude_newer": "2026-01-01"},
         "bases": [{**base, "runtime": [], "builder": []}],
         "accelerators": [
-            {"name": name, "kind": "cpu", "env": settings(draw(VARIABLES), "accelerator")}
+            {
+                "name": name,
+                "kind": "cpu",
+                "gpus": "g",
+                "driver": "d",
+                "env": settings(draw(VARIABLES), "accelerator"),
+            }
             for name in accelerators
         ],
         "stacks": [{"name": "s", "python": "3.11", "exclude_newer": "2026-01-01", "packages": pins}],

@@ -45,7 +45,7 @@ def test_table_has_a_row_a_cell_with_all_that_was_not_shown() -> None:
     assert len(lines) == len(CELLS)
     for line, cell in zip(lines, CELLS, strict=True):
         assert f"`{cell.id}`" in line
-        assert cell.tested.not_shown in line
+        assert cell.tested.unverified in line
         assert line.count(" | ") == len(render.COLUMNS) - 1
         assert ("1000 MB, 72 tests passed" in line) == (cell is CELL)
         assert (render.NOT_BUILT in line) == (cell is not CELL)
@@ -80,7 +80,7 @@ def test_page_says_what_is_known_of_each_image_and_what_is_not() -> None:
     ):
         assert told in text
     assert f"Not run on this image: {', '.join(s for s in required(CELL) if s != 'image')}." in text
-    assert f"Shown: {CELL.tested.shown}." in text
+    assert f"Shown: {CELL.tested.verified}." in text
     text = render.page([CELL], {CELL.id: failed})
     assert "| layers | failed | 9 | 1 | 0 | 5 |" in text
     assert "**A stand-in**" in text
