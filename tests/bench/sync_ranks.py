@@ -17,9 +17,9 @@ import ray
 import torch
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync.buckets import Parameter, plan
+from rlhf_stack.sync.buckets import ParameterSpec, plan_buckets
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import Outbox, describe
+from rlhf_stack.sync.sending import BucketSender, parameter_spec
 
 HIDDEN, HEADS, LAYERS, INNER, WORDS, LORA = 896, 128, 24, 4864, 151936, 16
 DTYPE = torch.bfloat16
@@ -76,9 +76,9 @@ class Rank:
         """The bytes of a model."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights[model])
 
-    def described(self, model: str) -> list[Parameter]:
+    def described(self, model: str) -> list[ParameterSpec]:
         """What a sync says of a model."""
-        return [describe(name, tensor) for name, tensor in self.weights[model]]
+        return [parameter_spec(name, tensor) for name, tensor in self.weights[model]]
 
     def raw(self, model: str) -> None:
         """One broadcast by gloo of as many bytes."""
@@ -88,10 +88,10 @@ class Rank:
         """The trainer's side of a sync."""
         parameters, described = self.weights[model], self.described(model)
         with self.group.syncing():
-            outbox = Outbox(self.group, in_place=True)
-            for number, bucket in enumerate(plan(described, env_vars.sync_bucket())):
-                outbox.put(number, bucket, [parameters[place.index][1] for place in bucket.places])
-            outbox.finish()
+            sender = BucketSender(self.group, in_place=True)
+            for number, bucket in enumerate(plan_buckets(described, env_vars.sync_bucket())):
+                sender.send(number, bucket, [parameters[span.index][1] for span in bucket.spans])
+            sender.finish()
 
     def receive(self, model: str) -> None:
         """A worker's side of a sync, with a loader that copies."""

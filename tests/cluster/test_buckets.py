@@ -12,9 +12,9 @@ import torch
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import membership
-from rlhf_stack.sync.buckets import plan
+from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import Outbox, describe
+from rlhf_stack.sync.sending import BucketSender, parameter_spec
 
 ONE_NODE, TWO_NODES, FOUR_NODES = "1111", "1122", "1234"  # of each rank, the last part of its address
 WORLD = 4
@@ -40,20 +40,20 @@ def nothing(_):
 
 
 def send(group, parameters, in_place=True, before=nothing):
-    described = [describe(name, tensor) for name, tensor in parameters]
+    specs = [parameter_spec(name, tensor) for name, tensor in parameters]
     with group.syncing():
-        outbox = Outbox(group, in_place)
-        for number, bucket in enumerate(plan(described, LIMIT)):
+        sender = BucketSender(group, in_place)
+        for number, bucket in enumerate(plan_buckets(specs, LIMIT)):
             before(number)
-            outbox.put(number, bucket, [parameters[place.index][1] for place in bucket.places])
-        outbox.finish()
+            sender.send(number, bucket, [parameters[span.index][1] for span in bucket.spans])
+        sender.finish()
 
 
 def take(group, parameters, load):
     """What an engine worker does; ``parameters`` are only described."""
     content = [
         (one.name, one.dtype, one.shape, one.size)
-        for one in (describe(name, tensor) for name, tensor in parameters)
+        for one in (parameter_spec(name, tensor) for name, tensor in parameters)
     ]
     return receive(group, content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype)
 
@@ -125,7 +125,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place, nod
 @pytest.mark.timeout(60)
 def test_the_ranks_of_a_node_read_one_memory_and_those_of_others_have_their_own():
     def memory(_, group):
-        part = group.buffers.first(1, 0)
+        part = group.buffers.for_bucket(1, 0)
         return (
             os.fstat(group.buffers._files[0]).st_ino if hasattr(group.buffers, "_files") else part.data_ptr()
         )
@@ -150,7 +150,7 @@ def test_a_process_keeps_two_buckets_and_no_more(nodes):
             send(group, parameters, in_place=False)
         else:
             take(group, parameters, nothing)
-        return sum(tensor.numel() for tensor in group.buffers._held.values())
+        return sum(tensor.numel() for tensor in group.buffers._tensors.values())
 
     with Ranks(exchange, nodes) as ranks:
         assert ranks.answers(WORLD) == dict.fromkeys(range(WORLD), 2 * LIMIT)
@@ -167,7 +167,9 @@ def test_a_worker_says_how_long_it_loaded():
 
     with Ranks(exchange) as ranks:
         found = ranks.answers(WORLD)
-    assert found[2]["loading"] >= 0.05 * len(plan([describe(*one) for one in parameters], LIMIT))
+    assert found[2]["loading"] >= 0.05 * len(
+        plan_buckets([parameter_spec(*one) for one in parameters], LIMIT)
+    )
     assert found[2]["loading"] > found[1]["loading"]
     assert [found[rank]["who"] for rank in (1, 2, 3)] == [who(rank) for rank in (1, 2, 3)]
 

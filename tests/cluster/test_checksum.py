@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from rlhf_stack.sync import checksum
-from rlhf_stack.sync.checksum import Piece, Region
+from rlhf_stack.sync import digest
+from rlhf_stack.sync.digest import RegionDigest
+from rlhf_stack.sync.weight_layout import Region, find_layout
 from torch import nn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -90,12 +91,12 @@ def trainer(shapes, dtype, tied=False):
 
 def compare(weights, ranks, layouts=None):
     named = [(name, tuple(value.shape)) for name, value in weights.items()]
-    layouts = layouts or [checksum.find_layout(rank, named) for rank in ranks]
-    held = [list(checksum.held_pieces(rank, layout)) for rank, layout in zip(ranks, layouts, strict=True)]
+    layouts = layouts or [find_layout(rank, named) for rank in ranks]
+    held = [list(digest.digest_model(rank, layout)) for rank, layout in zip(ranks, layouts, strict=True)]
     found = []
     for name, value in weights.items():
-        engine = [[piece for piece in pieces if piece.name == name] for pieces in held]
-        found += checksum.differences(name, value, [engine])
+        engine = [[one for one in digests if one.name == name] for digests in held]
+        found += digest.differences(name, value, [engine])
     return found
 
 
@@ -129,12 +130,12 @@ def test_one_flipped_bit_is_found_with_its_parameter_and_rank(seed):
     choose = random.Random(seed)  # noqa: S311
     name = choose.choice(list(weights))
     named = [(n, tuple(value.shape)) for n, value in weights.items()]
-    layouts = [checksum.find_layout(rank, named) for rank in ranks]
-    rank, place = choose.choice(
-        [(r, place) for r, layout in enumerate(layouts) for place in layout if place.name == name]
+    layouts = [find_layout(rank, named) for rank in ranks]
+    rank, location = choose.choice(
+        [(r, location) for r, layout in enumerate(layouts) for location in layout if location.name == name]
     )
-    tensor = dict(ranks[rank].named_parameters())[place.tensor].detach().reshape(-1)
-    positions = place.read(torch.arange(tensor.numel()))
+    tensor = dict(ranks[rank].named_parameters())[location.tensor].detach().reshape(-1)
+    positions = location.read(torch.arange(tensor.numel()))
     position = int(positions[choose.randrange(len(positions))])
     tensor[position : position + 1].view(torch.uint8)[0] ^= 1 << choose.randrange(8)
     found = compare(weights, ranks, layouts)
@@ -161,7 +162,7 @@ def test_a_parameter_that_was_not_loaded_or_was_computed_is_missing(option, name
 def test_a_rank_that_holds_nothing_leaves_its_share_missing():
     weights, ranks = build(1, world=2, tied=False)
     named = [(name, tuple(value.shape)) for name, value in weights.items()]
-    layouts = [checksum.find_layout(rank, named) for rank in ranks]
+    layouts = [find_layout(rank, named) for rank in ranks]
     found = {
         difference.name for difference in compare(weights, ranks, [layouts[0], *[()] * (len(ranks) - 1)])
     }
@@ -173,8 +174,8 @@ def test_another_dtype_is_not_equal():
     torch.manual_seed(0)
     value = torch.randn(4).to(torch.bfloat16)
     region = Region((4,), ((0, 4),))
-    piece = checksum.piece_of(value.float(), "w", region)
-    (difference,) = checksum.differences("w", value, [[[piece]]])
+    reported = digest.digest_region(value.float(), "w", region)
+    (difference,) = digest.differences("w", value, [[[reported]]])
     assert "torch.float32" in difference.what
     assert "trainer torch.bfloat16" in difference.what
 
@@ -189,7 +190,7 @@ def test_live_weights_are_the_same_afterwards_bit_for_bit(fails):
         rank.load = {}.__getitem__  # raises for two arguments
     named = [(name, tuple(value.shape)) for name, value in weights.items()]
     try:
-        checksum.find_layout(rank, named)
+        find_layout(rank, named)
     except TypeError:
         assert fails
     for name, tensor in rank.named_parameters():
@@ -220,11 +221,11 @@ class Odd(nn.Module):
 def test_odd_layouts_are_followed_and_checked(tensor):
     model, value = Odd(), torch.randn(3, 4)
     model.load_weights([("w", value)])
-    layout = checksum.find_layout(model, [("w", (3, 4))])
+    layout = find_layout(model, [("w", (3, 4))])
     assert len(layout) == 5
-    assert checksum.differences("w", value, [[list(checksum.held_pieces(model, layout))]]) == []
+    assert digest.differences("w", value, [[list(digest.digest_model(model, layout))]]) == []
     dict(model.named_parameters())[tensor].data.reshape(-1)[-1] += 1
-    found = checksum.differences("w", value, [[list(checksum.held_pieces(model, layout))]])
+    found = digest.differences("w", value, [[list(digest.digest_model(model, layout))]])
     assert len(found) == 1
 
 
@@ -239,19 +240,19 @@ def test_a_region_selects_marks_and_counts_the_same_elements(seed):
         flat = np.sort(grid.reshape(-1))
     else:
         flat = np.array(sorted(choose.sample(range(total), choose.randrange(1, total + 1))))
-    region = Region.of(shape, flat)
-    assert region.slab is not None or seed % 2 == 0, "a rectangle is kept as one"
+    region = Region.from_flat(shape, flat)
+    assert region.bounds is not None or seed % 2 == 0, "a rectangle is kept as one"
     selected = region.select(torch.arange(total).reshape(shape))
     assert selected.tolist() == flat.tolist()
-    assert checksum.uncovered(shape, [region]) == total - len(flat)
-    piece = Piece("w", region, "torch.int64", checksum.digest(selected))
-    assert Piece.from_dict(piece.as_dict()) == piece
+    assert digest.count_uncovered(shape, [region]) == total - len(flat)
+    found = RegionDigest("w", region, "torch.int64", digest.sha256_of(selected))
+    assert RegionDigest.from_dict(found.as_dict()) == found
 
 
 def test_more_elements_than_two_digits_count():
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(300, 300, dtype=torch.bfloat16))
     model.load_weights = lambda weights: [model.w.data.copy_(value) for _, value in weights]
-    (place,) = checksum.find_layout(model, [("w", (300, 300))])
-    assert place.region.slab == ((0, 300), (0, 300))
-    assert place.where == (0, (300, 300), (300, 1))
+    (location,) = find_layout(model, [("w", (300, 300))])
+    assert location.region.bounds == ((0, 300), (0, 300))
+    assert location.positions == (0, (300, 300), (300, 1))

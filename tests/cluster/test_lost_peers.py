@@ -27,8 +27,8 @@ class Engine:
 
     def __init__(self):
         startup.begin(3)
-        startup.report("model loaded", 0, 1.0)
-        startup.report("model loaded", 1, 1.0)
+        startup.report_step("model loaded", 0, 1.0)
+        startup.report_step("model loaded", 1, 1.0)
 
     def work(self):
         time.sleep(600)
@@ -56,7 +56,7 @@ class Rank:
     """A rank of the trainer, or what drives its ranks."""
 
     def __init__(self):
-        actor_registry.introduce_rank(self, 0)
+        actor_registry.register_rank(self, 0)
 
     def up(self):
         """Nothing, as soon as it has started."""
@@ -68,11 +68,11 @@ class Rank:
         ray.get(engine.work.remote())
 
     def sync(self, engine):
-        with actor_registry.named("weight sync 4 over gloo"):
-            sync.wait([engine.work.remote()], BUCKET)
+        with actor_registry.translate_actor_errors("weight sync 4 over gloo"):
+            sync.wait_for_engine_results([engine.work.remote()], BUCKET)
 
     def train(self, rank, engine):
-        sync.wait_for_trainers([rank.work.remote()], [engine])
+        sync.wait_for_sync([rank.work.remote()], [engine])
 
 
 class Member(Rank):
@@ -82,7 +82,7 @@ class Member(Rank):
         """Be ``rank`` of the group, whose first listens on ``port``."""
         import torch.distributed as dist
 
-        actor_registry.introduce_rank(self, rank)
+        actor_registry.register_rank(self, rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
     def meet(self):
@@ -121,7 +121,7 @@ def said(waiting, lose):
     with suppress(ray.exceptions.GetTimeoutError):
         ray.get(waiting, timeout=2)
     lose()
-    with pytest.raises(actor_registry.PeerError) as raised, actor_registry.named():
+    with pytest.raises(actor_registry.PeerError) as raised, actor_registry.translate_actor_errors():
         ray.get(waiting, timeout=60)
     return str(raised.value)
 
@@ -165,7 +165,7 @@ def test_an_engine_that_stalls_is_named_with_its_node(lose, monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
     engine = start(Engine, doomed=True)
     with pytest.raises(sync.SyncError) as raised:
-        sync.wait([engine.work.remote()], BUCKET)
+        sync.wait_for_engine_results([engine.work.remote()], BUCKET)
     assert str(raised.value) == (
         f"waited 1 s for {BUCKET}; engines [0] of 1 did not answer (deadline: {env_vars.SYNC_TIMEOUT}): "
         f"engine 3 on {NODE} with its rank 0, rank 1"

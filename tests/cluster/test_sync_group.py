@@ -117,7 +117,7 @@ def test_auto_takes_gloo_without_gpus_and_every_rank_says_why(capfd):
     assert together(exchange) == dict.fromkeys(range(WORLD), "gloo")
     said = capfd.readouterr().out
     for rank in ("rank 0 (the trainer)", "rank 1", "rank 2"):
-        reason = "auto takes gloo: rank 0 (the trainer) on 127.0.0.1 has no GPU"
+        reason = "auto selects gloo: rank 0 (the trainer) on 127.0.0.1 has no GPU"
         assert f"weight sync, {rank} on 127.0.0.1: {reason}" in said
 
 
@@ -127,11 +127,11 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
         """Stands for an NCCL group, which this machine cannot have: rank 1 cannot join, the others wait."""
         if members.rank == 1:
             raise sync.SyncError("unhandled system error")
-        members.connection().wait(["what rank 1 never sets"], timedelta(seconds=60))
+        members.connect_to_store().wait(["what rank 1 never sets"], timedelta(seconds=60))
 
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
     monkeypatch.setattr(
-        backend_selection, "_own_facts", lambda: backend_selection.Facts(str(os.getpid()), "")
+        backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
     )
     monkeypatch.setattr(backend, "_nccl", pretended)
 

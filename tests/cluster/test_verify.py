@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from rlhf_stack import sync
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import checksum, verify
+from rlhf_stack.sync import SyncMismatch, actor_waits, digest, weight_layout
+from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.telemetry import events
 
 
@@ -19,7 +19,7 @@ def alone(monkeypatch, tmp_path):
     deepspeed = ModuleType("deepspeed")
     deepspeed.zero = SimpleNamespace(GatheredParameters=lambda *_, **__: nullcontext())
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    monkeypatch.setattr(sync, "wait", lambda references, _: list(references))
+    monkeypatch.setattr(actor_waits, "wait_for_engine_results", lambda references, _: list(references))
     monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
     monkeypatch.setenv(env_vars.VERIFY_SYNC, "1")
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
@@ -43,10 +43,10 @@ class Half(torch.nn.Module):
 
 def engine(models):
     def pieces(method, wanted):
-        assert method == "weight_pieces"
+        assert method == "weight_digests"
         named = [(name, tuple(shape)) for name, shape in wanted]
         return [
-            [piece.as_dict() for piece in checksum.held_pieces(model, checksum.find_layout(model, named))]
+            [one.as_dict() for one in digest.digest_model(model, weight_layout.find_layout(model, named))]
             for model in models
         ]
 
@@ -80,7 +80,7 @@ def send(one, models):
 def test_equal_weights_are_recorded_as_equal(alone):
     models = [[Half(0), Half(1)], [Half(0), Half(1)]]
     one = trainer([engine(ranks) for ranks in models])
-    with verify.recorded_sync(one):
+    with recorded_sync(one):
         assert [event["name"] for event in events.read(alone)] == ["sync"], "told before it may stall"
         send(one, models)
     (recorded,) = [event for event in events.read(alone) if event["event"] == "verify"]
@@ -95,7 +95,7 @@ def test_a_difference_names_parameter_engine_rank_and_node(alone):
     one = trainer([engine(ranks) for ranks in models])
     send(one, models)
     models[1][1].rows.data[0, 0] += 1
-    with pytest.raises(verify.SyncMismatch) as raised, verify.recorded_sync(one):
+    with pytest.raises(SyncMismatch) as raised, recorded_sync(one):
         pass
     assert "1 of 1 parameters differ" in str(raised.value)
     assert "weight: engine 1, rank 1 on 10.0.0.2" in str(raised.value)
@@ -108,6 +108,6 @@ def test_a_difference_names_parameter_engine_rank_and_node(alone):
 def test_what_cannot_be_verified_is_refused():
     with (
         pytest.raises(NotImplementedError, match=r"--ds\.tensor_parallel_size > 1"),
-        verify.recorded_sync(trainer([], tensor_parallel=2)),
+        recorded_sync(trainer([], tensor_parallel=2)),
     ):
         pass

@@ -19,8 +19,8 @@ class Model(torch.nn.Module):
 
 worker = wrap.WorkerWrap.__new__(wrap.WorkerWrap)
 worker.model_runner = types.SimpleNamespace(model=Model())
-(piece,) = worker.weight_pieces([("whole", [4, 3])])
-assert piece["name"] == "whole" and piece["slab"] == [[2, 4], [0, 3]], piece
+(digest,) = worker.weight_digests([("whole", [4, 3])])
+assert digest["name"] == "whole" and digest["bounds"] == [[2, 4], [0, 3]], digest
 print("the worker says which half it holds")
 """
 
@@ -61,7 +61,7 @@ group = types.SimpleNamespace(
     in_place=True,
     device=torch.device("cpu"),
     broadcast=lambda *_, **__: None,
-    buffers=types.SimpleNamespace(first=lambda size, _: torch.empty(size, dtype=torch.uint8)),
+    buffers=types.SimpleNamespace(for_bucket=lambda size, _: torch.empty(size, dtype=torch.uint8)),
     start=lambda *_: types.SimpleNamespace(finish=lambda: None),
     syncing=contextlib.nullcontext,
 )
@@ -83,7 +83,7 @@ print("the sync is recorded:", syncs[0]["bytes"], "bytes")
 
 
 def test_a_worker_says_what_it_holds(proves):
-    proves(WORKER, "has no attribute 'weight_pieces'")
+    proves(WORKER, "has no attribute 'weight_digests'")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 """What this distribution adds to OpenRLHF's engine actor and to the vLLM workers behind it."""
 
+import functools
 import importlib
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.compat.determinism import RequestSeeds
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import startup
-from rlhf_stack.sync import checksum
+from rlhf_stack.sync import digest, weight_layout
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.telemetry.throughput import Meter
 
@@ -103,17 +104,6 @@ class BlockingEngineHooks(_Measured):
         """Why a sync failed here, if one has."""
         return self._sync_error
 
-    def generate_counted(self, *arguments: Any, **options: Any) -> Any:
-        """``LLM.generate``, whose tokens are counted."""
-        meter, tokens = self._metered(), 0
-        meter.begin()
-        try:
-            outputs = self.llm.generate(*arguments, **options)
-            tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-        finally:
-            meter.end(tokens)
-        return outputs
-
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The results of a method of `WorkerHooks` in each worker of this engine, by rank."""
         executor = self.llm.llm_engine.model_executor
@@ -126,7 +116,7 @@ class BlockingEngineHooks(_Measured):
         """`WorkerHooks.where` of each worker; those in this process are on its own node."""
         return [_own_place() | worker for worker in self.call_workers("where")]
 
-    def repeatable_requests(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def seed_requests(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of ``LLM.generate``, with a seed for each request if runs have to be repeatable."""
         parameters = arguments.get("sampling_params")
         if not env_vars.flag(env_vars.REPEATABLE) or parameters is None or parameters.seed is not None:
@@ -139,10 +129,28 @@ class BlockingEngineHooks(_Measured):
         return arguments | {"sampling_params": each}
 
 
+def count_generated_tokens(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``LLMRayActor.generate``, which returns vLLM's outputs, so that its tokens are counted."""
+
+    @functools.wraps(generate)
+    def counted(actor: BlockingEngineHooks, *arguments: Any, **options: Any) -> Any:
+        meter, tokens = actor._metered(), 0
+        meter.begin()
+        try:
+            outputs = generate(actor, *arguments, **options)
+            tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        finally:
+            meter.end(tokens)
+        return outputs
+
+    return counted
+
+
 def worker_class() -> Any:
-    """A class of the workers of an engine of vLLM 0.4 on this accelerator, whose start is told."""
+    """A subclass of vLLM 0.4's worker on this accelerator, with `WorkerHooks` and reported startup."""
     module, name = WORKERS[devices.device_type()]
-    return type("ToldWorker", (startup.ToldStart, getattr(importlib.import_module(module), name)), {})
+    bases = (WorkerHooks, startup.InstrumentedStartup, getattr(importlib.import_module(module), name))
+    return type("InstrumentedWorker", bases, {})
 
 
 def use_worker_class(replacement: type) -> None:
@@ -164,7 +172,7 @@ class WorkerHooks:
     model_runner: Any
     model_config: Any
     _model_update_group: Any
-    _weight_layout: checksum.Layout
+    _weight_layout: weight_layout.Layout
 
     def where(self) -> dict[str, Any]:
         """Where this worker runs: rank in the engine, GPU, host name, process, and its node if known."""
@@ -186,12 +194,12 @@ class WorkerHooks:
         group, load = self._model_update_group, self.model_runner.model.load_weights
         return receive(group, parameters, limit, devices.torch_device(), load, self.model_config.dtype)
 
-    def weight_pieces(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
+    def weight_digests(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
         """Which elements of the trainer's ``parameters`` (name, shape) this worker holds, with a checksum.
 
         Where they live is found at the first call and kept: it follows from the model's loader alone.
         """
         model = self.model_runner.model
         if not hasattr(self, "_weight_layout"):
-            self._weight_layout = checksum.find_layout(model, [(n, tuple(s)) for n, s in parameters])
-        return [piece.as_dict() for piece in checksum.held_pieces(model, self._weight_layout)]
+            self._weight_layout = weight_layout.find_layout(model, [(n, tuple(s)) for n, s in parameters])
+        return [one.as_dict() for one in digest.digest_model(model, self._weight_layout)]

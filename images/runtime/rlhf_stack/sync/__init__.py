@@ -1,21 +1,24 @@
-"""How the trainer's weights reach every engine worker.
+"""Weight sync: sends the trainer's weights to every engine worker, and reports and verifies each sync.
 
-Rank 0 is the trainer; the workers of engine i with tensor parallelism T have the ranks i*T+1 ... (i+1)*T.
-The group stands beside the default group of each process and never touches it.
+May import `placement`, `cluster` and the layers below them; never `engine` or the layers above it.
+
+Rank 0 of a sync group is the trainer; the workers of engine i with tensor parallelism T have the ranks
+i*T+1 ... (i+1)*T. The group is separate from the process's default group and never changes it.
 """
 
-from rlhf_stack.sync.backend import check_backend, create_group, of_run
-from rlhf_stack.sync.deadlines import wait, wait_for_engines, wait_for_trainers
-from rlhf_stack.sync.errors import SyncError
+from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start, wait_for_sync
+from rlhf_stack.sync.backend import check_backend, create_group, requested_backend
+from rlhf_stack.sync.errors import SyncError, SyncMismatch
 from rlhf_stack.sync.sending import send
 
 __all__ = [
     "SyncError",
+    "SyncMismatch",
     "check_backend",
     "create_group",
-    "of_run",
+    "requested_backend",
     "send",
-    "wait",
-    "wait_for_engines",
-    "wait_for_trainers",
+    "wait_for_engine_results",
+    "wait_for_engine_start",
+    "wait_for_sync",
 ]

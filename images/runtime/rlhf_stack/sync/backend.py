@@ -1,4 +1,4 @@
-"""Which group carries the weights."""
+"""Checks of the sync backend that a run requests, and creation of its group."""
 
 import logging
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ BACKENDS = ("nccl", "gloo", "auto")
 BAD_FOR_NCCL = ("vllm-second-nccl-group",)  # rows of `rlhf_stack.known_bad`
 
 
-def of_run(arguments: Any) -> str:
-    """The backend that OpenRLHF's arguments name; ``auto`` on shared GPUs is upstream's handles (nccl)."""
+def requested_backend(arguments: Any) -> str:
+    """Return the backend of OpenRLHF's arguments; ``auto`` on shared GPUs is nccl, upstream's CUDA IPC."""
     backend = str(getattr(arguments.vllm, "sync_backend", "nccl"))
     shared = arguments.train.colocate_all and not arguments.train.async_enable
     return "nccl" if backend == "auto" and shared else backend
 
 
 def check_backend(backend: str, with_ray: bool) -> None:
-    """Refuse what cannot be honoured, before any engine is asked to join.
+    """Raise `SyncError` if ``backend`` is unknown or cannot work, before any engine joins.
 
     ``with_ray`` is upstream's --vllm.sync_with_ray: Ray's own collectives instead of this group.
     """
@@ -44,7 +44,7 @@ def check_backend(backend: str, with_ray: bool) -> None:
 
 
 def refuse_bad_versions(versions: Mapping[str, str]) -> None:
-    """`SyncError` when a sync over NCCL is known not to work with these ``versions``, by distribution."""
+    """Raise `SyncError` if a sync over NCCL is known to fail with ``versions``, by distribution name."""
     rows = [row for row in known_bad.load() if row.id in BAD_FOR_NCCL]
     for finding in known_bad.judge(rows, known_bad.Environment(versions)):
         raise SyncError(
@@ -54,15 +54,15 @@ def refuse_bad_versions(versions: Mapping[str, str]) -> None:
 
 
 def create_group(host: str, port: int, rank: int, world: int, device: Any, backend: str) -> WeightGroup:
-    """Join the group of ``world`` ranks whose rank 0 listens on ``host``:``port``.
+    """Join the sync group of ``world`` ranks whose rank 0 listens on ``host``:``port``.
 
-    ``device`` is where the weights are. NCCL needs a GPU, so a CPU takes gloo and says so; ``auto`` takes
-    NCCL where it works between all ranks, else gloo.
+    ``device`` holds the weights. NCCL needs a GPU: on a CPU, rank 0 logs a warning and the group uses gloo.
+    ``auto`` uses NCCL if it works between all ranks, else gloo.
     """
     check_backend(backend, with_ray=False)
     members = Members(host, port, rank, world)
     if backend == "auto":
-        return backend_selection.create(members, lambda: _nccl(members, device))
+        return backend_selection.select_group(members, lambda: _nccl(members, device))
     if backend == "nccl" and devices.is_gpu():
         return _nccl(members, device)
     if backend == "nccl" and rank == 0:

@@ -1,4 +1,4 @@
-"""``auto``: every rank says what it has, all choose alike, and NCCL is tried before it is believed."""
+"""Backend ``auto``: ranks exchange their devices, test NCCL with a broadcast, and select the same backend."""
 
 import json
 import time
@@ -7,80 +7,81 @@ from dataclasses import asdict, dataclass
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync.deadlines import Background
+from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
 from rlhf_stack.sync.membership import Members
-from rlhf_stack.telemetry.logging import tell
+from rlhf_stack.telemetry import run_log
 
 PROBE_SECONDS = 60.0
-TINY = 1024  # bytes of the broadcast that NCCL is tried with
+PROBE_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A rank's GPU, by a name that all processes on it give it, and why it has no NCCL ("" if it has)."""
+class RankDevice:
+    """A rank's GPU, by an id that is the same in all processes, and why it has no NCCL ("" if it has)."""
 
     gpu: str | None
-    problem: str
+    nccl_problem: str
 
 
-def against_nccl(facts: Sequence[Facts], who: Callable[[int], str]) -> str:
-    """Why NCCL cannot work between ranks with these ``facts``; "" if nothing speaks against it."""
-    for rank, fact in enumerate(facts):
-        if fact.gpu is None:
-            return f"{who(rank)} has no GPU"
-        if fact.problem:
-            return f"{who(rank)} has no NCCL: {fact.problem}"
-        other = next(index for index, one in enumerate(facts) if one.gpu == fact.gpu)
-        if other != rank:
-            return f"{who(other)} and {who(rank)} share GPU {fact.gpu}, which NCCL refuses"
+def nccl_obstacle(ranks: Sequence[RankDevice], describe: Callable[[int], str]) -> str:
+    """Return why NCCL cannot work between ``ranks``, "" if nothing prevents it; ``describe`` names a rank."""
+    for rank, device in enumerate(ranks):
+        if device.gpu is None:
+            return f"{describe(rank)} has no GPU"
+        if device.nccl_problem:
+            return f"{describe(rank)} has no NCCL: {device.nccl_problem}"
+        first = next(index for index, other in enumerate(ranks) if other.gpu == device.gpu)
+        if first != rank:
+            return f"{describe(first)} and {describe(rank)} share GPU {device.gpu}, which NCCL refuses"
     return ""
 
 
-def create(members: Members, nccl: Callable[[], WeightGroup]) -> WeightGroup:
-    """A group of whichever backend works, the same on every rank; each says which and why.
+def select_group(members: Members, join_nccl: Callable[[], WeightGroup]) -> WeightGroup:
+    """Return a group of the backend that works, the same on every rank; each rank logs which one and why.
 
-    ``nccl`` joins an NCCL group. If that fails on one rank, or takes longer than a minute, all take gloo.
+    ``join_nccl`` joins an NCCL group. If it fails or takes longer than a minute on any rank, all use gloo.
     """
-    said = members.exchange("facts", json.dumps(asdict(_own_facts())), _end())
-    reason = against_nccl([Facts(**json.loads(text)) for text in said], members.who)
+    devices_json = members.exchange("facts", json.dumps(asdict(_own_device())), _deadline())
+    reason = nccl_obstacle([RankDevice(**json.loads(text)) for text in devices_json], members.describe)
     group: WeightGroup | None = None
     if not reason:
         seconds = min(PROBE_SECONDS, env_vars.sync_timeout() / 2)
-        trying = Background(lambda: _tried(nccl))
-        late = f"no broadcast over NCCL came through within {seconds:g} s"
-        group, problem = trying.result() if trying.done(seconds) else (None, late)
-        problems = members.exchange("tried", problem, _end())
-        reason = "; ".join(f"{members.who(rank)}: {text}" for rank, text in enumerate(problems) if text)
+        probe = Background(lambda: _probe(join_nccl))
+        late = f"no broadcast over NCCL finished within {seconds:g} s"
+        group, problem = probe.result() if probe.done(seconds) else (None, late)
+        problems = members.exchange("tried", problem, _deadline())
+        reason = "; ".join(f"{members.describe(rank)}: {text}" for rank, text in enumerate(problems) if text)
+    own = members.describe(members.rank)
     if group is None or reason:
-        tell(f"weight sync, {members.who(members.rank)}: auto takes gloo: {reason}")
+        run_log.info(f"weight sync, {own}: auto selects gloo: {reason}")
         return GlooGroup(members)
-    tell(f"weight sync, {members.who(members.rank)}: auto takes nccl: a broadcast to all ranks came through")
+    run_log.info(f"weight sync, {own}: auto selects nccl: a broadcast reached all ranks")
     return group
 
 
-def _tried(nccl: Callable[[], WeightGroup]) -> tuple[WeightGroup | None, str]:
-    """The group, and what went wrong with a broadcast in it ("" if nothing)."""
+def _probe(join_nccl: Callable[[], WeightGroup]) -> tuple[WeightGroup | None, str]:
+    """Return the NCCL group and why a test broadcast in it failed ("" if it succeeded)."""
     import torch
 
     try:
-        group = nccl()
-        sent = torch.arange(TINY, dtype=torch.uint8, device=group.device)
-        got = sent.clone() if group.rank == 0 else torch.zeros_like(sent)
-        group.start([got], "a first broadcast").finish()
+        group = join_nccl()
+        sent = torch.arange(PROBE_BYTES, dtype=torch.uint8, device=group.device)
+        received = sent.clone() if group.rank == 0 else torch.zeros_like(sent)
+        group.start([received], "a test broadcast").finish()
     except (SyncError, RuntimeError, OSError) as error:
         return None, str(error).splitlines()[0]
-    return group, "" if bool(torch.equal(got, sent)) else "a first broadcast brought other bytes"
+    return group, "" if bool(torch.equal(received, sent)) else "a test broadcast delivered different bytes"
 
 
-def _own_facts() -> Facts:
+def _own_device() -> RankDevice:
     import torch
 
     if not devices.is_gpu() or not torch.cuda.is_available():
-        return Facts(None, "")
-    return Facts(devices.physical_gpu_id(), _nccl_problem())
+        return RankDevice(None, "")
+    return RankDevice(devices.physical_gpu_id(), _nccl_problem())
 
 
 def _nccl_problem() -> str:
@@ -88,7 +89,7 @@ def _nccl_problem() -> str:
 
     try:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-    except ModuleNotFoundError:  # vLLM 0.4, where torch's is taken
+    except ModuleNotFoundError:  # vLLM 0.4: the group uses torch's NCCL
         return "" if torch.distributed.is_nccl_available() else "torch was built without it"
     try:
         NCCLLibrary()
@@ -97,5 +98,5 @@ def _nccl_problem() -> str:
     return ""
 
 
-def _end() -> float:
+def _deadline() -> float:
     return time.monotonic() + env_vars.sync_timeout()

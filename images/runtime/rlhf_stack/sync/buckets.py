@@ -1,15 +1,15 @@
-"""How parameters are cut into buckets: the same on every rank, from their description alone. Pure."""
+"""Division of parameters into buckets, the same on every rank: it depends on their descriptions alone."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 16  # bytes: any dtype may begin there
-LARGE = 1 << 20  # bytes: such a parameter is sent from where it lies
+ALIGNMENT = 16  # bytes: a multiple of every dtype's size
+LARGE = 1 << 20  # bytes: a parameter of this size is sent from its own memory, without a copy into the bucket
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A parameter as the trainer has it: ``dtype`` is torch's name of it ("bfloat16"), ``size`` its bytes."""
+class ParameterSpec:
+    """A parameter of the trainer: ``dtype`` is its name in torch ("bfloat16"), ``size`` is in bytes."""
 
     name: str
     dtype: str
@@ -18,8 +18,8 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Parameter ``index`` (of all) in a bucket, from byte ``begin`` to ``end``."""
+class Span:
+    """Bytes ``begin`` to ``end`` of a bucket, which hold parameter ``index`` (of all parameters)."""
 
     index: int
     begin: int
@@ -30,28 +30,28 @@ class Place:
 class Bucket:
     """Parameters that are sent together, in a buffer of ``size`` bytes; ``title`` names it in errors."""
 
-    places: tuple[Place, ...]
+    spans: tuple[Span, ...]
     size: int
     title: str
 
-    def parts(self) -> Iterator[tuple[Place, ...]]:
-        """Neighbours that are sent as one run of bytes: a large parameter alone, small ones together."""
-        small: list[Place] = []
-        for place in self.places:
-            if place.end - place.begin < LARGE:
-                small.append(place)
+    def parts(self) -> Iterator[tuple[Span, ...]]:
+        """Yield adjacent spans that are sent as one part: a large parameter alone, small ones together."""
+        small: list[Span] = []
+        for span in self.spans:
+            if span.end - span.begin < LARGE:
+                small.append(span)
                 continue
             if small:
                 yield tuple(small)
                 small = []
-            yield (place,)
+            yield (span,)
         if small:
             yield tuple(small)
 
 
-def plan(parameters: Sequence[Parameter], limit: int) -> list[Bucket]:
-    """Buckets of at most ``limit`` bytes, in the order of ``parameters``; one that is larger has its own."""
-    runs: list[list[Place]] = []
+def plan_buckets(parameters: Sequence[ParameterSpec], limit: int) -> list[Bucket]:
+    """Return buckets of at most ``limit`` bytes in the order of ``parameters``; a larger one has its own."""
+    runs: list[list[Span]] = []
     end = limit + 1
     for index, parameter in enumerate(parameters):
         begin = -(-end // ALIGNMENT) * ALIGNMENT
@@ -59,27 +59,27 @@ def plan(parameters: Sequence[Parameter], limit: int) -> list[Bucket]:
             runs.append([])
             begin = 0
         end = begin + parameter.size
-        runs[-1].append(Place(index, begin, end))
+        runs[-1].append(Span(index, begin, end))
     return [
-        Bucket(tuple(run), run[-1].end, _title(number, len(runs), [parameters[place.index] for place in run]))
+        Bucket(tuple(run), run[-1].end, _title(number, len(runs), [parameters[span.index] for span in run]))
         for number, run in enumerate(runs, 1)
     ]
 
 
-def chain(addresses: Sequence[str]) -> list[int]:
-    """The order in which ranks hand the weights on, from rank 0: all of a node before those of the next.
+def chain_order(addresses: Sequence[str]) -> list[int]:
+    """Return the order in which ranks forward the weights, from rank 0 and node by node.
 
-    ``addresses`` are those of the ranks' nodes. So the weights enter and leave each node once.
+    ``addresses`` are those of the ranks' nodes. With this order the weights enter and leave each node once.
     """
     first = {address: rank for rank, address in reversed(list(enumerate(addresses)))}
     return sorted(range(len(addresses)), key=lambda rank: (first[addresses[rank]], rank))
 
 
-def total(parameters: Iterable[Parameter]) -> int:
-    """Bytes of all ``parameters``."""
+def total_bytes(parameters: Iterable[ParameterSpec]) -> int:
+    """Return the bytes of all ``parameters``."""
     return sum(parameter.size for parameter in parameters)
 
 
-def _title(number: int, count: int, parameters: Sequence[Parameter]) -> str:
+def _title(number: int, count: int, parameters: Sequence[ParameterSpec]) -> str:
     names = parameters[0].name if len(parameters) == 1 else f"{parameters[0].name} … {parameters[-1].name}"
-    return f"bucket {number} of {count} ({names}, {total(parameters)} bytes)"
+    return f"bucket {number} of {count} ({names}, {total_bytes(parameters)} bytes)"

@@ -1,5 +1,9 @@
-"""What is raised when weights do not reach the engines."""
+"""Errors of a weight sync."""
 
 
 class SyncError(RuntimeError):
-    """A weight sync that cannot be done or did not finish in time."""
+    """A weight sync is impossible or did not finish in time."""
+
+
+class SyncMismatch(RuntimeError):
+    """An engine's weights differ from the trainer's after a sync."""

@@ -1,4 +1,4 @@
-"""The ranks of a sync group: how they find each other, and who is to blame when a transfer fails."""
+"""The ranks of a sync group: their rendezvous, and the diagnosis of which rank caused a failed transfer."""
 
 import os
 import socket
@@ -9,17 +9,17 @@ from datetime import timedelta
 from typing import Any
 
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync.deadlines import Background
+from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
 
-DONE, FAILED, HEARD = "done", "failed", " heard"
+DONE, FAILED, ACK = "done", "failed", " ack"
 POLL_SECONDS = 0.5
 
 
 class Members:
-    """All ranks, over a store that rank 0 keeps at ``host``:``port``.
+    """All ranks of a sync group, connected to a store that rank 0 serves at ``host``:``port``.
 
-    `SyncError` names the ranks that are not there in time.
+    `SyncError` names the ranks that do not join in time.
     """
 
     def __init__(self, host: str, port: int, rank: int, world: int) -> None:
@@ -29,8 +29,8 @@ class Members:
         self._host, self._port = host, port
         self._seconds = env_vars.sync_timeout()
         self._sync = 0
-        self._blamed = False
-        self._asked: Background[bool] | None = None
+        self._diagnosed = False
+        self._failure_query: Background[bool] | None = None
         limit = timedelta(seconds=self._seconds)
         end = time.monotonic() + self._seconds
         try:
@@ -44,21 +44,21 @@ class Members:
         self.addresses = self.exchange("address", self.address, end)
 
     def exchange(self, topic: str, value: str, end: float) -> list[str]:
-        """What each rank gives for ``topic``, by rank; ``end``, of the monotonic clock, is the deadline."""
+        """Return every rank's ``value`` for ``topic``, by rank; ``end`` is a time on the monotonic clock."""
         keys = [f"{topic}/{rank}" for rank in range(self.world)]
         self.store.set(keys[self.rank], value)
         try:
             self.store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))
         except RuntimeError as error:
             raise SyncError(
-                f"weight sync, rank {self.rank} on {self.address}: {self._absent(keys)} within "
+                f"weight sync, rank {self.rank} on {self.address}: {self._missing(keys)} within "
                 f"{self._seconds:g} s ({env_vars.SYNC_TIMEOUT}); rank 0 is the trainer, the others are "
                 "engine workers: look for their errors in the log"
             ) from error
         return [self.store.get(key).decode() for key in keys]
 
-    def connection(self) -> Any:
-        """Another connection to the store, for a backend: it may wait in it, which blocks the connection."""
+    def connect_to_store(self) -> Any:
+        """Return another connection to the store, for a backend: its waits block the connection they use."""
         import torch.distributed as dist
 
         limit = timedelta(seconds=self._seconds)
@@ -66,91 +66,97 @@ class Members:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around one sync: how it ended is told to the others, which may have to know whom to blame."""
+        """Around one sync: publishes in the store how it ended, from which other ranks diagnose a failure."""
         if self._sync:
             self.store.delete_key(self._key(self.rank))
         self._sync += 1
-        self._blamed = False
+        self._diagnosed = False
         try:
             yield
         except BaseException as error:
-            if not self._blamed:
+            if not self._diagnosed:
                 state = f"{type(error).__name__}: {error}"
-                Background(lambda: self._fail(state)).done(env_vars.sync_grace())
+                Background(lambda: self._publish_failure(state)).done(env_vars.sync_grace())
             raise
         self.store.set(self._key(self.rank), DONE)
 
-    def watch(self, done: Callable[[float], bool]) -> None:
-        """Until ``done``, which waits for so many seconds; RuntimeError when another rank has failed."""
+    def wait_for_transfer(self, done: Callable[[float], bool]) -> None:
+        """Wait until ``done(seconds)``, which waits at most so long, is true.
+
+        RuntimeError if another rank fails first.
+        """
         while not done(POLL_SECONDS):
             if self._has_failed():
                 raise RuntimeError("another rank failed first")
 
     def failure(self, what: str, error: Exception) -> SyncError:
-        """The error for a step of a sync that failed here with ``error``, with whoever caused it.
+        """Return the error for a step ``what`` that failed on this rank with ``error``; it names the cause.
 
-        A rank that fails says so in the store; one that does not is dead, stopped or cut off.
+        A failed rank publishes this in the store; a rank that publishes nothing is dead, stopped or cut off.
         """
-        self._blamed = True
-        answer = self._silent([0])
-        telling = Background(lambda: self._fail(what))
-        if telling.done(env_vars.sync_grace()):
-            asking = Background(self._blame)
-            answer = asking.result() if asking.done(3 * env_vars.sync_grace()) else answer
+        self._diagnosed = True
+        cause = self._unresponsive([0])
+        publishing = Background(lambda: self._publish_failure(what))
+        if publishing.done(env_vars.sync_grace()):
+            diagnosis = Background(self._diagnose)
+            cause = diagnosis.result() if diagnosis.done(3 * env_vars.sync_grace()) else cause
         reason = str(error).strip().splitlines()[0]
         return SyncError(
-            f"weight sync, {self.who(self.rank)}, {what}: {answer} "
+            f"weight sync, {self.describe(self.rank)}, {what}: {cause} "
             f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {reason})"
         )
 
-    def who(self, rank: int) -> str:
-        """A rank by its number and node."""
+    def describe(self, rank: int) -> str:
+        """Return a rank's number and node, for logs and errors."""
         return f"rank {rank}{'' if rank else ' (the trainer)'} on {self.addresses[rank]}"
 
     def _has_failed(self) -> bool:
-        """Whether a rank has said so; a trainer that is stopped never answers this."""
-        self._asked = self._asked or Background(lambda: bool(self.store.check([self._key(FAILED)])))
-        if not self._asked.done(POLL_SECONDS):
+        """Return whether a rank has published a failure; False while the store (rank 0) does not answer."""
+        self._failure_query = self._failure_query or Background(
+            lambda: bool(self.store.check([self._key(FAILED)]))
+        )
+        if not self._failure_query.done(POLL_SECONDS):
             return False
-        asked, self._asked = self._asked, None
-        return asked.result()
+        query, self._failure_query = self._failure_query, None
+        return query.result()
 
-    def _fail(self, state: str) -> None:
+    def _publish_failure(self, state: str) -> None:
         self.store.set(self._key(self.rank), state)
         self.store.set(self._key(FAILED), "")
 
-    def _blame(self) -> str:
+    def _diagnose(self) -> str:
+        """Return which ranks are unresponsive, or, if all respond, which of them failed and why."""
         try:
             states = self._collect("", range(self.world))
             if self.rank:
-                self.store.set(self._key(self.rank) + HEARD, "")
-            else:  # the store ends with this process, so the others first
-                self._collect(HEARD, [rank for rank in states if rank])
+                self.store.set(self._key(self.rank) + ACK, "")
+            else:  # the store ends with this process, so rank 0 waits until the others have read it
+                self._collect(ACK, [rank for rank in states if rank])
         except RuntimeError:
-            return self._silent([0])
-        silent = [rank for rank in range(self.world) if rank not in states]
-        told = [f"{self.who(rank)}: {state}" for rank, state in states.items() if state != DONE]
-        return self._silent(silent) if silent else "; ".join(told)
+            return self._unresponsive([0])
+        missing = [rank for rank in range(self.world) if rank not in states]
+        failed = [f"{self.describe(rank)}: {state}" for rank, state in states.items() if state != DONE]
+        return self._unresponsive(missing) if missing else "; ".join(failed)
 
     def _collect(self, suffix: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What ``ranks`` say in this sync, by rank, of those that do within `settings.sync_grace`.
+        """Return what ``ranks`` publish in this sync within `env_vars.sync_grace`, by rank.
 
-        RuntimeError when the store is gone, which is rank 0's.
+        RuntimeError if the store, which is rank 0's, is unreachable.
         """
         keys = {rank: self._key(rank) + suffix for rank in ranks}
-        with suppress(RuntimeError):  # one says nothing in time, or the store is gone, as `check` tells
+        with suppress(RuntimeError):  # a rank is late or the store is unreachable; `check` tells them apart
             self.store.wait(list(keys.values()), timedelta(seconds=env_vars.sync_grace()))
         return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
 
-    def _silent(self, ranks: list[int]) -> str:
-        who = ", ".join(self.who(rank) for rank in ranks)
-        return f"{who} {'does' if len(ranks) == 1 else 'do'} not answer: dead, stopped or cut off"
+    def _unresponsive(self, ranks: list[int]) -> str:
+        names = ", ".join(self.describe(rank) for rank in ranks)
+        return f"{names} {'does' if len(ranks) == 1 else 'do'} not answer: dead, stopped or cut off"
 
     def _key(self, rank: object) -> str:
         return f"sync {self._sync}/{rank}"
 
-    def _absent(self, keys: list[str]) -> str:
-        """Who has not joined, as a sentence; the store is rank 0's and ends with it."""
+    def _missing(self, keys: list[str]) -> str:
+        """Return which ranks have not joined, as a clause; the store ends with rank 0, which serves it."""
         try:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:
@@ -159,7 +165,7 @@ class Members:
 
 
 def gloo_device(address: str) -> Any:
-    """Where gloo listens: not by host name, which resolves to 127.0.1.1 on a stock Debian."""
+    """Return gloo's device at ``address``: its default, the host name, is 127.0.1.1 on a stock Debian."""
     from torch.distributed import ProcessGroupGloo
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -169,7 +175,7 @@ def gloo_device(address: str) -> Any:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address by which ``host`` knows this machine."""
+    """Return the address of this machine from which ``host`` is reached."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

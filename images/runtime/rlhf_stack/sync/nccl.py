@@ -1,4 +1,4 @@
-"""Sync groups over NCCL (RCCL on AMD). No GPU was at hand: these were read and typed, not run."""
+"""Sync groups over NCCL (RCCL on AMD). No GPU was available: they were reviewed and type-checked, not run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync.deadlines import Background
+from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers
 from rlhf_stack.sync.membership import Members
@@ -19,23 +19,23 @@ POLL_SECONDS = 0.0005
 
 
 class NcclTransfer:
-    """Broadcasts on a stream of their own; NCCL has no deadline, so this looks until the stream is there."""
+    """Broadcasts on their own CUDA stream, which is polled until a deadline, as NCCL has none."""
 
     def __init__(
-        self, reached: Callable[[], bool], members: Members, failed: Callable[[RuntimeError], SyncError]
+        self, reached: Callable[[], bool], members: Members, failure: Callable[[RuntimeError], SyncError]
     ) -> None:
-        self._reached, self._members, self._failed = reached, members, failed
+        self._reached, self._members, self._failure = reached, members, failure
         self._end = time.monotonic() + env_vars.sync_timeout() - env_vars.sync_grace()
 
     def finish(self) -> None:
         """See `Transfer`."""
         try:
-            self._members.watch(self._done)
+            self._members.wait_for_transfer(self._done)
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
     def release(self) -> None:
-        """Nothing: each rank has buffers of its own."""
+        """Do nothing: no rank reads another rank's buffers."""
 
     def _done(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -48,8 +48,8 @@ class NcclTransfer:
         return True
 
 
-class _OnStream:
-    """What both groups do: bytes go on a stream beside the current one, which packs and loads."""
+class _StreamGroup:
+    """The common part of both groups: a separate stream broadcasts while the current one packs and loads."""
 
     name = "nccl"
     in_place = True
@@ -57,7 +57,7 @@ class _OnStream:
     def __init__(self, members: Members, device: Any) -> None:
         import torch
 
-        self.rank, self.who, self._members = members.rank, members.who, members
+        self.rank, self.describe, self._members = members.rank, members.describe, members
         self.answers: list[dict[str, Any]] = []
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.buffers = Buffers(self.device, pinned=False)
@@ -73,7 +73,7 @@ class _OnStream:
                 if part.numel():
                     self.broadcast(part, src=0, stream=self._stream)
             reached = self._stream.record_event()
-        return NcclTransfer(reached.query, self._members, lambda error: self._failed(what, error))
+        return NcclTransfer(reached.query, self._members, lambda error: self._failure(what, error))
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """See `WeightGroup`."""
@@ -83,12 +83,12 @@ class _OnStream:
         """See `WeightGroup`."""
         return self._members.syncing()
 
-    def _failed(self, what: str, error: RuntimeError) -> SyncError:
+    def _failure(self, what: str, error: RuntimeError) -> SyncError:
         return self._members.failure(f"nccl, {what}", error)
 
 
-class NcclGroup(_OnStream):
-    """Upstream's own: vLLM's PyNcclCommunicator, which here may not be switched off unnoticed."""
+class NcclGroup(_StreamGroup):
+    """Upstream's group, vLLM's PyNcclCommunicator; a disabled one, which does nothing, is an error."""
 
     def __init__(self, members: Members, device: Any) -> None:
         import torch.distributed as dist
@@ -96,7 +96,7 @@ class NcclGroup(_OnStream):
         from vllm.distributed.utils import StatelessProcessGroup
 
         super().__init__(members, device)
-        store = dist.PrefixStore("nccl", members.connection())
+        store = dist.PrefixStore("nccl", members.connect_to_store())
         group = StatelessProcessGroup(rank=members.rank, world_size=members.world, store=store)
         joining = Background(lambda: PyNcclCommunicator(group, device=device))
         if not joining.done(env_vars.sync_timeout() - env_vars.sync_grace()):
@@ -104,25 +104,25 @@ class NcclGroup(_OnStream):
         self._communicator = joining.result()
         if self._communicator.disabled and members.world > 1:
             raise SyncError(
-                f"{self.who(self.rank)}: vLLM could not load NCCL or VLLM_DISABLE_PYNCCL is set, so engines "
-                "would load garbage as weights; mend it, or use --vllm.sync_backend gloo"
+                f"{self.describe(self.rank)}: vLLM could not load NCCL or VLLM_DISABLE_PYNCCL is set, so "
+                "engines would load garbage as weights; fix it, or use --vllm.sync_backend gloo"
             )
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """See `WeightGroup`."""
         self._communicator.broadcast(tensor, src=src, stream=stream)
 
-    def _failed(self, what: str, error: RuntimeError) -> SyncError:
-        """The error; what NCCL still does on this GPU is aborted."""
-        failure = super()._failed(what, error)
+    def _failure(self, what: str, error: RuntimeError) -> SyncError:
+        """Return the error, and abort NCCL's operations on this GPU."""
+        failure = super()._failure(what, error)
         self._communicator.destroy()
         return failure
 
 
-class TorchNcclGroup(_OnStream):
-    """torch's NCCL group, as upstream makes it where vLLM has no communicator for others (vLLM 0.4).
+class TorchNcclGroup(_StreamGroup):
+    """torch's NCCL group, as in upstream, for vLLM 0.4, whose communicator only vLLM's own ranks can use.
 
-    A broadcast that is not done within the deadline ends the process: torch's watchdog sees to it.
+    A broadcast that does not finish within the deadline ends the process: torch's watchdog aborts it.
     """
 
     def __init__(self, members: Members, device: Any) -> None:
@@ -133,7 +133,7 @@ class TorchNcclGroup(_OnStream):
         self._group = init_process_group(
             backend="nccl",
             timeout=timedelta(seconds=env_vars.sync_timeout()),
-            store=dist.PrefixStore("nccl", members.connection()),
+            store=dist.PrefixStore("nccl", members.connect_to_store()),
             world_size=members.world,
             rank=members.rank,
             group_name="openrlhf",

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: weights enter a node once, and are loaded from where they lie."""
+"""Memory shared by the ranks of a node: weights enter the node once, and every rank loads them from there."""
 
 import json
 import mmap
@@ -19,7 +19,7 @@ TOKEN_BYTES = 16
 
 
 class SharedBuffers(Buffers):
-    """The buffers of a node, in ``files`` that all of its ranks have open: memory, on no file system."""
+    """The buffers of a node, in memory ``files`` (memfd) that all of its ranks have open."""
 
     def __init__(self, files: Sequence[int]) -> None:
         super().__init__("cpu", pinned=False)
@@ -28,15 +28,17 @@ class SharedBuffers(Buffers):
     def _new(self, size: int, index: int) -> "torch.Tensor":
         import torch
 
-        os.posix_fallocate(self._files[index], 0, size)  # it never shrinks, whoever comes first
+        os.posix_fallocate(
+            self._files[index], 0, size
+        )  # never shrinks the file, so ranks may call it in any order
         return torch.frombuffer(mmap.mmap(self._files[index], size), dtype=torch.uint8)
 
 
-def meet(members: Members) -> tuple[list[int], Buffers | None]:
-    """Which rank leads each rank's node, by rank, and what this rank shares with others (None: nothing).
+def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None]:
+    """Return the leader of each rank's node, by rank, and this rank's shared buffers (None: it shares none).
 
-    The first rank of an address offers its memory to the others there. Who cannot open it (in another
-    container of the same host, by another user) leads itself.
+    The first rank at an address offers its memory to the other ranks there. A rank that cannot open it (in
+    another container of the same host, or of another user) is its own leader.
     """
     end = time.monotonic() + env_vars.sync_timeout()
     first = members.addresses.index(members.address)
@@ -47,25 +49,26 @@ def meet(members: Members) -> tuple[list[int], Buffers | None]:
         offer = _offer(files)
     offers = members.exchange("memory", offer, end)
     if first != members.rank:
-        files = _opened(offers[first])
-    heads = [int(head) for head in members.exchange("head", str(first if files else members.rank), end)]
-    if heads.count(heads[members.rank]) > 1:
-        return heads, SharedBuffers(files)
+        files = _open_offered(offers[first])
+    leader = str(first if files else members.rank)
+    leaders = [int(rank) for rank in members.exchange("leader", leader, end)]
+    if leaders.count(leaders[members.rank]) > 1:
+        return leaders, SharedBuffers(files)
     for file in files:
         os.close(file)
-    return heads, None
+    return leaders, None
 
 
 def _offer(files: Sequence[int]) -> str:
-    """Where ``files`` are found, and what is in them, so that nobody takes another process's for these."""
+    """Return the paths of ``files`` and a token in them, which another process's file at that path lacks."""
     token = secrets.token_hex(TOKEN_BYTES)
     for file in files:
         os.pwrite(file, token.encode(), 0)
     return json.dumps({"paths": [f"/proc/{os.getpid()}/fd/{file}" for file in files], "token": token})
 
 
-def _opened(offer: str) -> list[int]:
-    """The files of an offer; none if they cannot be had from here."""
+def _open_offered(offer: str) -> list[int]:
+    """Open the files of an offer; return none if they are inaccessible from this process."""
     offered = json.loads(offer)
     files: list[int] = []
     try:

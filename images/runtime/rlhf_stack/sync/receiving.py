@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack.sync.buckets import Bucket, Parameter, plan
+from rlhf_stack.sync.buckets import Bucket, ParameterSpec, plan_buckets
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, WeightGroup
 
@@ -17,64 +17,64 @@ Load = Callable[[list[tuple[str, "torch.Tensor"]]], Any]
 def receive(
     group: WeightGroup, content: Sequence[Sequence[Any]], limit: int, device: Any, load: Load, dtype: Any
 ) -> dict[str, Any]:
-    """Take the trainer's parameters as `sending.send` sends them, and hand them to ``load`` bucket by bucket.
+    """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
-    ``content`` are the fields of each `Parameter`, ``dtype`` is the engine's. ``load`` gets names and tensors
-    on ``device``, which hold until it returns. The answer has ``rank`` (in the group), ``who`` (for people),
-    ``seconds``, and of them ``loading`` and ``waiting``.
+    ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's. ``load`` gets names and
+    tensors on ``device``, valid until it returns. Returns ``rank`` (in the group), ``who`` (rank and node,
+    for logs), ``seconds`` in total, and of these the seconds ``loading`` and ``waiting``.
     """
     start = time.monotonic()
     waiting = loading = 0.0
     with group.syncing():
-        described = [Parameter(name, kind, tuple(shape), size) for name, kind, shape, size in content]
-        _refuse_other_dtypes(described, dtype)
-        buckets = plan(described, limit)
+        specs = [ParameterSpec(name, kind, tuple(shape), size) for name, kind, shape, size in content]
+        _refuse_other_dtypes(specs, dtype)
+        buckets = plan_buckets(specs, limit)
         arriving = [_start(group, number, bucket) for number, bucket in enumerate(buckets[:SLOTS])]
         for number, bucket in enumerate(buckets):
             before = time.monotonic()
-            held, transfer = arriving.pop(0)
+            buffer, transfer = arriving.pop(0)
             transfer.finish()
-            waiting += (here := time.monotonic()) - before
-            load(_views(held.to(device), bucket, described))
-            loading += time.monotonic() - here
+            waiting += (arrived := time.monotonic()) - before
+            load(_views(buffer.to(device), bucket, specs))
+            loading += time.monotonic() - arrived
             transfer.release()
             if number + SLOTS < len(buckets):
                 arriving.append(_start(group, number + SLOTS, buckets[number + SLOTS]))
     seconds = time.monotonic() - start
     return {
         "rank": group.rank,
-        "who": group.who(group.rank),
+        "who": group.describe(group.rank),
         "seconds": seconds,
         "loading": loading,
         "waiting": waiting,
     }
 
 
-def _refuse_other_dtypes(described: Iterable[Parameter], dtype: Any) -> None:
-    """`SyncError` for a parameter that the engine, which computes in ``dtype``, would round (as upstream)."""
-    wanted = str(dtype).removeprefix("torch.")
-    for parameter in described:
-        if parameter.dtype != wanted:
+def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any) -> None:
+    """Raise `SyncError`, as upstream does, for a parameter that the engine's ``dtype`` would round."""
+    expected = str(dtype).removeprefix("torch.")
+    for spec in specs:
+        if spec.dtype != expected:
             raise SyncError(
-                f"{parameter.name} is {parameter.dtype} in the trainer and {wanted} in the engine: "
+                f"{spec.name} is {spec.dtype} in the trainer and {expected} in the engine: "
                 "train in the engine's dtype"
             )
 
 
 def _start(group: WeightGroup, number: int, bucket: Bucket) -> tuple["torch.Tensor", Any]:
-    content = group.buffers.first(bucket.size, number)
-    parts = [content[part[0].begin : part[-1].end] for part in bucket.parts()]
-    return content, group.start(parts, bucket.title)
+    buffer = group.buffers.for_bucket(bucket.size, number)
+    parts = [buffer[spans[0].begin : spans[-1].end] for spans in bucket.parts()]
+    return buffer, group.start(parts, bucket.title)
 
 
 def _views(
-    content: "torch.Tensor", bucket: Bucket, described: Sequence[Parameter]
+    buffer: "torch.Tensor", bucket: Bucket, specs: Sequence[ParameterSpec]
 ) -> list[tuple[str, "torch.Tensor"]]:
     import torch
 
     views = []
-    for place in bucket.places:
-        parameter = described[place.index]
-        part = content[place.begin : place.end].view(getattr(torch, parameter.dtype))
-        views.append((parameter.name, part.view(parameter.shape)))
+    for span in bucket.spans:
+        spec = specs[span.index]
+        values = buffer[span.begin : span.end].view(getattr(torch, spec.dtype))
+        views.append((spec.name, values.view(spec.shape)))
     return views

@@ -1,17 +1,24 @@
-"""What is said of a sync: a line in the log, numbers for Ray's metrics, and which engines are slow.
+"""Records of each weight sync: an event, a log line, Ray metrics, and a warning for each slow engine.
 
 The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes`` and
 ``rlhf_stack_sync_gigabytes_per_second`` of the last sync with the tag ``backend``, and
-``rlhf_stack_engine_tokens_per_second`` since the sync before with the tag ``engine``. Ray exports each with
-``ray_`` before its name.
+``rlhf_stack_engine_tokens_per_second`` since the previous sync with the tag ``engine``. Ray exports each with
+the prefix ``ray_``.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
-from rlhf_stack.telemetry import throughput
-from rlhf_stack.telemetry.logging import tell, warn
+from rlhf_stack.cluster import actor_registry
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync.buckets import total_bytes
+from rlhf_stack.sync.sending import parameter_spec
+from rlhf_stack.sync.verify import synced_parameters, verify_sync
+from rlhf_stack.telemetry import events, run_log, throughput
 
 GIGA = 1e9
 METRICS = {
@@ -23,30 +30,77 @@ METRICS = {
 
 Answers = Sequence[Mapping[str, Any]]
 
+_indices = itertools.count()
 
-def report(index: int, backend: str, size: int, seconds: float, answers: Answers) -> dict[str, Any]:
-    """Say how sync ``index`` went, and return what its event has besides; ``answers`` are the engines'."""
+
+@contextmanager
+def recorded_sync(trainer: Any) -> Iterator[None]:
+    """Around ``ActorPPOTrainer.broadcast_to_vllm`` on every trainer rank: record and verify the sync.
+
+    Rank 0 records bytes, seconds and backend. With RLHF_STACK_VERIFY_SYNC=1 every parameter is then compared
+    with every engine; `SyncMismatch` on rank 0 names parameter, engine, rank and node.
+    """
+    import torch
+
+    index = next(_indices)
+    is_root = torch.distributed.get_rank() == 0
+    if is_root:
+        events.begin("sync")
+    start = time.monotonic()
+    with actor_registry.translate_actor_errors(
+        f"weight sync {index} over {_backend(trainer)}" if is_root else f"weight sync {index}"
+    ):
+        yield
+    seconds = time.monotonic() - start
+    if is_root:
+        specs = [parameter_spec(name, parameter) for name, parameter in synced_parameters(trainer)]
+        backend, size = _backend(trainer), total_bytes(specs)
+        answers = getattr(getattr(trainer, "_model_update_group", None), "answers", [])
+        rates = report_sync(index, backend, size, seconds, answers)
+        events.emit(
+            "sync", index=index, backend=backend, bytes=size, seconds=seconds, parameters=len(specs), **rates
+        )
+    if env_vars.flag(env_vars.VERIFY_SYNC):
+        verify_sync(trainer, index, is_root)
+
+
+def with_recorded_sync(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorate a method of ``ActorPPOTrainer`` that syncs with `recorded_sync`."""
+
+    @wraps(method)
+    def recorded(trainer: Any) -> None:
+        with recorded_sync(trainer):
+            method(trainer)
+
+    return recorded
+
+
+def report_sync(index: int, backend: str, size: int, seconds: float, answers: Answers) -> dict[str, Any]:
+    """Log sync ``index`` of ``size`` bytes, set its metrics, and return further fields of its event.
+
+    ``answers`` are the engines' results of the sync, by engine.
+    """
     rate = size / seconds / GIGA
-    peer = slowest(answers)
-    tell(
+    peer = slowest_worker(answers)
+    run_log.info(
         f"weight sync {index} over {backend}: {size / 1e6:.1f} MB in {seconds:.2f} s, {rate:.2f} GB/s"
         + (f"; slowest {peer['who']}, {peer['loading']:.2f} s of it loading" if peer else "")
     )
-    measure("rlhf_stack_sync_seconds", seconds, backend)
-    measure("rlhf_stack_sync_bytes", size, backend)
-    measure("rlhf_stack_sync_gigabytes_per_second", rate, backend)
-    _compare([answer["work"] for answer in answers], answers)
+    set_metric("rlhf_stack_sync_seconds", seconds, backend)
+    set_metric("rlhf_stack_sync_bytes", size, backend)
+    set_metric("rlhf_stack_sync_gigabytes_per_second", rate, backend)
+    _compare_engines([answer["work"] for answer in answers], answers)
     return {"gigabytes_per_second": rate, "slowest": peer}
 
 
-def slowest(answers: Answers) -> Mapping[str, Any] | None:
-    """The engine worker that took longest, as it said itself; None where engines said nothing."""
+def slowest_worker(answers: Answers) -> Mapping[str, Any] | None:
+    """Return the engine worker with the longest sync by its own clock; None without answers."""
     ranks = [rank for answer in answers for rank in answer["ranks"]]
     return max(ranks, key=lambda rank: float(rank["seconds"]), default=None)
 
 
-def measure(name: str, value: float, tag: str) -> None:
-    """Set one of `METRICS` where there is a Ray to export it."""
+def set_metric(name: str, value: float, tag: str) -> None:
+    """Set one of `METRICS` if this process is connected to Ray, which exports it."""
     import ray
 
     if ray.is_initialized():
@@ -62,13 +116,21 @@ def _gauge(name: str) -> Any:
     return Gauge(name, description=text, tag_keys=(tag,))
 
 
-def _compare(works: Sequence[throughput.Work], answers: Answers) -> None:
+def _compare_engines(works: Sequence[throughput.Work], answers: Answers) -> None:
+    """Set each engine's metric, and warn of engines that are much slower than the others."""
     for index, work in enumerate(works):
-        measure("rlhf_stack_engine_tokens_per_second", work.rate, str(index))
-    for index in throughput.slow(works):
-        where = ", ".join(rank["who"] for rank in answers[index]["ranks"])
+        set_metric("rlhf_stack_engine_tokens_per_second", work.rate, str(index))
+    for index in throughput.slow_engines(works):
+        workers = ", ".join(rank["who"] for rank in answers[index]["ranks"])
         rates = ", ".join(f"{work.rate:.0f}" for work in works)
-        warn(
+        run_log.warning(
             f"engine {index} generates {works[index].rate:.0f} tokens/s, less than half of the median "
-            f"(all engines: {rates}); it has {where}: does it straddle nodes, or share a GPU?"
+            f"(all engines: {rates}); its workers are {workers}: does it straddle nodes, or share a GPU?"
         )
+
+
+def _backend(trainer: Any) -> str:
+    if getattr(trainer, "use_cuda_ipc", False):  # older releases have no such way
+        return "ipc"
+    group = trainer._model_update_group
+    return f"ray:{trainer.strategy.args.vllm.sync_backend}" if isinstance(group, str) else str(group.name)

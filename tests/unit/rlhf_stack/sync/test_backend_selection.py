@@ -5,30 +5,30 @@ from types import SimpleNamespace
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.sync.backend import refuse_bad_versions
-from rlhf_stack.sync.backend_selection import Facts, against_nccl
+from rlhf_stack.sync.backend_selection import RankDevice, nccl_obstacle
 
 
-def who(rank: int) -> str:
+def describe(rank: int) -> str:
     return f"rank {rank}"
 
 
 @pytest.mark.parametrize(
-    ("facts", "reason"),
+    ("ranks", "reason"),
     [
-        ([Facts("a", ""), Facts("b", ""), Facts("c", "")], ""),
-        ([Facts("a", ""), Facts(None, "")], "rank 1 has no GPU"),
+        ([RankDevice("a", ""), RankDevice("b", ""), RankDevice("c", "")], ""),
+        ([RankDevice("a", ""), RankDevice(None, "")], "rank 1 has no GPU"),
         (
-            [Facts("a", ""), Facts("b", "libnccl.so.2 not found")],
+            [RankDevice("a", ""), RankDevice("b", "libnccl.so.2 not found")],
             "rank 1 has no NCCL: libnccl.so.2 not found",
         ),
         (
-            [Facts("a", ""), Facts("b", ""), Facts("a", "")],
+            [RankDevice("a", ""), RankDevice("b", ""), RankDevice("a", "")],
             "rank 0 and rank 2 share GPU a, which NCCL refuses",
         ),
     ],
 )
-def test_what_speaks_against_nccl_is_the_first_reason(facts: list[Facts], reason: str) -> None:
-    assert against_nccl(facts, who) == reason
+def test_what_speaks_nccl_obstacle_is_the_first_reason(ranks: list[RankDevice], reason: str) -> None:
+    assert nccl_obstacle(ranks, describe) == reason
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,10 @@ def test_auto_on_shared_gpus_is_upstreams_handles(
     backend: str, colocated: bool, asynchronous: bool, expected: str
 ) -> None:
     train = SimpleNamespace(colocate_all=colocated, async_enable=asynchronous)
-    assert sync.of_run(SimpleNamespace(vllm=SimpleNamespace(sync_backend=backend), train=train)) == expected
+    assert (
+        sync.requested_backend(SimpleNamespace(vllm=SimpleNamespace(sync_backend=backend), train=train))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("version", ["0.4.3", "0.5.5", "0.6.3", "0.6.3.post1"])

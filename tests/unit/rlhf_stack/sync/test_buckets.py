@@ -4,65 +4,65 @@ import itertools
 
 import hypothesis.strategies as st
 from hypothesis import given
-from rlhf_stack.sync.buckets import ALIGNMENT, LARGE, Parameter, chain, plan, total
+from rlhf_stack.sync.buckets import ALIGNMENT, LARGE, ParameterSpec, chain_order, plan_buckets, total_bytes
 
 SIZES = st.lists(st.one_of(st.integers(0, 70), st.integers(LARGE - 2, LARGE + 2)), max_size=40)
 
 
-def described(sizes: list[int]) -> list[Parameter]:
-    return [Parameter(f"w{index}", "uint8", (size,), size) for index, size in enumerate(sizes)]
+def specs(sizes: list[int]) -> list[ParameterSpec]:
+    return [ParameterSpec(f"w{index}", "uint8", (size,), size) for index, size in enumerate(sizes)]
 
 
 @given(SIZES, st.integers(1, 3 * LARGE))
 def test_every_parameter_has_its_bytes_in_one_bucket_in_order(sizes: list[int], limit: int) -> None:
-    buckets = plan(described(sizes), limit)
-    places = [place for bucket in buckets for place in bucket.places]
-    assert [place.index for place in places] == list(range(len(sizes)))
-    assert [place.end - place.begin for place in places] == sizes
+    buckets = plan_buckets(specs(sizes), limit)
+    spans = [span for bucket in buckets for span in bucket.spans]
+    assert [span.index for span in spans] == list(range(len(sizes)))
+    assert [span.end - span.begin for span in spans] == sizes
     for bucket in buckets:
-        assert bucket.size <= limit or len(bucket.places) == 1, "only what is larger than a bucket exceeds it"
-        assert bucket.size == bucket.places[-1].end
-        assert all(place.begin % ALIGNMENT == 0 for place in bucket.places), "a view of any dtype is possible"
-        ends = [0] + [place.end for place in bucket.places]
-        assert all(place.begin >= end for place, end in zip(bucket.places, ends, strict=False))
+        assert bucket.size <= limit or len(bucket.spans) == 1, "only what is larger than a bucket exceeds it"
+        assert bucket.size == bucket.spans[-1].end
+        assert all(span.begin % ALIGNMENT == 0 for span in bucket.spans), "a view of any dtype is possible"
+        ends = [0] + [span.end for span in bucket.spans]
+        assert all(span.begin >= end for span, end in zip(bucket.spans, ends, strict=False))
 
 
 @given(SIZES, st.integers(1, 3 * LARGE))
 def test_buckets_are_as_few_as_their_order_allows(sizes: list[int], limit: int) -> None:
-    buckets = plan(described(sizes), limit)
+    buckets = plan_buckets(specs(sizes), limit)
     for bucket, following in itertools.pairwise(buckets):
-        first = following.places[0]
+        first = following.spans[0]
         begin = -(-bucket.size // ALIGNMENT) * ALIGNMENT
         assert begin + first.end - first.begin > limit
 
 
 @given(SIZES)
 def test_parts_are_the_places_once_and_a_large_parameter_is_its_own(sizes: list[int]) -> None:
-    for bucket in plan(described(sizes), 3 * LARGE):
+    for bucket in plan_buckets(specs(sizes), 3 * LARGE):
         parts = list(bucket.parts())
-        assert [place for part in parts for place in part] == list(bucket.places)
+        assert [span for part in parts for span in part] == list(bucket.spans)
         for part in parts:
-            assert len(part) == 1 or all(place.end - place.begin < LARGE for place in part)
+            assert len(part) == 1 or all(span.end - span.begin < LARGE for span in part)
         small = [part[0].end - part[0].begin < LARGE for part in parts]
         assert not any(one and two for one, two in itertools.pairwise(small)), "runs are whole"
 
 
 def test_a_bucket_is_named_by_what_is_in_it() -> None:
-    buckets = plan(described([40, 8, 100]), 64)
+    buckets = plan_buckets(specs([40, 8, 100]), 64)
     assert [bucket.title for bucket in buckets] == [
         "bucket 1 of 2 (w0 … w1, 48 bytes)",
         "bucket 2 of 2 (w2, 100 bytes)",
     ]
-    assert total(described([40, 8, 100])) == 148
+    assert total_bytes(specs([40, 8, 100])) == 148
 
 
 def test_the_chain_enters_each_node_once() -> None:
-    assert chain(["a", "b", "a", "b", "c", "a"]) == [0, 2, 5, 1, 3, 4]
+    assert chain_order(["a", "b", "a", "b", "c", "a"]) == [0, 2, 5, 1, 3, 4]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=20))
 def test_the_chain_begins_with_the_trainer_and_has_every_rank(nodes: list[str]) -> None:
-    order = chain(nodes)
+    order = chain_order(nodes)
     assert order[0] == 0
     assert sorted(order) == list(range(len(nodes)))
     crossings = sum(nodes[one] != nodes[two] for one, two in itertools.pairwise(order))

@@ -9,7 +9,7 @@ import pytest
 from rlhf_stack import sync
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import backend, deadlines, nccl
+from rlhf_stack.sync import actor_waits, backend, nccl
 
 
 class GetTimeoutError(Exception):
@@ -56,7 +56,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def members(rank: int, world: int) -> MagicMock:
     """Ranks that have found each other."""
-    return MagicMock(rank=rank, world=world, who=lambda one: f"rank {one} on 10.0.0.1")
+    return MagicMock(rank=rank, world=world, describe=lambda one: f"rank {one} on 10.0.0.1")
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo", "auto"])
@@ -103,7 +103,7 @@ def test_a_broadcast_of_nccl_that_does_not_end_is_aborted_and_an_error(
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.2")
     ranks = members(0, 3)
     ranks.failure.return_value = sync.SyncError("rank 2 does not answer")
-    ranks.watch.side_effect = lambda done: [None for _ in iter(lambda: done(0.01), True)]
+    ranks.wait_for_transfer.side_effect = lambda done: [None for _ in iter(lambda: done(0.01), True)]
     monkeypatch.setattr(backend, "Members", lambda *_: ranks)
     communicator = vllm.PyNcclCommunicator.return_value
     communicator.disabled = False
@@ -144,7 +144,7 @@ def test_a_communicator_that_would_do_nothing_is_an_error(vllm: MagicMock) -> No
 def test_a_wait_returns_what_ray_returns(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "7")
     ray.get.return_value = ["a", "b"]
-    assert sync.wait(["first", "second"], "something") == ["a", "b"]
+    assert sync.wait_for_engine_results(["first", "second"], "something") == ["a", "b"]
     ray.get.assert_called_once_with(["first", "second"], timeout=7.0)
 
 
@@ -152,7 +152,7 @@ def test_a_wait_that_is_over_says_for_what_and_for_whom(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "7")
-    monkeypatch.setattr(actor_registry, "of", {"second": "engine 1 on node-b"}.__getitem__)
+    monkeypatch.setattr(actor_registry, "describe_callee", {"second": "engine 1 on node-b"}.__getitem__)
     ray.get.side_effect = GetTimeoutError
     ray.wait.return_value = (["first"], ["second"])
     expected = (
@@ -160,7 +160,7 @@ def test_a_wait_that_is_over_says_for_what_and_for_whom(
         r"engine 1 on node-b$"
     )
     with pytest.raises(sync.SyncError, match=expected):
-        sync.wait(["first", "second"], "loading w")
+        sync.wait_for_engine_results(["first", "second"], "loading w")
 
 
 def engine(answer: str) -> SimpleNamespace:
@@ -169,14 +169,14 @@ def engine(answer: str) -> SimpleNamespace:
 
 def test_engines_are_awaited_before_the_rendezvous(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "9")
-    sync.wait_for_engines([engine("up")])
+    sync.wait_for_engine_start([engine("up")])
     ray.get.assert_called_once_with(["up"], timeout=9.0)
 
 
 def test_an_engine_that_died_is_its_own_error(ray: MagicMock) -> None:
     ray.get.side_effect = RuntimeError("the engine's own error")
     with pytest.raises(RuntimeError, match="the engine's own error"):
-        sync.wait_for_engines([engine("dead")])
+        sync.wait_for_engine_start([engine("dead")])
 
 
 class Engine:
@@ -213,7 +213,7 @@ def simulated(ray: MagicMock, ready: dict[str, int]) -> None:
 
 def test_trainers_that_are_done_are_all_that_counts(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 3, "rank 1": 1})
-    assert sync.wait_for_trainers(["rank 0", "rank 1"], [Engine(None, None, None)]) == [
+    assert sync.wait_for_sync(["rank 0", "rank 1"], [Engine(None, None, None)]) == [
         "rank 0 done",
         "rank 1 done",
     ]
@@ -222,43 +222,41 @@ def test_trainers_that_are_done_are_all_that_counts(ray: MagicMock) -> None:
 def test_an_engines_error_ends_the_wait_for_a_trainer_that_is_stopped(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(sync.SyncError, match="bucket 3: rank 0 does not answer"):
-        sync.wait_for_trainers(
-            ["rank 0"], [Engine(None, None), Engine(None, "bucket 3: rank 0 does not answer")]
-        )
+        sync.wait_for_sync(["rank 0"], [Engine(None, None), Engine(None, "bucket 3: rank 0 does not answer")])
 
 
 def test_a_dead_engine_ends_the_wait(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(sync.SyncError, match="an actor is dead: killed"):
-        sync.wait_for_trainers(["rank 0"], [Engine(Dead("killed"))])
+        sync.wait_for_sync(["rank 0"], [Engine(Dead("killed"))])
 
 
 def test_a_dead_trainer_is_an_error_with_what_engines_say(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(actor_waits, "POLL_SECONDS", 0.01)
     simulated(ray, {"rank 0": 1000})
     references = ["rank 0", (1, Dead("killed"))]
     with pytest.raises(
         actor_registry.PeerError, match=r"^an actor is dead: killed; bucket 3: rank 1 is silent$"
     ):
-        sync.wait_for_trainers(references, [Engine(None, None, "bucket 3: rank 1 is silent")])
+        sync.wait_for_sync(references, [Engine(None, None, "bucket 3: rank 1 is silent")])
 
 
 def test_a_dead_trainer_is_not_asked_about_for_ever(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.04")
-    monkeypatch.setattr(deadlines, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(actor_waits, "POLL_SECONDS", 0.01)
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(actor_registry.PeerError, match=r"^an actor is dead: killed$"):
-        sync.wait_for_trainers([(1, Dead("killed"))], [Engine(*[None] * 100)])
+        sync.wait_for_sync([(1, Dead("killed"))], [Engine(*[None] * 100)])
 
 
 def test_the_error_of_a_trainers_task_stays_as_it_is(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(Failed, match="bucket 3"):
-        sync.wait_for_trainers([(1, Failed("bucket 3"))], [Engine(None)])
+        sync.wait_for_sync([(1, Failed("bucket 3"))], [Engine(None)])
 
 
 def test_trainers_without_engines_are_awaited(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 3})
-    assert sync.wait_for_trainers(["rank 0"], None) == ["rank 0 done"]
+    assert sync.wait_for_sync(["rank 0"], None) == ["rank 0 done"]

@@ -33,7 +33,7 @@ def test_a_sync_is_a_line_with_its_slowest_peer(
     capsys: pytest.CaptureFixture[str], gauges: dict[str, MagicMock]
 ) -> None:
     fine = Work(6000, 2.0)
-    told = report.report(
+    told = report.report_sync(
         3, "gloo", 1_000_000_000, 0.5, [answer(0, [0.4, 0.3], fine), answer(1, [0.45, 0.2], fine)]
     )
     assert told["gigabytes_per_second"] == 2.0
@@ -49,14 +49,14 @@ def test_a_sync_is_a_line_with_its_slowest_peer(
 
 
 def test_a_sync_without_answers_is_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.report(0, "ipc", 5_000_000, 0.5, [])["slowest"] is None
+    assert report.report_sync(0, "ipc", 5_000_000, 0.5, [])["slowest"] is None
     assert capsys.readouterr().out.strip().endswith("5.0 MB in 0.50 s, 0.01 GB/s")
 
 
 def test_an_engine_that_lags_behind_is_warned_of_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
     answers = [answer(engine, [0.1, 0.1], Work(60000, 10.0)) for engine in range(3)]
     answers.append(answer(3, [0.1, 0.1], Work(15000, 10.0)))
-    report.report(0, "gloo", 1, 1.0, answers)
+    report.report_sync(0, "gloo", 1, 1.0, answers)
     (text,) = [record.message for record in caplog.records]
     assert "engine 3 generates 1500 tokens/s, less than half of the median" in text
     assert "rank 7 on 10.0.0.4, rank 8 on 10.0.0.4" in text

@@ -1,4 +1,4 @@
-"""What a rehearsal runs on each node: join a group, take part in one send, look at what arrived."""
+"""The actor of a network check on a node: joins a group, sends or receives a bucket and compares it."""
 
 import ipaddress
 import os
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
-from rlhf_stack.diagnostics.network_check.model import Interface, Node
+from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
 from rlhf_stack.sync.group import WeightGroup
 
 if TYPE_CHECKING:
     import torch
 
-REPEATS = 3  # the best of which shows what a link can do, where a mean shows what else ran
+REPEATS = 3  # of which the best counts: a mean would include other load
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw: its best ``seconds`` for ``bytes``, and whether it got what was sent."""
+    """The result of one rank: its best ``seconds`` for ``bytes``; ``equal``: the data is correct."""
 
     connect_seconds: float
     seconds: float
@@ -30,32 +30,32 @@ class Outcome:
 
 
 class Probe:
-    """An actor on one node. ``deadline`` in seconds holds for the rendezvous and for each transfer."""
+    """An actor on one node; ``deadline`` in seconds for the rendezvous and for each transfer."""
 
     def __init__(self, address: str, backend: str, deadline: float) -> None:
         self._address, self._backend = address, backend
         os.environ[env_vars.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
 
-    def describe(self) -> Node:
-        """This node, and its interfaces that are up."""
+    def describe(self) -> CheckedNode:
+        """Describe this node and its interfaces."""
         used = os.environ.get(f"{self._backend.upper()}_SOCKET_IFNAME", "")
-        return Node(self._address, socket.gethostname(), interfaces(), used)
+        return CheckedNode(self._address, socket.gethostname(), interfaces(), used)
 
     def free_port(self) -> int:
-        """A port of this node's address on which nobody listens."""
+        """A free port of this node's address."""
         with socket.socket() as listener:
             listener.bind((self._address, 0))
             return int(listener.getsockname()[1])
 
     def transfer(self, host: str, port: int, rank: int, world: int, size: int) -> Outcome:
-        """Be rank ``rank`` of a group in which rank 0, on ``host``, sends ``size`` bytes in every dtype."""
+        """Join a group as ``rank``; rank 0, on ``host``, sends about ``size`` bytes in several dtypes."""
         import torch
 
         start = time.monotonic()
         group = sync.create_group(host, port, rank, world, devices.current_device(), self._backend)
         connected = time.monotonic() - start
         sent = torch.cat([tensor.view(torch.uint8) for tensor in bucket(size)]).to(group.device)
-        held = group.buffers.first(sent.numel(), 0)
+        held = group.buffers.for_bucket(sent.numel(), 0)
         if rank == 0:
             held.copy_(sent)
         elif group.in_place:  # else these are rank 0's
@@ -80,7 +80,7 @@ def _send(group: WeightGroup, part: "torch.Tensor", what: str) -> None:
 
 
 def bucket(size: int) -> "list[torch.Tensor]":
-    """About ``size`` random bytes in the dtypes in which weights are sent, the same on every node."""
+    """About ``size`` random bytes in the dtypes of weights, equal on every node."""
     import torch
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -93,7 +93,7 @@ def bucket(size: int) -> "list[torch.Tensor]":
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """This machine's interfaces that are up and have an IPv4 address, but for loopback."""
+    """The interfaces of this machine that are up and have an IPv4 address, except loopback."""
     import psutil
 
     states = psutil.net_if_stats()
