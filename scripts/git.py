@@ -10,10 +10,10 @@ from scripts.paths import ROOT
 DIRTY = "-dirty"  # suffix of a revision whose files differ from the commit
 
 
-def revision() -> str:
+def revision(root: Path = ROOT) -> str:
     """Return the commit that is checked out, with `DIRTY` if a file is changed or untracked."""
-    commit = _git("rev-parse", "--verify", "--quiet", "HEAD").stdout.strip()
-    return f"{commit or 'unknown'}{DIRTY if _git('status', '--porcelain').stdout.strip() else ''}"
+    commit = _git("rev-parse", "--verify", "--quiet", "HEAD", root=root).stdout.strip()
+    return f"{commit or 'unknown'}{DIRTY if _git('status', '--porcelain', root=root).stdout.strip() else ''}"
 
 
 def files() -> list[Path]:

@@ -1,19 +1,23 @@
-"""Processes of one checkout that would write over each other's files take turns."""
+"""Locks between processes of one checkout that would overwrite each other's files."""
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 
 @contextmanager
-def turn(folder: Path, what: str) -> Iterator[None]:
-    """Wait until no other process is in its turn with ``folder``; ``what`` is told to who has to wait."""
+def exclusive_lock(folder: Path, activity: str) -> Iterator[None]:
+    """Hold ``folder`` for this process alone; a process that has to wait prints for which ``activity``."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".turn").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for {what} that runs already", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"waiting for {activity} that is already running", flush=True)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()

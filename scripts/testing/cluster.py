@@ -1,7 +1,7 @@
 """Containers of one image as the nodes of a Ray cluster, each with its own address, as on several machines.
 
-Whatever happens (an error, Ctrl-C, a terminated process), nothing of it is left behind: `Cluster` removes its
-containers, volumes and network when it ends, and removes first what a killed process could not.
+`Cluster` removes its containers, volumes and network when it ends, also after an error, Ctrl-C or a
+termination; on start it removes those of killed processes.
 """
 
 import contextlib
@@ -40,8 +40,11 @@ SHARES, SHARES_AT_START = 1024, 32768  # of the CPUs, against containers that ha
 
 
 @dataclass(frozen=True)
-class Node:
-    """A machine to be: its host name and what Ray is told of it. ``gpus`` are fake: there is no device."""
+class ContainerNode:
+    """A container as a node: its host name and its resources in Ray. ``gpus`` are fake: there is no device.
+
+    ``object_store`` and ``shm`` are in bytes.
+    """
 
     name: str
     gpus: int
@@ -50,10 +53,10 @@ class Node:
     shm: int = 1024 * MEGABYTE
 
 
-def ray_start(node: Node, head: str | None) -> list[str]:
-    """The ``ray start`` of a node; ``head`` is the head's host name, or None for the head itself.
+def ray_start(node: ContainerNode, head: str | None) -> list[str]:
+    """The ``ray start`` command of a node; ``head`` is the head's host name, None for the head itself.
 
-    The object store gets a size because Ray would else ask for more than /dev/shm has.
+    Without an explicit size of the object store Ray requests more than /dev/shm has.
     """
     role = (
         ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1"]
@@ -68,24 +71,24 @@ def ray_start(node: Node, head: str | None) -> list[str]:
     return ["ray", "start", *role, *resources, "--block", "--disable-usage-stats"]
 
 
-def owner() -> str:
-    """This process in a label: where its id counts, its id, and when it started, as ids are used again."""
-    return ":".join([*_place(), str(os.getpid()), _started(os.getpid())])
+def owner_label() -> str:
+    """The label of this process: boot, pid namespace, pid and start time, since pids are reused."""
+    return ":".join([*_pid_namespace(), str(os.getpid()), _start_time(os.getpid())])
 
 
-def is_orphaned(label: str) -> bool:
-    """Whether the process that `owner` named has ended; no, if this one cannot know."""
-    *place, pid, started = label.split(":")
-    return place == _place() and pid.isdecimal() and _started(int(pid)) != started
+def is_orphan(label: str) -> bool:
+    """Whether the process of an `owner_label` has ended; False for one of another machine or namespace."""
+    *namespace, pid, started = label.split(":")
+    return namespace == _pid_namespace() and pid.isdecimal() and _start_time(int(pid)) != started
 
 
-def _place() -> list[str]:
-    """The boot of this machine, and the namespace of process ids."""
+def _pid_namespace() -> list[str]:
+    """The id of this machine's boot, and the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return [boot, str(Path("/proc/self/ns/pid").stat().st_ino)]
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -94,25 +97,25 @@ def _started(pid: int) -> str:
 
 
 class Cluster:
-    """A context: on entry every node is up and known to Ray; on exit nothing of it is left.
+    """A context manager: on entry every node has joined Ray's cluster, on exit everything is removed.
 
-    A node that starts goes before all else on this machine: the raylet of Ray 2.55 ends itself, and the node,
-    if its agents are not up within 15 s (github.com/ray-project/ray/issues/65983). ``ray start`` ends without
-    flushing, so that what it says last would be lost if it were buffered.
+    The first of ``nodes`` is the head. ``environment`` is set in every process. ``timeout`` in seconds is for
+    the nodes to join. ``start`` returns the command of a node, with the arguments of `ray_start`.
 
-    The first of ``nodes`` is the head. ``environment`` reaches every process. ``timeout`` in seconds is for
-    the nodes to join. ``start`` is the command of a node, given the head's host name as `ray_start` is.
+    A starting node has priority over everything else on this machine: the raylet of Ray 2.55 ends itself, and
+    the node, if its agents are not up within 15 s (github.com/ray-project/ray/issues/65983). ``ray start``
+    exits without flushing: its last lines would be lost if its output were buffered.
     """
 
     def __init__(
         self,
         client: docker.DockerClient,
         image: str,
-        nodes: Sequence[Node],
+        nodes: Sequence[ContainerNode],
         environment: Mapping[str, str] | None = None,
         timeout: float = 120.0,
         options: Mapping[str, Any] | None = None,
-        start: Callable[[Node, str | None], list[str]] = ray_start,
+        start: Callable[[ContainerNode, str | None], list[str]] = ray_start,
     ) -> None:
         self._client = client
         self._image = image
@@ -128,10 +131,10 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         sweep(self._client)
-        self._end.enter_context(removed_at_the_end(self.containers, self._networks))
+        self._end.enter_context(remove_on_exit(self.containers, self._networks))
         try:
             self._start()
-            self.wait(self._timeout)
+            self.wait_for_nodes(self._timeout)
             for container in self.containers:
                 container.update(cpu_shares=SHARES)
         except BaseException:
@@ -150,20 +153,20 @@ class Cluster:
         return self.containers[0]
 
     def check(self) -> None:
-        """A `UserError` that names the node, if one of the containers is no longer running."""
+        """Raise a `UserError` that names the node if one of the containers is no longer running."""
         for node, container in zip(self._nodes, self.containers, strict=False):
             try:
                 container.reload()
             except docker.errors.NotFound:
-                raise UserError(f"node {node.name} is gone: somebody removed its container") from None
+                raise UserError(f"node {node.name} is gone: its container was removed") from None
             state = container.attrs["State"]
             if not state["Running"]:
                 raise UserError(
-                    f"node {node.name} ended: {_why(state)}; its last words: {_last_words(container)}"
+                    f"node {node.name} ended: {_exit_reason(state)}; its last lines: {_last_lines(container)}"
                 )
 
     def logs(self) -> dict[str, str]:
-        """What each node printed so far, by name."""
+        """The output of each node so far, by name."""
         texts = {}
         for node, container in zip(self._nodes, self.containers, strict=False):
             with contextlib.suppress(docker.errors.APIError):
@@ -171,12 +174,12 @@ class Cluster:
         return texts
 
     def output(self, container: Container, command: Sequence[str]) -> str:
-        """What ``command`` prints in ``container``; a `UserError` if it fails."""
+        """The standard output of ``command`` in ``container``; a `UserError` if it fails."""
         done = subprocess.run(_exec(container, command), capture_output=True, check=False)
         out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
         if done.returncode:
             self._check_after(container, done.returncode)
-            last = ((err or out).strip() or "it printed nothing").splitlines()[-1]
+            last = ((err or out).strip() or "no output").splitlines()[-1]
             raise UserError(f"{container.name}: {' '.join(command)[:60]} failed ({done.returncode}): {last}")
         return out
 
@@ -189,11 +192,10 @@ class Cluster:
         nodes_may_end: bool = False,
         container: Container | None = None,
     ) -> int:
-        """Run ``command`` in ``container``, by default on the head: ``line`` gets its output.
+        """Run ``command`` in ``container`` (default: the head's) and return its exit code.
 
-        ``tick`` is called twice a second.
-
-        Returns its exit code. A `UserError` after ``timeout`` seconds, or if a node ends that may not.
+        ``line`` receives each line of its output, ``tick`` is called twice a second. Raises a `UserError`
+        after ``timeout`` seconds, and if a node ends unless ``nodes_may_end``.
         """
         runs_on = container or self.head
         lines: queue.Queue[str | None] = queue.Queue()
@@ -228,14 +230,14 @@ class Cluster:
         return code
 
     def _check_after(self, container: Container, code: int) -> None:
-        """`check`; a killed command is most often the sign of an ending container, which takes its time."""
+        """`check`, after some seconds for a killed command: its container is most often still ending."""
         if code == KILLED:
             with contextlib.suppress(requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
                 container.wait(timeout=END_SECONDS)
         self.check()
 
     def _start(self) -> None:
-        labels = {LABEL: owner()}
+        labels = {LABEL: owner_label()}
         run = uuid.uuid4().hex[:8]
         network = f"rlhf-stacks-{run}"
         self._networks.append(self._client.networks.create(network, driver="bridge", labels=labels))
@@ -260,18 +262,18 @@ class Cluster:
                 self._wait_for_head()
 
     def _wait_for_head(self) -> None:
-        """Until Ray runs on the head: a node that finds it half started ends instead of waiting."""
+        """Wait until Ray runs on the head: a node that finds it half started ends instead of waiting."""
         deadline = time.monotonic() + self._timeout
         while STARTED not in self.head.logs():
             self.check()
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the cluster did not come up: its head has no Ray after {self._timeout:.0f} s"
+                    f"the cluster did not start: Ray does not run on its head after {self._timeout:.0f} s"
                 )
             time.sleep(POLL_SECONDS)
 
-    def wait(self, timeout: float) -> None:
-        """Until Ray knows all nodes; a `UserError` says what is missing after ``timeout`` seconds."""
+    def wait_for_nodes(self, timeout: float) -> None:
+        """Wait until all nodes have joined; a `UserError` names what is missing after ``timeout`` seconds."""
         gpus = sum(node.gpus for node in self._nodes)
         command = [
             "python",
@@ -283,38 +285,38 @@ class Cluster:
         output: list[str] = []
         code = self.follow([*command, f"--timeout={timeout}"], output.append, timeout=timeout + 60)
         if code:
-            raise UserError(f"the cluster did not come up: {output[-1] if output else 'no reason was given'}")
+            raise UserError(f"the cluster did not start: {output[-1] if output else 'no reason was given'}")
         self.addresses = json.loads(output[-1])
 
 
 def sweep(client: docker.DockerClient) -> None:
-    """Remove what processes that no longer live have left of their clusters."""
+    """Remove the containers and networks of processes that have ended."""
     containers = client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)
     networks = client.networks.list(filters={"label": LABEL})
-    with contextlib.suppress(docker.errors.APIError):  # another process of ours sweeps too
+    with contextlib.suppress(docker.errors.APIError):  # another of our processes removes them too
         _remove(
-            [container for container in containers if is_orphaned(container.labels[LABEL])],
-            [network for network in networks if is_orphaned(network.attrs["Labels"][LABEL])],
+            [container for container in containers if is_orphan(container.labels[LABEL])],
+            [network for network in networks if is_orphan(network.attrs["Labels"][LABEL])],
         )
 
 
 def _exec(container: Container, command: Sequence[str]) -> list[str]:
     """The docker command that runs ``command`` in ``container``.
 
-    Not by the SDK: it loses what comes in one piece with the answer's head, and then fails on the rest.
+    Not by the SDK: it loses output that arrives in one packet with the response's header, then fails.
     """
     return [*docker_command(), "exec", str(container.id), *command]
 
 
 def _read(stream: IO[bytes], lines: "queue.Queue[str | None]") -> None:
-    """Put each line of ``stream`` into ``lines`` (a carriage return ends one too), and None at its end."""
+    """Put each line of ``stream`` into ``lines`` (a carriage return also ends one), and None at its end."""
     for chunk in stream:
         for text in chunk.decode(errors="replace").rstrip("\r\n").split("\r"):
             lines.put(text)
     lines.put(None)
 
 
-def _why(state: Mapping[str, Any]) -> str:
+def _exit_reason(state: Mapping[str, Any]) -> str:
     if state["OOMKilled"]:
         return "it ran out of memory"
     if state["ExitCode"] == KILLED:
@@ -322,17 +324,17 @@ def _why(state: Mapping[str, Any]) -> str:
     return f"exit code {state['ExitCode']}"
 
 
-def _last_words(container: Container) -> str:
+def _last_lines(container: Container) -> str:
     lines = container.logs(tail=10).decode(errors="replace").split("\n")
     return " / ".join([line.strip() for line in lines if line.strip()][-3:]) or "none"
 
 
 @contextlib.contextmanager
-def removed_at_the_end(containers: Sequence[Container], networks: Sequence[Network] = ()) -> Iterator[None]:
-    """Remove all that is in the lists when this ends, however it ends.
+def remove_on_exit(containers: Sequence[Container], networks: Sequence[Network] = ()) -> Iterator[None]:
+    """Remove the ``containers`` and ``networks`` on exit, whatever ends the context.
 
-    A termination or hang-up counts as Ctrl-C, an exception, so that contexts end; while things are being
-    removed none of these cuts it short.
+    A termination or hang-up raises `KeyboardInterrupt`, as Ctrl-C does, so that contexts end; during the
+    removal these signals are ignored.
     """
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -350,14 +352,14 @@ def removed_at_the_end(containers: Sequence[Container], networks: Sequence[Netwo
 
 
 def _remove(containers: Sequence[Container], networks: Sequence[Network]) -> None:
-    """Remove all, first the containers with their volumes; one that cannot be removed holds up no other."""
+    """Remove the containers with their volumes, then the networks; an error does not stop the rest."""
     with contextlib.ExitStack() as stack:
         for network in networks:
-            stack.callback(_unless_gone, network.remove)
+            stack.callback(_ignore_missing, network.remove)
         for container in containers:
-            stack.callback(_unless_gone, functools.partial(container.remove, force=True, v=True))
+            stack.callback(_ignore_missing, functools.partial(container.remove, force=True, v=True))
 
 
-def _unless_gone(remove: Callable[[], object]) -> None:
+def _ignore_missing(remove: Callable[[], object]) -> None:
     with contextlib.suppress(docker.errors.NotFound):
         remove()

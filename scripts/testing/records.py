@@ -1,41 +1,31 @@
-"""What each test suite said of an image: ``build/records/<image id>/<suite>.json``.
+"""The result of each test suite on an image: ``build/records/<image id>/<suite>.json``.
 
-A record belongs to an image by its id, so a rebuilt image has none until its suites ran again. `publish` asks
-for those in `REQUIRED`, the catalogue shows all.
+A record belongs to an image by its id, so a rebuilt image has none until its suites have run again.
+Publishing requires those that `required` names; the catalogue shows all.
 """
 
 import datetime
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from xml.etree import ElementTree
 
 import msgspec
+from junitparser import JUnitXml, Properties, TestCase
 
 from scripts.errors import UserError
+from scripts.git import DIRTY, revision
 from scripts.matrix.load import Cell
+from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
 
 RECORDS = ROOT / "build" / "records"
-DIRTY = "-dirty"
-# Suites whose record an image needs before it is published, with the kinds of accelerator they apply to.
-REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "image": ("cpu", "cuda", "rocm"),
-    "layers": ("cpu", "cuda", "rocm"),
-    "patches": ("cpu", "cuda", "rocm"),
-    "cluster": ("cpu",),
-    "integration": ("cpu", "cuda", "rocm"),
-    "network": ("cpu",),
-    "demo": ("cpu",),
-}
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """A patch test (its file and the test in it), and how its probe ended on both sides."""
+    """A patch test (its file and its name) and the outcomes of its probe, without and with the patch."""
 
     file: str
     test: str
@@ -61,7 +51,7 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass
 class Tally:
-    """What a running suite has counted so far; ``code`` is the worst exit code of its runs."""
+    """The counts of a running suite; ``code`` is the worst exit code of its runs."""
 
     passed: int = 0
     failed: int = 0
@@ -70,52 +60,42 @@ class Tally:
     proofs: list[Proof] = field(default_factory=list)
 
     def add(self, junit: Path, code: int) -> None:
-        """Count one run of pytest by its JUnit file; a run that left none counts by its exit code alone."""
+        """Count one run of pytest by its JUnit file; without the file, by the exit code alone."""
         self.code = max(self.code, abs(code))
         if not junit.exists():
             self.code = self.code or 1
             return
-        cases = list(ElementTree.parse(junit).getroot().iter("testcase"))  # noqa: S314  (pytest wrote it)
-        failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
-        skipped = sum(case.find("skipped") is not None for case in cases)
+        cases = [case for suite in JUnitXml.fromfile(str(junit)) for case in suite]
+        failed = sum(case.is_failure or case.is_error for case in cases)
+        skipped = sum(case.is_skipped for case in cases)
         self.failed += failed
         self.skipped += skipped
         self.passed += len(cases) - failed - skipped
         self.proofs += [proof for case in cases if (proof := _proof(case))]
 
 
-def _proof(case: ElementTree.Element) -> Proof | None:
-    """What the fixture ``proves`` noted in a test case."""
-    noted = {item.get("name"): item.get("value", "") for item in case.iter("property")}
-    if not {"pristine", "patched"} <= set(noted):
+def _proof(case: TestCase) -> Proof | None:
+    """The outcomes that the fixture ``proves`` recorded as properties of a test case."""
+    noted = case.child(Properties) or ()  # type: ignore[no-untyped-call]
+    properties = {item.name: item.value for item in noted}
+    if not {"pristine", "patched"} <= set(properties):
         return None
-    file = f"tests/{case.get('classname', '').replace('.', '/')}.py"
-    return Proof(file, case.get("name", ""), noted["pristine"], noted["patched"])
-
-
-def revision() -> str:
-    """The commit that is checked out, marked if files differ from it or git does not know them."""
-    commit = _git("rev-parse", "--verify", "--quiet", "HEAD")
-    return f"{commit or 'unknown'}{DIRTY if _git('status', '--porcelain') else ''}"
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    file = f"tests/{(case.classname or '').replace('.', '/')}.py"
+    return Proof(file, case.name or "", properties["pristine"], properties["patched"])
 
 
 def required(cell: Cell) -> tuple[str, ...]:
     """The suites that a cell's image has to pass before it is published."""
-    return tuple(suite for suite, kinds in REQUIRED.items() if cell.accelerator.kind in kinds)
+    return tuple(name for name, suite in SUITES.items() if cell.accelerator.kind in suite.required_for)
 
 
 def folder_of(image: str, records: Path = RECORDS) -> Path:
-    """Where the records of an image are, by its id."""
+    """The folder of the records of an image, by its id."""
     return records / image.removeprefix("sha256:")
 
 
 def write(record: Record, records: Path = RECORDS) -> Path:
-    """Keep a record, in place of an older one of the same image and suite."""
+    """Write a record; it replaces an older one of the same image and suite."""
     file = folder_of(record.image, records) / f"{record.suite}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".part")
@@ -125,7 +105,7 @@ def write(record: Record, records: Path = RECORDS) -> Path:
 
 
 def read(image: str, records: Path = RECORDS) -> dict[str, Record]:
-    """The records of an image by suite; a `UserError` names a file that is none."""
+    """The records of an image by suite; a `UserError` names a file that is not a record."""
     found = {}
     for file in sorted(folder_of(image, records).glob("*.json")):
         try:
@@ -137,8 +117,8 @@ def read(image: str, records: Path = RECORDS) -> dict[str, Record]:
     return found
 
 
-def lacking(cell: Cell, found: Mapping[str, Record]) -> list[str]:
-    """What of the required suites is not shown by the records ``found``; empty if all is."""
+def missing_records(cell: Cell, found: Mapping[str, Record]) -> list[str]:
+    """Why the records ``found`` do not cover the required suites; empty if they do."""
     reasons = []
     for suite in required(cell):
         record = found.get(suite)
@@ -154,13 +134,13 @@ def lacking(cell: Cell, found: Mapping[str, Record]) -> list[str]:
 
 
 def now() -> datetime.datetime:
-    """This second, in UTC."""
+    """The current time in UTC, in whole seconds."""
     return datetime.datetime.now(datetime.UTC).replace(microsecond=0)
 
 
 @contextmanager
-def kept(cell: str, image: str, suite: str, records: Path = RECORDS) -> Iterator[Tally]:
-    """Time a suite and keep what it counted. An exception is a failure; interrupted, it leaves no record."""
+def recording(cell: str, image: str, suite: str, records: Path = RECORDS) -> Iterator[Tally]:
+    """Time a suite and record its counts. An exception is a failure; an interrupt leaves no record."""
     tally, start, tests = Tally(), time.monotonic(), revision()
     try:
         yield tally

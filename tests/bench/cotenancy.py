@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import run
 from scripts.matrix.load import find, load
-from scripts.testing.cluster import Cluster, Node
+from scripts.testing.cluster import Cluster, ContainerNode
 from scripts.testing.demo import DATA
 from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
@@ -65,7 +65,7 @@ def main() -> int:
     matrix, client = load(), connect()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
-    with Cluster(client, built(client, cell), (Node("one", gpus=2),), options=mounts) as cluster:
+    with Cluster(client, built(client, cell), (ContainerNode("one", gpus=2),), options=mounts) as cluster:
         make = ["python", "-m", "rlhf_stack.demo.tiny_model", "--out", DATA, "--layers", str(LAYERS)]
         cluster.output(cluster.head, make)
         output = cluster.output(cluster.head, ["python", INSIDE, f"{DATA}/model"])

@@ -14,7 +14,7 @@ from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
-from scripts.testing.cluster import LABEL, owner, removed_at_the_end
+from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
 from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 
@@ -30,11 +30,11 @@ def measured(client: docker.DockerClient, image: str, kind: str) -> list[dict[st
         ["python", "/opt/tests/image/measured.py", kind],
         environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         volumes={str(ROOT / "tests"): {"bind": "/opt/tests", "mode": "ro"}},
-        labels={LABEL: owner()},
+        labels={LABEL: owner_label()},
         shm_size=1 << 30,
         working_dir="/tmp",
     )
-    with removed_at_the_end([container]):
+    with remove_on_exit([container]):
         container.start()
         code = container.wait(timeout=SECONDS)["StatusCode"]
         output = container.logs(stdout=True, stderr=False).decode()

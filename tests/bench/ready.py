@@ -24,7 +24,7 @@ from scripts.docker.client import connect
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
-from scripts.testing.cluster import LABEL, Cluster, Node, owner, removed_at_the_end
+from scripts.testing.cluster import LABEL, Cluster, ContainerNode, owner_label, remove_on_exit
 from tests.bench.build import PEER
 from tests.bench.results import Row, parser, show
 
@@ -42,7 +42,7 @@ def ready(
 ) -> float:
     """Seconds until a head node takes jobs."""
     start = time.monotonic()
-    with Cluster(client, image, [Node("head", gpus=2)], environment, SECONDS, options):
+    with Cluster(client, image, [ContainerNode("head", gpus=2)], environment, SECONDS, options):
         return time.monotonic() - start
 
 
@@ -51,9 +51,9 @@ def started(
 ) -> float:
     """Seconds of a `docker run` of ``command``."""
     container = client.containers.create(
-        image, list(command), environment=dict(environment), labels={LABEL: owner()}
+        image, list(command), environment=dict(environment), labels={LABEL: owner_label()}
     )
-    with removed_at_the_end([container]):
+    with remove_on_exit([container]):
         start = time.monotonic()
         container.start()
         code = container.wait(timeout=SECONDS)["StatusCode"]

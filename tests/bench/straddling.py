@@ -21,13 +21,13 @@ from matplotlib.figure import Figure
 from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
-from scripts.testing.cluster import Cluster, Node
+from scripts.testing.cluster import Cluster, ContainerNode
 from scripts.testing.demo import DATA
 from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 from tests.network import links
 
-NODES = (Node("one", gpus=3), Node("two", gpus=3))
+NODES = (ContainerNode("one", gpus=3), ContainerNode("two", gpus=3))
 SCRIPT = Path(__file__).with_name("straddling_engines.py")
 INSIDE = "/opt/bench.py"
 LAYERS = 8

@@ -17,7 +17,7 @@ from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
-from scripts.testing.cluster import LABEL, owner, removed_at_the_end
+from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
 from scripts.testing.in_image import built
 from tests.bench.results import Row, parser, show
 
@@ -32,7 +32,7 @@ def started(client: docker.DockerClient, image: str, arguments: Sequence[str], *
         image,
         ["python", INSIDE, *arguments],
         volumes={str(ROOT / "tests" / "bench"): {"bind": "/opt/bench", "mode": "ro"}},
-        labels={LABEL: owner()},
+        labels={LABEL: owner_label()},
         shm_size=1 << 30,
         detach=True,
         **options,
@@ -51,15 +51,15 @@ def answer(container: Container) -> dict[str, Any]:
 def loopback(client: docker.DockerClient, image: str, workers: int, repeat: int) -> dict[str, Any]:
     """Both ends in one container."""
     container = started(client, image, ["--workers", str(workers), "--repeat", str(repeat)])
-    with removed_at_the_end([container]):
+    with remove_on_exit([container]):
         return answer(container)
 
 
 def limited(client: docker.DockerClient, image: str, workers: int, repeat: int) -> dict[str, Any]:
     """The trainer in a container and all workers in another, with a limit on the trainer's way out."""
-    network = client.networks.create("rlhf-stacks-bench-sync", labels={LABEL: owner()})
+    network = client.networks.create("rlhf-stacks-bench-sync", labels={LABEL: owner_label()})
     made: list[Container] = []
-    with removed_at_the_end(made, [network]):
+    with remove_on_exit(made, [network]):
         idle = client.containers.create(image, ["sleep", str(SECONDS)], network=network.name)
         made.append(idle)
         idle.start()

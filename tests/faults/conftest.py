@@ -8,13 +8,13 @@ import pytest
 from docker.models.volumes import Volume
 
 from scripts.matrix.load import Cell
-from scripts.testing.cluster import LABEL, Cluster, Node, owner
+from scripts.testing.cluster import LABEL, Cluster, ContainerNode, owner_label
 from tests.faults.runs import CHECKPOINTS, run_of
 from tests.faults.trial import ENVIRONMENT, EVENTS
 from tests.network import links, remote
 
-HEAD, DESK = Node("head", gpus=0), Node("desk", gpus=0, cpus=0)
-GPU_NODES = tuple(Node(name, gpus=1) for name in ("one", "two", "three", "four"))
+HEAD, DESK = ContainerNode("head", gpus=0), ContainerNode("desk", gpus=0, cpus=0)
+GPU_NODES = tuple(ContainerNode(name, gpus=1) for name in ("one", "two", "three", "four"))
 DISK = {"type": "tmpfs", "device": "tmpfs", "o": "size=48m,mode=1777"}
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def disk(client: docker.DockerClient) -> Iterator[Volume]:
     """A small disk for checkpoints."""
-    volume = client.volumes.create(driver_opts=DISK, labels={LABEL: owner()})
+    volume = client.volumes.create(driver_opts=DISK, labels={LABEL: owner_label()})
     yield volume
     volume.remove()
 

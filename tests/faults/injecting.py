@@ -208,7 +208,7 @@ def rejoin(cluster: Cluster) -> None:
             if container.status == "exited":
                 container.start()
         try:
-            cluster.wait(ATTEMPT_SECONDS)
+            cluster.wait_for_nodes(ATTEMPT_SECONDS)
             return
         except UserError:
             if time.monotonic() > deadline:

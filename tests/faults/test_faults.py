@@ -9,6 +9,7 @@ import pytest
 from docker.models.images import Image
 
 from scripts.errors import UserError
+from scripts.git import revision
 from scripts.matrix.load import Cell
 from scripts.release import fault_cases
 from scripts.release.fault_cases import TRAINING, Case
@@ -72,7 +73,7 @@ class Trial:
         case = Case(
             cell=self._cell,
             image=self._image,
-            revision=records.revision(),
+            revision=revision(),
             when=records.now(),
             fault=self._fault,
             phase=phase,

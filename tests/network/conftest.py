@@ -7,7 +7,7 @@ import docker
 import pytest
 
 from scripts.matrix.load import Cell
-from scripts.testing.cluster import LABEL, Cluster, owner
+from scripts.testing.cluster import LABEL, Cluster, owner_label
 from scripts.testing.demo import NODES
 
 
@@ -26,11 +26,12 @@ def start(nothing_left: None, client: docker.DockerClient, cell: Cell) -> Iterat
 def owned(client: docker.DockerClient) -> list[str]:
     """The containers and networks that this process has made, and unused volumes that no other one has."""
     containers = client.containers.list(
-        all=True, filters={"label": f"{LABEL}={owner()}"}, ignore_removed=True
+        all=True, filters={"label": f"{LABEL}={owner_label()}"}, ignore_removed=True
     )
-    networks = client.networks.list(filters={"label": f"{LABEL}={owner()}"})
+    networks = client.networks.list(filters={"label": f"{LABEL}={owner_label()}"})
     unused = client.volumes.list(filters={"dangling": True})
-    volumes = [one for one in unused if (one.attrs["Labels"] or {}).get(LABEL, owner()) == owner()]
+    own = owner_label()
+    volumes = [volume for volume in unused if (volume.attrs["Labels"] or {}).get(LABEL, own) == own]
     return sorted(str(item.id) for item in (*containers, *networks, *volumes))
 
 

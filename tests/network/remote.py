@@ -1,10 +1,10 @@
 """The head's job server, for jobs that are submitted on another machine."""
 
-from scripts.testing.cluster import Node, ray_start
+from scripts.testing.cluster import ContainerNode, ray_start
 
 SERVER = "http://head:8265"
 
 
-def reachable(node: Node, head: str | None) -> list[str]:
+def reachable(node: ContainerNode, head: str | None) -> list[str]:
     """The ``ray start`` of a node, the head's job server for all machines."""
     return [*ray_start(node, head), *(["--dashboard-host=0.0.0.0"] if head is None else [])]

@@ -99,7 +99,7 @@ def test_who_follows_a_job_is_told_that_its_head_was_lost(client: docker.DockerC
 @pytest.mark.timeout(TEST_SECONDS)
 def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cell) -> None:
     """After the deadline, here too short for any, with what is missing; and nothing is left."""
-    with pytest.raises(UserError, match=r"the cluster did not come up: .* after \d+ s"):
+    with pytest.raises(UserError, match=r"the cluster did not start: .* after \d+ s"):
         Cluster(client, cell.tag, demo.NODES, timeout=1).__enter__()
 
 

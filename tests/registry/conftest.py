@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from docker.models.images import Image
 
+from scripts.git import DIRTY
 from scripts.images import image_build
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
@@ -66,10 +67,10 @@ def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
         image = client.images.get(tag)
         made.append(image)
         for suite in records.required(changed):
-            with records.kept(cell.id, str(image.id), suite, kept) as tally:
+            with records.recording(cell.id, str(image.id), suite, kept) as tally:
                 tally.passed = 1
             done = records.read(str(image.id), kept)[suite]
-            clean = done.revision.removesuffix(records.DIRTY)
+            clean = done.revision.removesuffix(DIRTY)
             records.write(msgspec.structs.replace(done, revision=clean), kept)
         return Item(changed, image)
 

@@ -12,7 +12,7 @@ from scripts.locks import index_config
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.testing import in_image
-from scripts.testing.cluster import LABEL, owner, removed_at_the_end
+from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
 
 # 0.18.2 beside the image's own, with the operators that are compiled for that.
 PUT_IN = """
@@ -47,11 +47,11 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
             ["bash", "-c", PUT_IN],
             environment={"PYTHONDONTWRITEBYTECODE": "1"},
             volumes=mounts,
-            labels={LABEL: owner()},
+            labels={LABEL: owner_label()},
             network_mode="host",  # as a build has it: the index may be a name of this machine
             shm_size=1024 * in_image.MEGABYTE,
         )
-        with removed_at_the_end([container]):
+        with remove_on_exit([container]):
             container.start()
             container.wait()
             said = container.logs().decode(errors="replace")

@@ -1,24 +1,24 @@
-"""Two processes that would write to the same files."""
+"""Two processes that would write the same files."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from scripts.locking import turn
+from scripts.locking import exclusive_lock
 
 OTHER = """
 import sys
 from pathlib import Path
-from scripts.locking import turn
+from scripts.locking import exclusive_lock
 
-with turn(Path(sys.argv[1]), "another build"):
+with exclusive_lock(Path(sys.argv[1]), "another build"):
     print("in", flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_second_waits_and_says_for_what(tmp_path: Path) -> None:
-    """And comes in as soon as the first is done, also if that was killed."""
+def test_the_second_process_waits_and_prints_for_what(tmp_path: Path) -> None:
+    """It proceeds as soon as the first is done, also if that was killed."""
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
     pipe = subprocess.PIPE
     with (
@@ -28,12 +28,12 @@ def test_the_second_waits_and_says_for_what(tmp_path: Path) -> None:
         assert first.stdout
         assert second.stdout
         lines = {first: first.stdout.readline(), second: second.stdout.readline()}
-        assert sorted(lines.values()) == ["in\n", "waiting for another build that runs already\n"]
+        assert sorted(lines.values()) == ["in\n", "waiting for another build that is already running\n"]
         inside = next(process for process, line in lines.items() if line == "in\n")
         waiting = second if inside is first else first
         inside.kill()
         assert waiting.stdout
         assert waiting.stdout.readline() == "in\n"
         waiting.communicate("")
-    with turn(tmp_path, "nobody"):
+    with exclusive_lock(tmp_path, "no other"):
         pass

@@ -1,7 +1,6 @@
-"""What a suite said of an image is kept, truly, and asked for."""
+"""The record of a suite's run on an image, and the records that publishing requires."""
 
 import datetime
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -9,6 +8,7 @@ import pytest
 
 from scripts.errors import UserError
 from scripts.matrix.load import Cell, expand, load
+from scripts.matrix.suites import SUITES
 from scripts.testing import records
 
 CELL = next(cell for cell in expand(load()) if cell.is_default)
@@ -55,29 +55,37 @@ def test_a_run_is_counted_by_its_junit_file(junit: Path) -> None:
 
 
 def test_a_run_that_ended_before_it_could_count_is_a_failure(tmp_path: Path) -> None:
-    with records.kept("cell", IMAGE, "image", tmp_path) as tally:
+    with records.recording("cell", IMAGE, "image", tmp_path) as tally:
         tally.add(tmp_path / "absent.xml", 0)
     assert records.read(IMAGE, tmp_path)["image"].outcome == "failed"
 
 
-def test_a_passed_suite_is_kept(junit: Path, tmp_path: Path) -> None:
-    junit.write_text("<testsuites><testcase classname='a' name='b'/></testsuites>", encoding="utf-8")
-    with records.kept("cell", IMAGE, "image", tmp_path) as tally:
+def test_a_passed_suite_is_recorded(junit: Path, tmp_path: Path) -> None:
+    junit.write_text(
+        "<testsuites><testsuite><testcase classname='a' name='b'/></testsuite></testsuites>", encoding="utf-8"
+    )
+    with records.recording("cell", IMAGE, "image", tmp_path) as tally:
         tally.add(junit, 0)
-    kept = records.read(IMAGE, tmp_path)["image"]
-    assert (kept.outcome, kept.passed, kept.failed, kept.cell, kept.image) == ("passed", 1, 0, "cell", IMAGE)
-    assert kept.when.tzinfo is not None
+    found = records.read(IMAGE, tmp_path)["image"]
+    assert (found.outcome, found.passed, found.failed, found.cell, found.image) == (
+        "passed",
+        1,
+        0,
+        "cell",
+        IMAGE,
+    )
+    assert found.when.tzinfo is not None
 
 
-def test_an_error_is_a_failed_record_and_goes_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no space"), records.kept("cell", IMAGE, "demo", tmp_path):
+def test_an_error_is_recorded_as_a_failure_and_raised(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no space"), records.recording("cell", IMAGE, "demo", tmp_path):
         raise UserError("no space")
     assert records.read(IMAGE, tmp_path)["demo"].outcome == "failed"
 
 
-def test_interrupted_a_suite_says_nothing(tmp_path: Path) -> None:
-    """What an earlier run said stays."""
-    with pytest.raises(KeyboardInterrupt), records.kept("cell", IMAGE, "demo", tmp_path):
+def test_an_interrupted_suite_leaves_no_record(tmp_path: Path) -> None:
+    """An earlier record stays."""
+    with pytest.raises(KeyboardInterrupt), records.recording("cell", IMAGE, "demo", tmp_path):
         raise KeyboardInterrupt
     assert records.read(IMAGE, tmp_path) == {}
 
@@ -91,49 +99,25 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cell", expand(load()), ids=lambda cell: cell.id)
 def test_records_of_all_required_suites_are_enough(cell: Cell) -> None:
-    assert records.lacking(cell, complete(cell)) == []
-    assert records.lacking(cell, {}) == [f"no record of the suite {s}" for s in records.required(cell)]
+    assert records.missing_records(cell, complete(cell)) == []
+    assert records.missing_records(cell, {}) == [
+        f"no record of the suite {s}" for s in records.required(cell)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         ({"outcome": "failed"}, "the suite image failed"),
         ({"passed": 0}, "all of the suite image was skipped"),
         ({"revision": "abc-dirty"}, "the suite image ran from a dirty tree"),
     ],
 )
-def test_what_a_record_does_not_show_is_told(change: dict[str, object], told: str) -> None:
+def test_a_record_that_proves_nothing_is_reported(change: dict[str, object], reason: str) -> None:
     found = complete(CELL)
     found["image"] = msgspec.structs.replace(found["image"], **change)
-    assert records.lacking(CELL, found) == [told]
+    assert records.missing_records(CELL, found) == [reason]
 
 
-def test_the_cluster_is_asked_of_cells_that_run_without_a_gpu() -> None:
-    assert set(records.required(CELL)) == set(records.REQUIRED)
-    assert all("cpu" in kinds for kinds in records.REQUIRED.values())
-
-
-def test_a_revision_is_marked_by_an_edit_and_by_a_file_that_git_does_not_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that git does not know is in a build and among the tests too."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    git("init", "--quiet")
-    assert records.revision() == "unknown"
-    (tmp_path / "matrix.yaml").write_text("new", encoding="utf-8")
-    git("add", ".")
-    git("commit", "--quiet", "--message=x")
-    commit = git("rev-parse", "HEAD")
-    assert records.revision() == commit
-    (tmp_path / "matrix.yaml").write_text("edited", encoding="utf-8")
-    assert records.revision() == f"{commit}-dirty"
-    git("checkout", "--quiet", ".")
-    (tmp_path / "unknown").touch()
-    assert records.revision() == f"{commit}-dirty"
+def test_a_cpu_cell_requires_every_suite_that_publishing_requires() -> None:
+    assert set(records.required(CELL)) == {name for name, suite in SUITES.items() if suite.required_for}

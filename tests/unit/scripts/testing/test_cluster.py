@@ -1,0 +1,64 @@
+"""How containers are started as nodes, and which containers count as orphans."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from scripts.testing.cluster import ContainerNode, is_orphan, owner_label, ray_start, remove_on_exit
+
+
+def test_head_and_worker_are_started_as_on_two_machines() -> None:
+    """The worker knows the head's name and nothing else."""
+    head = ray_start(ContainerNode("head", gpus=2), None)
+    worker = ray_start(ContainerNode("worker", gpus=2), "head")
+    assert "--head" in head
+    assert "--address=head:6379" in worker
+    assert "--head" not in worker
+    for command in (head, worker):
+        assert "--num-gpus=2" in command
+        assert any(word.startswith("--object-store-memory=") for word in command)
+
+
+def test_a_container_of_a_running_process_is_no_orphan() -> None:
+    assert not is_orphan(owner_label())
+
+
+def test_a_container_of_an_ended_process_is_an_orphan() -> None:
+    """Also when its id was reused by another process."""
+    code = "from scripts.testing.cluster import owner_label; print(owner_label())"
+    label = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert is_orphan(label)
+    boot, namespace, _, _ = owner_label().split(":")
+    assert is_orphan(f"{boot}:{namespace}:{os.getpid()}:1")
+
+
+def test_a_container_of_another_machine_is_no_orphan() -> None:
+    """Docker may serve several machines."""
+    assert not is_orphan("another-boot:1:1:1")
+
+
+class Thing:
+    """A fake container or network."""
+
+    def __init__(self) -> None:
+        self.removed = False
+
+    def remove(self, **_: object) -> None:
+        """Record the removal while a signal arrives."""
+        os.kill(os.getpid(), signal.SIGINT)
+        self.removed = True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_remove_everything_and_do_not_interrupt_the_removal(number: signal.Signals) -> None:
+    """Ctrl-C, a termination and a hang-up; Ctrl-C also during the removal."""
+    container, network = Thing(), Thing()
+    with pytest.raises(KeyboardInterrupt), remove_on_exit([container], [network]):  # type: ignore[list-item]
+        os.kill(os.getpid(), number)
+    assert (container.removed, network.removed) == (True, True)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
