@@ -98,9 +98,9 @@ def test_the_head_declares_what_was_asked_and_asks_for_a_token_where_ray_can(she
     assert [node["gpus"] for node in head["nodes"]] == [GPUS]
     assert head["nodes"][0]["cpus"] == 8
     assert documented(head)
-    assert head["token"] == auth_token.is_known()
+    assert head["token"] == auth_token.is_supported()
     assert head["ray_start"][head["ray_start"].index("--dashboard-host") + 1] == "127.0.0.1"
-    assert auth_token.path(shell.environment).is_file() == auth_token.is_known()
+    assert auth_token.path(shell.environment).is_file() == auth_token.is_supported()
 
 
 @pytest.mark.timeout(SECONDS)
@@ -114,8 +114,8 @@ def test_a_stranger_without_the_token_is_turned_away(shell, head, tmp_path):
     assert joining.returncode == 2
     assert "this machine has none" in joining.stderr
     asked = {
-        "rehearse": "InvalidAuthToken",
-        "submit -- true": "it asks for the head's token, which is not here",
+        "check-network": "InvalidAuthToken",
+        "submit -- true": "it requires the head's token, which this machine does not have",
     }
     for words, told in asked.items():
         turned = shell.stack(*words.split(), HOME=str(tmp_path))
@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, com
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_job_s_end_and_a_profile_are_told_to_programs(shell, head, command):
+def test_a_job_s_end_and_tuned_settings_are_reported_as_json(shell, head, command):
     del head
     done = shell.stack("submit", "--json", "--", "echo", "from the job")
     told = json.loads(done.stdout)
@@ -170,7 +170,7 @@ def test_a_job_s_end_and_a_profile_are_told_to_programs(shell, head, command):
     assert (told["submitted"], told["status"], told["code"]) == (True, "SUCCEEDED", 0)
     assert "from the job" in done.stderr
     done = shell.stack(
-        "profile", "--nodes", "1", "--gpus", str(GPUS), "--gpu-memory", "80", "--json", "--", *command
+        "tune", "--nodes", "1", "--gpus", str(GPUS), "--gpu-memory", "80", "--json", "--", *command
     )
     told = json.loads(done.stdout)
     assert documented(told)
@@ -188,8 +188,8 @@ def test_a_mistake_at_a_running_cluster_is_one_line(shell, head, command, tmp_pa
         ["submit", "--working-dir", str(tmp_path / "none"), "--", "true"],
         ["plan", "--ray", nobody, "--", *command],
         ["plan", "--ray", "auto", "--", *command, "--no.such.flag"],
-        ["rehearse", "--", *command, "--no.such.flag"],
-        ["profile", "--ray", "auto", "--", *command],
+        ["check-network", "--", *command, "--no.such.flag"],
+        ["tune", "--ray", "auto", "--", *command],
     ):
         done = shell.stack(*words)
         assert done.returncode == 2, words

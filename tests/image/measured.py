@@ -97,7 +97,7 @@ def activations():
     """OpenRLHF's own actor: what a forward pass keeps, and the peaks of training and of inference."""
     import torch
     from openrlhf.models import Actor
-    from rlhf_stack.memory import Pass, forward_peak, saved, training_peak
+    from rlhf_stack.memory import Pass, forward_peak, saved_activations, training_peak
 
     torch.set_num_threads(1)
     newer = "action_mask" in inspect.signature(Actor.forward).parameters
@@ -126,9 +126,9 @@ def activations():
 
         train()  # the gradients stay, so that they are not counted again
         shape = shape_of(sizes)
-        work = Pass(SEQUENCES, LENGTH, checkpointing, attention, narrow_logits=not newer)
+        work = Pass(SEQUENCES, LENGTH, checkpointing, attention, half_precision_logits=not newer)
         rows += [
-            row(f"{name}: saved", saved(shape, work), watched(forward)[0]),
+            row(f"{name}: saved", saved_activations(shape, work), watched(forward)[0]),
             row(f"{name}: training peak", training_peak(shape, work), watched(train)[1]),
         ]
         if not checkpointing:
@@ -185,7 +185,7 @@ def one_rank():
 def engine_states(stage, offload, wide):
     """Two steps of training, and the difference to what was there before."""
     import torch
-    from rlhf_stack.memory import Zero, states
+    from rlhf_stack.memory import Zero, model_states
 
     model = model_of(SIZES)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -202,7 +202,7 @@ def engine_states(stage, offload, wide):
     with_gradients = allocated() - before
     engine.step()
     after_step = allocated() - before
-    found = states(parameters, Zero(stage, RANKS, offload, wide_gradients=wide))
+    found = model_states(parameters, Zero(stage, RANKS, offload, fp32_gradients=wide))
     name = f"ZeRO {stage}{', offload' if offload else ''}"
     bucket = engine.zero_reduce_bucket_size() * 2
     freed = 0 if stage == 3 or offload else found.gradients  # elsewhere their buffer stays
@@ -237,18 +237,18 @@ def deepspeed_engine(model, stage, offload, wide):
     except ModuleNotFoundError:
         from openrlhf.utils.deepspeed_utils import get_train_ds_config
 
-        optimizer = deepspeed_ops.adam(offload)(model.parameters(), lr=1e-5)
+        optimizer = deepspeed_ops.adam_class(offload)(model.parameters(), lr=1e-5)
         config = get_train_ds_config(False, **asked) | batch
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     adam = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
-    section = deepspeed_ops.optimizer({"type": "AdamW", "params": adam}, offload)
+    section = deepspeed_ops.optimizer_config({"type": "AdamW", "params": adam}, offload)
     config = get_train_ds_config(False, **asked, optim_config=section) | batch
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def cache():
     """The blocks of vLLM's own cache on a CPU, of a size in GiB that a variable says."""
-    from rlhf_stack.memory import Engine
+    from rlhf_stack.memory import EngineSettings
     from rlhf_stack.memory.engine import blocks, token_bytes
 
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)
@@ -260,7 +260,7 @@ def cache():
             Path(folder, "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
             found, block = engine_blocks(folder)
         shape = shape_of(sizes)
-        engine = Engine(1, 1.0, LENGTH, block)
+        engine = EngineSettings(1, 1.0, LENGTH, block)
         size = token_bytes(shape, 1) * block
         rows.append(row(f"cache, {name}", blocks(shape, engine, CACHE_GIB << 30) * size, found * size))
     return rows

@@ -46,7 +46,7 @@ def reap(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 def until_gone(role: str) -> None:
     """Wait until no process of this role is left, with a deadline."""
     end = time.monotonic() + END_SECONDS
-    while any(one.role == role for one in process_table.table()):
+    while any(one.role == role for one in process_table.snapshot()):
         assert time.monotonic() < end, f"a {role} is still there after {END_SECONDS} s"
         time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""A user's day on two machines: start, plan, rehearse, submit, watch, and mend after a run that died.
+"""A user's day on two machines: start, plan, check the network, submit, watch, and clean up after a run that died.
 
 The nodes are started by ``rlhf-stack start``, and all is asked on the head. With a Ray that knows tokens
 they share one, as machines that are given the same RAY_AUTH_TOKEN.
@@ -18,7 +18,7 @@ from rlhf_stack.demo import tiny_run
 
 from scripts.matrix.load import Cell
 from scripts.testing import demo, demo_report
-from scripts.testing.cluster import Cluster, Node
+from scripts.testing.cluster import Cluster, ContainerNode
 from tests.network import diagnosis
 from tests.network.waiting import until
 
@@ -32,13 +32,13 @@ SETTINGS = {"RLHF_STACK_EVENTS": demo.EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
 KILL_THE_DRIVER = """
 import os, signal
 from rlhf_stack.cleanup import process_table as processes
-drivers = [one for one in processes.table() if one.role == processes.DRIVER and "train_ppo_ray" in one.line]
+drivers = [one for one in processes.snapshot() if one.role == processes.DRIVER and "train_ppo_ray" in one.line]
 for driver in drivers:
     os.kill(driver.pid, signal.SIGKILL)
 """
 
 
-def start(node: Node, head: str | None) -> list[str]:
+def start(node: ContainerNode, head: str | None) -> list[str]:
     """What a user types on each machine."""
     role = ["--head", "--expect-nodes", str(len(demo.NODES))] if head is None else ["--join", head]
     return [
@@ -154,8 +154,8 @@ def test_the_plan_says_that_the_run_fits(cluster: Cluster, run: Sequence[str]) -
 
 
 @pytest.mark.timeout(SECONDS)
-def test_the_rehearsal_of_the_run_is_well(cluster: Cluster, run: Sequence[str]) -> None:
-    code, told = ask(cluster.head, "rehearse", "--size", "8", "--floor", "0.0001", "--", *run)
+def test_the_network_check_of_the_run_is_well(cluster: Cluster, run: Sequence[str]) -> None:
+    code, told = ask(cluster.head, "check-network", "--size", "8", "--floor", "0.0001", "--", *run)
     assert (code, told["is_well"]) == (0, True)
     assert len(told["group"]["receivers"]) >= 2
 

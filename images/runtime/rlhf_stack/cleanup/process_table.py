@@ -63,7 +63,7 @@ class Process:
         return " ".join(" ".join(self.command).split())
 
 
-def table(proc: Path = PROC) -> list[Process]:
+def snapshot(proc: Path = PROC) -> list[Process]:
     """Every process that can be seen, by number; one that ends meanwhile is left out.
 
     So are those of other containers, which the host's own processes see.
@@ -76,7 +76,7 @@ def table(proc: Path = PROC) -> list[Process]:
     return found
 
 
-def children(of: Iterable[int], processes: Iterable[Process]) -> set[int]:
+def descendants(of: Iterable[int], processes: Iterable[Process]) -> set[int]:
     """``of`` and all that descends from them."""
     below: dict[int, list[int]] = {}
     for process in processes:
@@ -100,7 +100,7 @@ def gcs_address(processes: Iterable[Process]) -> str | None:
     return None
 
 
-def declared(processes: Iterable[Process]) -> dict[str, float]:
+def declared_resources(processes: Iterable[Process]) -> dict[str, float]:
     """The resources that the raylet of this machine was started with, such as ``GPU``; empty without one.
 
     ``memory`` and ``object_store_memory`` are in bytes.

@@ -33,13 +33,13 @@ class Segment:
     age: float
 
 
-def orphans(table: Sequence[Process], uid: int) -> list[Process]:
+def orphaned_workers(table: Sequence[Process], uid: int) -> list[Process]:
     """The workers of Ray, and what they started, of ``uid``, that no living worker of a living raylet holds.
 
     Whatever Ray's workers start carries `OF_A_WORKER`, also when it is handed to another parent.
     """
     raylets = {p.pid for p in table if p.role == process_table.RAYLET and p.state != process_table.ZOMBIE}
-    used = process_table.children((p.pid for p in table if _in_use(p, raylets)), table)
+    used = process_table.descendants((p.pid for p in table if _in_use(p, raylets)), table)
     return [
         p
         for p in table
@@ -47,14 +47,16 @@ def orphans(table: Sequence[Process], uid: int) -> list[Process]:
     ]
 
 
-def headless(table: Sequence[Process], uid: int, age: Mapping[int, float], least: float) -> list[Process]:
+def stale_session_processes(
+    table: Sequence[Process], uid: int, age: Mapping[int, float], least: float
+) -> list[Process]:
     """The processes of ``uid`` that serve a session of Ray of which no raylet and no `ray start` lives here.
 
     ``age`` in seconds, by number; one younger than ``least`` may belong to a node that is starting.
     """
     alive = {p.session for p in table if p.role == process_table.RAYLET}
     starting = {p.pid for p in table if "start" in p.command and "ray" in " ".join(p.command)}
-    held = process_table.children(starting, table)
+    held = process_table.descendants(starting, table)
     return [
         p
         for p in table
@@ -67,12 +69,12 @@ def headless(table: Sequence[Process], uid: int, age: Mapping[int, float], least
     ]
 
 
-def unheld(segments: Iterable[Segment], held: set[str], uid: int, least: float) -> list[Segment]:
+def unused_segments(segments: Iterable[Segment], held: set[str], uid: int, least: float) -> list[Segment]:
     """The segments of ``uid`` that no process has open or mapped, older than ``least`` seconds."""
     return [s for s in segments if s.uid == uid and s.path not in held and s.age >= least]
 
 
-def ages(table: Iterable[Process]) -> dict[int, float]:
+def process_ages(table: Iterable[Process]) -> dict[int, float]:
     """For each process how long ago it started, in seconds."""
     up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     tick = os.sysconf("SC_CLK_TCK")
@@ -89,7 +91,7 @@ def segments(now: float, folder: Path = SHM) -> list[Segment]:
     return found
 
 
-def held_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> set[str] | None:
+def open_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> set[str] | None:
     """The files under /dev/shm that a process has open or mapped; None if not every process can be asked.
 
     It can where /dev/shm is this container's own, or where this is the machine itself.
@@ -109,7 +111,7 @@ def held_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> 
         except PermissionError:
             # One that has let go of its memory answers to root alone until it is over. Another user's holds
             # no segment that only we may open.
-            if process.uid == os.getuid() and not terminate.ends(process, ENDING_SECONDS):
+            if process.uid == os.getuid() and not terminate.exits_within(process, ENDING_SECONDS):
                 return None
             continue
         found |= {link for link in links if link.startswith(str(SHM))}

@@ -6,12 +6,12 @@ import signal
 import time
 from collections.abc import Iterable
 
-from rlhf_stack.cleanup.process_table import Process, table
+from rlhf_stack.cleanup.process_table import Process, snapshot
 
 TERM_SECONDS = 5.0
 
 
-def end(processes: Iterable[Process], seconds: float = TERM_SECONDS) -> list[int]:
+def terminate_processes(processes: Iterable[Process], seconds: float = TERM_SECONDS) -> list[int]:
     """Ask each to end, and kill what has not within ``seconds``; the numbers of those that were ended.
 
     A process that ended before, or whose number has gone to another since, is left alone.
@@ -29,7 +29,7 @@ def end(processes: Iterable[Process], seconds: float = TERM_SECONDS) -> list[int
             os.close(handle)
 
 
-def ends(process: Process, seconds: float) -> bool:
+def exits_within(process: Process, seconds: float) -> bool:
     """Whether a process, which is not asked to, is over within ``seconds``."""
     handle = _handle(process)
     if handle is None:
@@ -46,7 +46,7 @@ def _handle(process: Process) -> int | None:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
-    same = any(p.pid == process.pid and p.started == process.started for p in table())
+    same = any(p.pid == process.pid and p.started == process.started for p in snapshot())
     if same:
         return handle
     os.close(handle)

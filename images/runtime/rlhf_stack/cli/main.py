@@ -1,4 +1,4 @@
-"""rlhf-stack: what an operator asks before a cluster starts, while it runs and after it died."""
+"""rlhf-stack: plan, start, check and repair RLHF runs on a Ray cluster."""
 
 import argparse
 import os
@@ -11,69 +11,78 @@ from rlhf_stack.cli import commands
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.errors import UserError
 
-CLOSING = """
-`rlhf-stack COMMAND --help` explains a command with examples. Every command takes --json. Exit codes: 0 all is
-well, 1 what was asked about is not, 2 a mistake in the question; a command's help names those of its own.
+EPILOG = """
+`rlhf-stack COMMAND --help` explains a command with examples. Every command accepts --json. Exit codes: 0 no
+problem, 1 the command found a problem, 2 wrong usage; the help of a command lists further codes.
 """
-MISTAKE, INTERRUPTED, NO_READER = 2, 130, 141
+WRONG_USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a `UserError` is one line on stderr."""
-    asked = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(asked).parse_args(asked)
-    os.environ.update(auth_token.use(os.environ))  # Ray reads it when it is imported
+    """Run one command and return its exit code; a `UserError` is printed as one line on stderr."""
+    words = _current_name(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(words).parse_args(words)
+    os.environ.update(auth_token.client_environment(os.environ))  # Ray reads it when it is imported
     try:
         code = commands.load(options.command).run(options)
         sys.stdout.flush()
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return MISTAKE
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USAGE
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("rlhf_stack"):
             raise
-        print(
-            f"error: {error.name} is not installed here: run this in an image of the stack", file=sys.stderr
-        )
-        return MISTAKE
+        print(f"error: {error.name} is not installed: run this in an image of the stack", file=sys.stderr)
+        return WRONG_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
+        return BROKEN_PIPE
     return code
 
 
+def _current_name(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with an old name of a command replaced, after a warning on stderr."""
+    if arguments and (name := commands.RENAMED.get(arguments[0])):
+        print(
+            f"warning: `rlhf-stack {arguments[0]}` is now `rlhf-stack {name}`; the old name will be removed "
+            "in the next release",
+            file=sys.stderr,
+        )
+        return [name, *arguments[1:]]
+    return list(arguments)
+
+
 class _Parser(argparse.ArgumentParser):
-    """A mistake is one line, as a `UserError` is."""
+    """A parser that reports an error in one line, as for a `UserError`."""
 
     def error(self, message: str) -> NoReturn:
-        """Say it, and where help is."""
-        self.exit(MISTAKE, f"error: {message} (see {self.prog} --help)\n")
+        """Print the error and where to find help, and exit with code 2."""
+        self.exit(WRONG_USAGE, f"error: {message} (see {self.prog} --help)\n")
 
 
-def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser: of the command that is asked for, or of all where there is none to name them."""
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that ``arguments`` start with, or of all commands if they name none."""
     parser = _Parser(
         prog="rlhf-stack",
         description=(__doc__ or "").split("\n")[0],
-        epilog=CLOSING,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rlhf-stack {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    named = asked[:1] if asked and asked[0] in commands.NAMES else commands.NAMES
-    for name in named:
+    for name in arguments[:1] if arguments and arguments[0] in commands.NAMES else commands.NAMES:
         command = commands.load(name)
         text = (command.__doc__ or "").strip()
-        own = choices.add_parser(
+        subparser = choices.add_parser(
             name,
             help=text.split("\n")[0],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.arguments(own)
+        command.add_options(subparser)
     return parser
 
 

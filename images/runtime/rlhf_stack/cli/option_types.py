@@ -1,36 +1,36 @@
-"""Numbers on a command line, for argparse: each says what was expected in place of what was given."""
+"""Types of numeric options for argparse, whose errors state the expected range."""
 
 import argparse
 import math
 
-LAST_PORT = 65535
+from rlhf_stack.cluster.ports import LAST_PORT
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
     return _whole(text, 1, math.inf, "a whole number of at least 1")
 
 
-def whole(text: str) -> int:
-    """A whole number of at least 0."""
+def non_negative_int(text: str) -> int:
+    """An integer of at least 0."""
     return _whole(text, 0, math.inf, "a whole number of at least 0")
 
 
 def port(text: str) -> int:
-    """A port that can be listened on."""
+    """A TCP port number."""
     return _whole(text, 1, LAST_PORT, f"a port from 1 to {LAST_PORT}")
 
 
-def positive(text: str) -> float:
-    """A number greater than 0, and not infinite."""
+def positive_float(text: str) -> float:
+    """A finite number greater than 0."""
     number = _finite(text)
     if not number > 0:
         raise _unexpected(text, "a number greater than 0")
     return number
 
 
-def amount(text: str) -> float:
-    """A number of at least 0, and not infinite."""
+def non_negative_float(text: str) -> float:
+    """A finite number of at least 0."""
     number = _finite(text)
     if not number >= 0:
         raise _unexpected(text, "a number of at least 0")
@@ -48,7 +48,7 @@ def _whole(text: str, least: int, most: float, expected: str) -> int:
 
 
 def _finite(text: str) -> float:
-    """The number, or one that is less than, equal to and greater than none."""
+    """The number in ``text``, or NaN if it is not a finite number."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What commands ask about a run and a cluster, and how they read the answers."""
+"""Options that describe a run and a cluster, shared by several commands, and the values that they give."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_stack.cli import option_types
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.errors import UserError
-from rlhf_stack.memory import Shape, ShapeError, read_shape, typed_shape
+from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.planning import cluster_spec as of_cluster
@@ -16,80 +16,100 @@ from rlhf_stack.planning.cluster_spec import Machine
 CONFIG = "config.json"
 
 
-def cluster_options(parser: argparse.ArgumentParser) -> None:
-    """The machines: typed, in a file, or those of a running cluster."""
-    parser.add_argument("--nodes", type=option_types.count, metavar="N", help="how many machines, all alike")
-    parser.add_argument("--gpus", type=option_types.whole, default=8, metavar="N", help="GPUs of each (8)")
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe the machines: numbers, a file, or a running Ray cluster."""
     parser.add_argument(
-        "--gpu-memory", type=option_types.amount, default=0.0, metavar="GIB", help="memory of each GPU"
+        "--nodes", type=option_types.positive_int, metavar="N", help="number of identical machines"
     )
     parser.add_argument(
-        "--cpus", type=option_types.amount, default=0.0, metavar="N", help="CPUs of each (enough)"
+        "--gpus", type=option_types.non_negative_int, default=8, metavar="N", help="GPUs per machine (8)"
     )
     parser.add_argument(
-        "--memory", type=option_types.amount, default=0.0, metavar="GIB", help="memory of each host"
+        "--gpu-memory",
+        type=option_types.non_negative_float,
+        default=0.0,
+        metavar="GIB",
+        help="memory per GPU",
     )
     parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="machines in YAML, in place of the above"
+        "--cpus",
+        type=option_types.non_negative_float,
+        default=0.0,
+        metavar="N",
+        help="CPUs per machine (enough)",
     )
-    parser.add_argument("--ray", metavar="ADDRESS", help="machines of a running Ray cluster: auto, or where")
+    parser.add_argument(
+        "--memory",
+        type=option_types.non_negative_float,
+        default=0.0,
+        metavar="GIB",
+        help="host memory per machine",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="a YAML file of machines, instead of the above"
+    )
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="use the machines of a running Ray cluster: auto, or its address"
+    )
 
 
-def run_options(parser: argparse.ArgumentParser) -> None:
-    """The run and its models."""
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe the run and its models."""
     parser.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME=SIZES",
-        help="the config.json or the sizes of a model that is not on this machine; can be repeated",
+        help="config.json or sizes of a model that is not on this machine; repeatable",
     )
-    command_option(parser)
+    add_command_option(parser)
 
 
-def command_option(parser: argparse.ArgumentParser) -> None:
-    """The command line of the run, which comes last."""
+def add_command_option(parser: argparse.ArgumentParser) -> None:
+    """Add the command line of the run, which must come last."""
     parser.add_argument(
-        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the run, as you would start it"
+        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that starts the run"
     )
 
 
-def command_of(options: argparse.Namespace) -> list[str]:
-    """The command line of the run, without the ``--`` before it; a `UserError` if there is none."""
+def command_words(options: argparse.Namespace) -> list[str]:
+    """Return the command line of the run, without the leading ``--``; `UserError` if there is none."""
     command = list(options.command_line)
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise UserError("no run to plan: put its command line last, after --")
+        raise UserError("no command line of a run: put it last, after --")
     return command
 
 
-def asked_run(options: argparse.Namespace) -> tuple[Run, Sequence[str]]:
-    """The run, and what OpenRLHF's parser said about it."""
-    parsed = command_line.parse(command_line.arguments_in(command_of(options)))
+def parse_run(options: argparse.Namespace) -> tuple[Run, Sequence[str]]:
+    """Parse the run with OpenRLHF's parser; return it with the parser's messages."""
+    parsed = command_line.parse(command_line.extract_arguments(command_words(options)))
     return run_spec.run_of(parsed.release, parsed.values), parsed.notes
 
 
-def machines(options: argparse.Namespace) -> list[Machine]:
-    """The machines that were asked for."""
+def read_machines(options: argparse.Namespace) -> list[Machine]:
+    """Return the machines that the options describe; `UserError` unless exactly one option describes them."""
     ways = [options.nodes is not None, options.cluster is not None, options.ray is not None]
     if sum(ways) != 1:
-        raise UserError("say what the machines are by one of --nodes N, --cluster FILE and --ray ADDRESS")
+        raise UserError("describe the machines by exactly one of --nodes N, --cluster FILE and --ray ADDRESS")
     if options.cluster:
         return of_cluster.read(options.cluster)
     if options.ray:
-        return of_ray(options.ray, options.gpu_memory)
-    return of_cluster.alike(options.nodes, options.gpus, options.gpu_memory, options.cpus, options.memory)
+        return ray_machines(options.ray, options.gpu_memory)
+    return of_cluster.uniform_machines(
+        options.nodes, options.gpus, options.gpu_memory, options.cpus, options.memory
+    )
 
 
-def of_ray(address: str, gpu_memory: float) -> list[Machine]:
-    """The machines of the Ray cluster at ``address``; `UserError` if none answers."""
+def ray_machines(address: str, gpu_memory: float) -> list[Machine]:
+    """Return the machines of the Ray cluster at ``address``; `UserError` if it does not respond."""
     with connected(address):
         return of_cluster.running(gpu_memory)
 
 
-def shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:
-    """The shape of each model of ``run`` by its name."""
+def read_shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:
+    """Return the shape of each model of ``run`` by its name."""
     typed = dict(_typed(text) for text in options.model)
     names = dict.fromkeys([run.engine_model, *(role.model for role in run.roles)])
     if unknown := typed.keys() - names.keys():
@@ -97,8 +117,8 @@ def shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:
     return {name: typed.get(name) or _read(name) for name in names}
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file that the user asked for."""
+def write_file(path: Path, text: str) -> None:
+    """Write ``text`` to a file that the user named; `UserError` if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -109,11 +129,11 @@ def _typed(text: str) -> tuple[str, Shape]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UserError(f"--model {text}: expected NAME=config.json or NAME=layers:28,hidden:...")
-    return name, read_shape(Path(value)) if Path(value).exists() else typed_shape(value)
+    return name, read_shape(Path(value)) if Path(value).exists() else parse_shape(value)
 
 
 def _read(name: str) -> Shape:
-    """The shape of the model ``name``: a folder, or what the hub's cache has of it."""
+    """Read the shape of the model ``name``, which is a folder or a model in the Hugging Face cache."""
     if name in ("None", ""):
         raise UserError(
             "the run names no model: give its model_name_or_path (before OpenRLHF 0.9: --pretrain)"
@@ -130,7 +150,7 @@ def _read(name: str) -> Shape:
     if isinstance(cached, str):
         return read_shape(Path(cached))
     raise ShapeError(
-        f"{name} is no folder here, and the hub's cache has nothing of it: --model {name}=CONFIG.JSON says "
-        "where its config.json is, or --model "
-        f"{name}=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064 its sizes"
+        f"{name} is neither a local folder nor in the Hugging Face cache: give its config.json with --model "
+        f"{name}=CONFIG.JSON, or its sizes with --model "
+        f"{name}=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064"
     )

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Finds and explains faults: doctor, monitor, network check, and the check of installed patches.
+
+May import every package except ``cli`` and ``demo``.
+"""

@@ -1,7 +1,7 @@
-"""Whether the patches that this distribution was built with are in the packages that are installed.
+"""Checks whether the installed packages contain the patches of this distribution.
 
-``patched.json`` beside this file is written when the wheels are made: every patched package, and for every
-patch the files it changes with their checksums before and after. ``rlhf-stack patches`` compares.
+The build writes ``patched.json`` in ``rlhf_stack``: every patched package, and for every patch the changed
+files with their checksums before and after. Installed files are compared with it.
 """
 
 import hashlib
@@ -13,17 +13,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rlhf_stack.telemetry.logging import warn
+from rlhf_stack.telemetry import run_log
 
 PRESENT, MISSING, ALTERED = "present", "missing", "altered"
 RESOURCE = "patched.json"
-MEND = "reinstall the packages of this image, or start from the image again"
+REMEDY = "reinstall the packages of this image, or start again from the image"
 WORST = (PRESENT, MISSING, ALTERED)
 
 
 @dataclass(frozen=True)
-class Report:
-    """One patch: ``state`` is "present", "missing" or "altered"; ``why`` is empty if it is present."""
+class PatchStatus:
+    """A patch; ``state`` is "present", "missing" or "altered", ``why`` names the files unless present."""
 
     package: str
     patch: str
@@ -32,13 +32,15 @@ class Report:
     why: str
 
 
-def examine(manifests: Sequence[dict[str, Any]], checksum: Callable[[str, str], str | None]) -> list[Report]:
-    """The state of each patch in ``manifests``, in order.
+def patch_statuses(
+    found: Sequence[dict[str, Any]], checksum: Callable[[str, str], str | None]
+) -> list[PatchStatus]:
+    """The state of each patch in the manifests ``found``, in order.
 
-    ``checksum`` gives the sha256 of a file of a package as it is now, or None if there is none.
+    ``checksum`` returns the current sha256 of a file of a package, or None if the file does not exist.
     """
     reports = []
-    for manifest in manifests:
+    for manifest in found:
         package, chains = str(manifest["package"]), _chains(manifest)
         current = {path: checksum(package, path) for path in chains}
         for number, patch in enumerate(manifest["patches"]):
@@ -47,12 +49,12 @@ def examine(manifests: Sequence[dict[str, Any]], checksum: Callable[[str, str], 
             why = ", ".join(
                 f["path"] for f, s in zip(patch["files"], states, strict=True) if s == state != PRESENT
             )
-            reports.append(Report(package, patch["name"], patch["title"], state, why))
+            reports.append(PatchStatus(package, patch["name"], patch["title"], state, why))
     return reports
 
 
-def expected() -> list[dict[str, Any]]:
-    """The manifests that this build of rlhf_stack came with; none if it was not built with patched wheels."""
+def manifests() -> list[dict[str, Any]]:
+    """The manifests of this build of rlhf_stack; empty if it was built without patched wheels."""
     resource = files("rlhf_stack") / RESOURCE
     if not resource.is_file():
         return []
@@ -60,23 +62,23 @@ def expected() -> list[dict[str, Any]]:
     return found
 
 
-def known(manifests: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> set[str]:
-    """The patches, by `slug`, that ``versions`` say they carry by their local version, such as "+stack.1"."""
+def patches_in_versions(found: Sequence[dict[str, Any]], versions: Mapping[str, str]) -> set[str]:
+    """The patches, by `slug`, that the local versions in ``versions``, such as "+stack.1", indicate."""
     return {
         slug(patch["name"])
-        for manifest in manifests
+        for manifest in found
         if versions.get(str(manifest["package"])) == f"{manifest['version']}+{manifest['label']}"
         for patch in manifest["patches"]
     }
 
 
 def slug(patch: str) -> str:
-    """The name of a patch without its number, which differs between versions of a package."""
+    """The name of a patch without its number, which differs between releases of a package."""
     return patch.split("-", 1)[1].removesuffix(".patch")
 
 
 def installed_checksum(package: str, path: str) -> str | None:
-    """The sha256 of ``path`` (relative to site-packages) as ``package`` has it on disk."""
+    """The sha256 of the installed file ``path`` (relative to site-packages) of ``package``, or None."""
     try:
         found = Path(str(distribution(package).locate_file(path)))
     except PackageNotFoundError:
@@ -85,38 +87,38 @@ def installed_checksum(package: str, path: str) -> str | None:
 
 
 def installed_version(package: str) -> str:
-    """The version that is installed, for people."""
+    """The installed version of ``package``, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def changes() -> list[str]:
-    """A line for each package that is not as this distribution patched it: replaced, or edited."""
+def changed_packages() -> list[str]:
+    """One line for each package that differs from the patched one: replaced or edited."""
     lines = []
-    manifests = expected()
-    reports = examine(manifests, installed_checksum)
-    for manifest in manifests:
+    found = manifests()
+    reports = patch_statuses(found, installed_checksum)
+    for manifest in found:
         package = str(manifest["package"])
         lost = [report for report in reports if report.package == package and report.state != PRESENT]
         if lost:
             lines.append(
                 f"{package} {installed_version(package)} is not this image's {manifest['version']}+"
-                f"{manifest['label']}: {len(lost)} of {len(manifest['patches'])} patches are not in it "
-                f"({lost[0].patch}, ...), so what they cure is back; {MEND} (rlhf-stack patches shows all)"
+                f"{manifest['label']}: {len(lost)} of {len(manifest['patches'])} patches are not present "
+                f"({lost[0].patch}, ...), so their fixes are missing; {REMEDY} (see rlhf-stack patches)"
             )
     return lines
 
 
 def warn_of_changes() -> None:
-    """Warn in the log of a run of each package that is not as this distribution patched it."""
-    for line in changes():
-        warn(line)
+    """Log a warning for each package that differs from the patched one."""
+    for line in changed_packages():
+        run_log.warning(line)
 
 
 def _chains(manifest: dict[str, Any]) -> dict[str, list[tuple[int, str, str]]]:
-    """For each file the patches that change it, in order: number, checksum before, checksum after."""
+    """For each file, the patches that change it in order: number, checksum before, checksum after."""
     chains: dict[str, list[tuple[int, str, str]]] = {}
     for number, patch in enumerate(manifest["patches"]):
         for file in patch["files"]:
@@ -125,7 +127,7 @@ def _chains(manifest: dict[str, Any]) -> dict[str, list[tuple[int, str, str]]]:
 
 
 def _state(chain: list[tuple[int, str, str]], number: int, current: str | None) -> str:
-    """The state of patch ``number`` in one file, whose checksum is ``current``."""
+    """The state of patch ``number`` in a file whose checksum is ``current``."""
     if current is None:
         return MISSING
     contents = [chain[0][1], *(after for _, _, after in chain)]

@@ -73,7 +73,7 @@ class Shape:
         return heads + self.layers * self.layer + self.hidden
 
     @property
-    def valued(self) -> int:
+    def value_head_params(self) -> int:
         """Parameters with a value head (a number for each token) in place of the language model's."""
         return self.total - (0 if self.tied else self.embedding) + self.hidden
 
@@ -93,10 +93,10 @@ def read_shape(path: Path) -> Shape:
     except ValueError as error:
         raise ShapeError(f"{file}: not JSON ({error})") from None
     stored = sum(_stored(weights) for weights in sorted(file.parent.glob("*.safetensors")))
-    return shape_of(config, str(file), stored)
+    return shape_from_config(config, str(file), stored)
 
 
-def shape_of(config: Mapping[str, Any], name: str = "config.json", stored: int = 0) -> Shape:
+def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stored: int = 0) -> Shape:
     """The shape that a Hugging Face ``config`` describes; ``stored`` is how many parameters it has, if known.
 
     `ShapeError` names the sizes that it lacks, or a family that is not known here.
@@ -138,7 +138,7 @@ HOW_TO_TYPE = (
 )
 
 
-def typed_shape(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """The shape in a text such as ``layers:28,hidden:3584,...``; `ShapeError` says what is wrong with it."""
     known = [field.name for field in fields(Shape)]
     values: dict[str, int] = {}

@@ -7,7 +7,7 @@ All numbers are bytes. They follow DeepSpeed with 16-bit weights and Adam as Ope
 
 from dataclasses import dataclass
 
-HALF, FULL = 2, 4  # bytes of a 16-bit and of a 32-bit number
+BYTES_16BIT, BYTES_32BIT = 2, 4  # bytes of a 16-bit and of a 32-bit number
 MOMENTS = 2  # Adam's, for each parameter
 BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size
 LIVE = 1_000_000_000  # numbers: its stage3_max_live_parameters
@@ -19,7 +19,7 @@ class Zero:
     """How a model is spread over ``ranks`` data-parallel ranks.
 
     ``offload`` is of the optimiser to the host, ``offload_weights`` of the weights of a model that is not
-    trained. ``wide_gradients``: they are summed in 32 bits. ``shards``: ranks that hold the weights of
+    trained. ``fp32_gradients``: they are summed in 32 bits. ``shards``: ranks that hold the weights of
     ZeRO-3 together (ZeRO++ hpZ keeps a second copy among so many), 1 for none.
     """
 
@@ -27,13 +27,13 @@ class Zero:
     ranks: int
     offload: bool = False
     offload_weights: bool = False
-    wide_gradients: bool = False
+    fp32_gradients: bool = False
     overlap: bool = False
     shards: int = 1
 
 
 @dataclass(frozen=True)
-class States:
+class ModelStates:
     """Bytes on one GPU, and on the host for one rank.
 
     ``buffers`` are there while a pass runs, ``step`` while the optimiser steps.
@@ -52,41 +52,43 @@ class States:
         return self.weights + self.gradients + self.optimizer
 
 
-def share(count: int, ranks: int) -> int:
+def shard_size(count: int, ranks: int) -> int:
     """The largest part of ``count`` things that are split among ``ranks``."""
     return -(-count // ranks)
 
 
-def states(parameters: int, zero: Zero, trained: int | None = None) -> States:
+def model_states(parameters: int, zero: Zero, trained: int | None = None) -> ModelStates:
     """For a model of ``parameters`` of which ``trained`` are trained: all if None, none if 0."""
     trained = parameters if trained is None else trained
     weights = _weights(parameters, zero)
     if not trained:
         if zero.offload_weights:
-            return States(buffers=min(HALF * parameters, HALF * LIVE), host=weights)
-        return States(weights, buffers=_live(parameters, zero))
+            return ModelStates(buffers=min(BYTES_16BIT * parameters, BYTES_16BIT * LIVE), host=weights)
+        return ModelStates(weights, buffers=_live(parameters, zero))
     if zero.stage == 0:
-        return States(weights, HALF * trained, FULL * trained * (1 + MOMENTS), 0, FULL * trained)
-    own = share(trained, zero.ranks)
-    kept = FULL * own * (1 + MOMENTS)
-    wide = FULL if zero.wide_gradients else HALF
-    gradients = HALF * trained if zero.stage == 1 else wide * own
-    bucket = HALF * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
+        return ModelStates(
+            weights, BYTES_16BIT * trained, BYTES_32BIT * trained * (1 + MOMENTS), 0, BYTES_32BIT * trained
+        )
+    own = shard_size(trained, zero.ranks)
+    kept = BYTES_32BIT * own * (1 + MOMENTS)
+    wide = BYTES_32BIT if zero.fp32_gradients else BYTES_16BIT
+    gradients = BYTES_16BIT * trained if zero.stage == 1 else wide * own
+    bucket = BYTES_16BIT * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
     buffers = bucket + _live(parameters, zero)
     if zero.offload:
         here = 0 if zero.stage == 3 else gradients
-        return States(weights, here, 0, buffers, 0, kept + (FULL + HALF) * own)
-    step = FULL * (min(own, SUBGROUP) if zero.stage == 3 else own)
-    return States(weights, gradients, kept, buffers, step)
+        return ModelStates(weights, here, 0, buffers, 0, kept + (BYTES_32BIT + BYTES_16BIT) * own)
+    step = BYTES_32BIT * (min(own, SUBGROUP) if zero.stage == 3 else own)
+    return ModelStates(weights, gradients, kept, buffers, step)
 
 
 def _weights(parameters: int, zero: Zero) -> int:
     if zero.stage < 3:
-        return HALF * parameters
-    second = share(parameters, zero.shards) if zero.shards > 1 else 0
-    return HALF * (share(parameters, zero.ranks) + second)
+        return BYTES_16BIT * parameters
+    second = shard_size(parameters, zero.shards) if zero.shards > 1 else 0
+    return BYTES_16BIT * (shard_size(parameters, zero.ranks) + second)
 
 
 def _live(parameters: int, zero: Zero) -> int:
     """Weights that ZeRO-3 has gathered at a time."""
-    return HALF * min(parameters, LIVE) if zero.stage == 3 else 0
+    return BYTES_16BIT * min(parameters, LIVE) if zero.stage == 3 else 0

@@ -1,18 +1,18 @@
 """A run on a cluster before it starts: where everything lands, what it needs, and what to change."""
 
 from rlhf_stack.planning.advice import Advice, advise
-from rlhf_stack.planning.cluster_spec import Machine, alike, read, running
-from rlhf_stack.planning.report import Gpu, Node, Report, report
+from rlhf_stack.planning.assessment import Assessment, PlannedGpu, PlannedNode, assess
+from rlhf_stack.planning.cluster_spec import Machine, read, running, uniform_machines
 
 __all__ = [
     "Advice",
-    "Gpu",
+    "Assessment",
     "Machine",
-    "Node",
-    "Report",
+    "PlannedGpu",
+    "PlannedNode",
     "advise",
-    "alike",
+    "assess",
     "read",
-    "report",
     "running",
+    "uniform_machines",
 ]

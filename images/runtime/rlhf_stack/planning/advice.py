@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from rlhf_stack.memory import Shape
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.placement.model import Engines, Group
+from rlhf_stack.planning.assessment import Assessment, assess
 from rlhf_stack.planning.cluster_spec import Machine
-from rlhf_stack.planning.report import Report, report
 
 LOWEST_UTILIZATION = 0.3
 STEP = 0.05
@@ -48,7 +48,7 @@ def flag(run: Run, name: str, *values: object) -> str:
     return " ".join([text, *map(str, values)]) if text else ""
 
 
-def advise(found: Report, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
+def advise(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
     """Changes by which the run of ``found`` fits: those that are enough alone, else the fewest, in order.
 
     Empty if it fits already, or if none of the changes that are known here helps.
@@ -56,7 +56,7 @@ def advise(found: Report, machines: Sequence[Machine], shapes: Mapping[str, Shap
     if not found.problems:
         return []
     alone = [
-        Advice(flags, reason, changed, not report(changed, machines, shapes).problems)
+        Advice(flags, reason, changed, not assess(changed, machines, shapes).problems)
         for flags, reason, changed in _changes(found.run)
     ]
     if enough := [advice for advice in alone if advice.enough]:
@@ -64,7 +64,7 @@ def advise(found: Report, machines: Sequence[Machine], shapes: Mapping[str, Shap
     return _together(found, machines, shapes)
 
 
-def symmetric(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Advice | None:
+def symmetric_layout(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Advice | None:
     """A layout with the same GPUs for each role and the same engines on every node, near to what was asked.
 
     None if the nodes differ, if engines share the trainer's GPUs, or if there is none that fits.
@@ -78,7 +78,7 @@ def symmetric(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]
     asked = [*(group.size / count for group in groups), engines.count * engines.size / count]
     for parts in sorted(_splits(gpus, len(groups), engines.size), key=lambda parts: _distance(parts, asked)):
         changed = _resized(run, count, parts)
-        found = report(changed, machines, shapes)
+        found = assess(changed, machines, shapes)
         if not found.problems and _is_even(found):
             named = [f"{part} for {group.name}" for part, group in zip(parts, groups, strict=False)]
             text = f"the same on each of {count} nodes: {', '.join(named)} and {parts[-1]} GPUs for engines"
@@ -86,19 +86,19 @@ def symmetric(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]
     return None
 
 
-def _is_even(found: Report) -> bool:
+def _is_even(found: Assessment) -> bool:
     """Whether every node has as many ranks and workers of each kind."""
     kinds = [sorted(name.split()[0] for gpu in node.gpus for name in gpu.holds) for node in found.nodes]
     return all(kind == kinds[0] for kind in kinds)
 
 
-def _together(found: Report, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
+def _together(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
     """Changes one after the other, each kept if it helps, until the run fits."""
     run, flags, reasons = found.run, dict[str, None](), list[str]()
     peak = _excess(found)
     for _ in range(len(FLAGS)):
         for more, reason, changed in _changes(run):
-            after = report(changed, machines, shapes)
+            after = assess(changed, machines, shapes)
             if _excess(after) < peak:
                 run, peak = changed, _excess(after)
                 flags |= dict.fromkeys(more)
@@ -111,7 +111,7 @@ def _together(found: Report, machines: Sequence[Machine], shapes: Mapping[str, S
     return []
 
 
-def _excess(found: Report) -> int:
+def _excess(found: Assessment) -> int:
     """By how many bytes GPUs and hosts are too small, and engines lack room for one sequence."""
     missing = sum(
         max(0, gpu.peak - node.machine.gpu_memory)

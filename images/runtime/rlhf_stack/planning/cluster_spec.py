@@ -34,7 +34,7 @@ class Machine:
         )
 
 
-def alike(count: int, gpus: int, gpu_memory: float, cpus: float, memory: float) -> list[Machine]:
+def uniform_machines(count: int, gpus: int, gpu_memory: float, cpus: float, memory: float) -> list[Machine]:
     """``count`` equal machines; memory in GiB. Without a number of CPUs there are enough of them."""
     sizes = {"count": count, "gpus": gpus, "gpu_memory": gpu_memory, "cpus": cpus, "memory": memory}
     return _machines([sizes], "the command line")
@@ -89,7 +89,7 @@ def running(gpu_memory: float) -> list[Machine]:
 
     from rlhf_stack.placement import reservation
 
-    return of_ray(ray.nodes(), reservation.nodes_now(), gpu_memory)
+    return of_ray(ray.nodes(), reservation.free_nodes(), gpu_memory)
 
 
 def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]:

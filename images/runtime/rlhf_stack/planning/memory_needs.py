@@ -3,8 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_stack.memory import Engine, KvCache, Pass, Shape, forward_peak, kv_cache, states, training_peak
-from rlhf_stack.memory.training import HALF, share
+from rlhf_stack.memory import (
+    EngineSettings,
+    KvCache,
+    Pass,
+    Shape,
+    forward_peak,
+    kv_cache,
+    model_states,
+    training_peak,
+)
+from rlhf_stack.memory.training import BYTES_16BIT, shard_size
 from rlhf_stack.openrlhf.run_spec import ACTOR, Role, Run
 from rlhf_stack.planning.cluster_spec import GIB
 
@@ -46,14 +55,14 @@ class Need:
 
 def need(run: Run, role: Role, shape: Shape) -> Need:
     """The need of one rank of ``role``, whose model has ``shape``."""
-    parameters = shape.valued if role.valued else shape.total
-    own = share(parameters, run.parallel)
+    parameters = shape.value_head_params if role.value_head else shape.total
+    own = shard_size(parameters, run.parallel)
     trained = _trained(run, role, shape, own)
     zero = run.zero_of(role)
-    found = states(own, zero, trained)
+    found = model_states(own, zero, trained)
     weights, host = found.weights, found.host
     if role.name == ACTOR and run.average:
-        copy = HALF * (share(own, zero.ranks) if zero.stage == 3 else own)
+        copy = BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own)
         weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
     sleeping = found.optimizer + found.gradients if run.trainer_sleeps and role.trained else 0
     return Need(
@@ -67,7 +76,7 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
         step=found.step,
         asleep=weights + found.gradients + found.optimizer - sleeping,
         host=PROCESS + host + sleeping,
-        loading=HALF * (share(own, zero.ranks) if zero.stage == 3 else own),
+        loading=BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own),
     )
 
 
@@ -76,12 +85,12 @@ def needs(run: Run, shapes: Mapping[str, Shape]) -> dict[str, Need]:
     return {role.name: need(run, role, shapes[role.model]) for role in run.roles}
 
 
-def engine_of(run: Run, shapes: Mapping[str, Shape], gpu_memory: int) -> KvCache | None:
+def engine_cache(run: Run, shapes: Mapping[str, Shape], gpu_memory: int) -> KvCache | None:
     """The cache of an engine of this run on GPUs of ``gpu_memory`` bytes, if it has engines."""
     engines = run.request.engines
     if engines is None:
         return None
-    asked = Engine(engines.size, run.utilization, run.length)
+    asked = EngineSettings(engines.size, run.utilization, run.length)
     return kv_cache(shapes[run.engine_model], asked, gpu_memory)
 
 
@@ -94,7 +103,7 @@ def _trained(run: Run, role: Role, shape: Shape, own: int) -> int:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
     sides += 3 * (shape.hidden + shape.intermediate) * max(1, shape.experts)
-    return share(run.lora * sides * shape.layers, run.parallel)
+    return shard_size(run.lora * sides * shape.layers, run.parallel)
 
 
 def _activations(run: Run, role: Role, shape: Shape) -> int:
@@ -113,6 +122,6 @@ def _pass(run: Run, role: Role, sequences: int, tokens: int | None) -> Pass:
         checkpointing=run.checkpointing and role.trained,
         attention=run.attention,
         split=run.ring,
-        valued=role.valued,
-        narrow_logits=run.narrow_logits,
+        value_head=role.value_head,
+        half_precision_logits=run.half_precision_logits,
     )

@@ -8,8 +8,8 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.memory import Shape
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.planning.advice import LOWEST_UTILIZATION, STEP, flag
+from rlhf_stack.planning.assessment import assess
 from rlhf_stack.planning.cluster_spec import Machine
-from rlhf_stack.planning.report import report
 
 HIGHEST_UTILIZATION = 0.9
 LARGEST_BATCH = 64
@@ -49,7 +49,7 @@ def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> 
     """``run`` with the settings that are right for its models, lengths and ``machines``."""
 
     def problems(candidate: Run) -> tuple[str, ...]:
-        return report(candidate, machines, shapes).problems
+        return assess(candidate, machines, shapes).problems
 
     start = replace(run, attention=_attention(run))
     found = next((candidate for candidate in _candidates(start) if not problems(candidate)), None)
@@ -65,7 +65,7 @@ def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> 
     return Tuned(found, tuple(_settings(run, found)), ())
 
 
-def applied(command: Sequence[str], tuned: Tuned) -> list[str]:
+def apply_settings(command: Sequence[str], tuned: Tuned) -> list[str]:
     """The words of ``command`` with the settings of ``tuned`` in it, in place of what it said before."""
     words = list(command)
     variables = []

@@ -24,7 +24,7 @@ class UpstreamLayout:
     pending: str | None = None
 
 
-def order_of_equals(count: int) -> list[int]:
+def std_sort_order(count: int) -> list[int]:
     """In which order libstdc++'s ``std::sort`` leaves ``count`` equal elements."""
     order = list(range(count))
     ranges = [(0, count)]
@@ -54,7 +54,7 @@ def pack(nodes: Sequence[FreeNode], count: int) -> tuple[int, ...] | None:
 
     Of equal nodes Ray takes any one first (by their random ids); here it is the one with the lower index.
     """
-    waiting = order_of_equals(count)
+    waiting = std_sort_order(count)
     placed: dict[int, int] = {}
     left = dict(enumerate(nodes))
     while waiting:

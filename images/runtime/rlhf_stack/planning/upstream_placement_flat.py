@@ -12,7 +12,7 @@ from rlhf_stack.placement.model import ENGINES, FreeNode, Group, Request
 from rlhf_stack.planning.upstream_placement import UpstreamLayout, pack
 
 
-def separate_layout(nodes: Sequence[FreeNode], request: Request) -> UpstreamLayout:
+def upstream_layout_flat(nodes: Sequence[FreeNode], request: Request) -> UpstreamLayout:
     """The layout of ``request``, whose groups are made in their order and then its engines."""
     left = list(nodes)
     bundles: dict[str, tuple[int, ...]] = {}

@@ -51,22 +51,22 @@ AGED = dict.fromkeys(range(100), 3600.0)
 
 
 def test_what_a_living_run_needs_is_not_left() -> None:
-    assert stale_resources.orphans(ALIVE, UID) == []
-    assert stale_resources.headless(ALIVE, UID, AGED, 60) == []
+    assert stale_resources.orphaned_workers(ALIVE, UID) == []
+    assert stale_resources.stale_session_processes(ALIVE, UID, AGED, 60) == []
 
 
 def test_what_lost_its_worker_is_left() -> None:
-    assert stale_resources.orphans([*ALIVE, *LEFT], UID) == LEFT
+    assert stale_resources.orphaned_workers([*ALIVE, *LEFT], UID) == LEFT
 
 
 def test_without_the_raylet_all_its_workers_are_left() -> None:
-    lost = stale_resources.orphans([p for p in ALIVE if p is not RAYLET], UID)
+    lost = stale_resources.orphaned_workers([p for p in ALIVE if p is not RAYLET], UID)
     assert [p.pid for p in lost] == [11, 12, 20, 21, 22, 30, 31]
 
 
 def test_another_users_and_ended_processes_are_not_ours_to_end() -> None:
     table = [process(50, 1, "VLLM::Worker", uid=OTHER), process(51, 1, "VLLM::Worker", state="Z")]
-    assert stale_resources.orphans(table, UID) == []
+    assert stale_resources.orphaned_workers(table, UID) == []
 
 
 @given(
@@ -75,15 +75,15 @@ def test_another_users_and_ended_processes_are_not_ours_to_end() -> None:
     )
 )
 def test_a_process_without_rays_mark_is_never_left(others: list[Process]) -> None:
-    assert stale_resources.orphans([*ALIVE, *others], UID) == []
+    assert stale_resources.orphaned_workers([*ALIVE, *others], UID) == []
 
 
 def test_servers_of_a_session_without_a_raylet_are_left_when_they_are_old() -> None:
     server = process(60, 1, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={GONE}/logs", variables={})
     table = [*ALIVE, server]
-    assert stale_resources.headless(table, UID, AGED, 60) == [server]
-    assert stale_resources.headless(table, UID, AGED | {60: 3.0}, 60) == []
-    assert stale_resources.headless(table, OTHER, AGED, 60) == []
+    assert stale_resources.stale_session_processes(table, UID, AGED, 60) == [server]
+    assert stale_resources.stale_session_processes(table, UID, AGED | {60: 3.0}, 60) == []
+    assert stale_resources.stale_session_processes(table, OTHER, AGED, 60) == []
 
 
 def test_servers_of_a_node_that_starts_are_not_left() -> None:
@@ -91,13 +91,13 @@ def test_servers_of_a_node_that_starts_are_not_left() -> None:
         process(70, 1, "python", "/opt/venv/bin/ray", "start", "--head", variables={}),
         process(71, 70, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={GONE}/logs", variables={}),
     ]
-    assert stale_resources.headless(starting, UID, AGED, 0) == []
+    assert stale_resources.stale_session_processes(starting, UID, AGED, 0) == []
 
 
 def test_a_segment_is_left_if_it_is_ours_and_old_and_nobody_holds_it() -> None:
     ours, held = Segment("/dev/shm/psm_1", 9, UID, 90.0), Segment("/dev/shm/psm_2", 9, UID, 90.0)
     young, foreign = Segment("/dev/shm/psm_3", 9, UID, 3.0), Segment("/dev/shm/psm_4", 9, OTHER, 90.0)
-    assert stale_resources.unheld([ours, held, young, foreign], {held.path}, UID, 60) == [ours]
+    assert stale_resources.unused_segments([ours, held, young, foreign], {held.path}, UID, 60) == [ours]
 
 
 def test_only_segments_of_the_stack_are_looked_at(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_container_whose_shared_memory_is_the_hosts_does_not_know_who_holds_it
     (own / "ns" / "pid").symlink_to("pid:[4026532553]")
     for source, known in (("shm", True), ("tmpfs", False)):
         (own / "mountinfo").write_text(f"338 304 0:91 / /dev/shm rw,nosuid - tmpfs {source} rw\n")
-        assert (stale_resources.held_segments([], tmp_path) is not None) == known
+        assert (stale_resources.open_segments([], tmp_path) is not None) == known
 
 
 def sleeping(code: str = "") -> "subprocess.Popen[str]":
@@ -127,7 +127,7 @@ def sleeping(code: str = "") -> "subprocess.Popen[str]":
 
 
 def seen(pid: int) -> Process:
-    return next(one for one in process_table.table() if one.pid == pid)
+    return next(one for one in process_table.snapshot() if one.pid == pid)
 
 
 @pytest.mark.timeout(60)
@@ -144,18 +144,18 @@ def test_a_process_that_is_ending_holds_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     monkeypatch.setattr(stale_resources, "ENDING_SECONDS", 0.1)
-    assert stale_resources.held_segments([one], tmp_path) is None
+    assert stale_resources.open_segments([one], tmp_path) is None
     child.kill()
     monkeypatch.setattr(stale_resources, "ENDING_SECONDS", 30.0)
-    assert stale_resources.held_segments([one], tmp_path) == set()
+    assert stale_resources.open_segments([one], tmp_path) == set()
     child.wait()
-    assert stale_resources.held_segments([one], tmp_path) == set()
+    assert stale_resources.open_segments([one], tmp_path) == set()
 
 
 @pytest.mark.timeout(60)
 def test_processes_are_ended_also_those_that_do_not_listen() -> None:
     willing, deaf = sleeping(), sleeping("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    ended = terminate.end([seen(willing.pid), seen(deaf.pid)], seconds=1.0)
+    ended = terminate.terminate_processes([seen(willing.pid), seen(deaf.pid)], seconds=1.0)
     assert ended == sorted([willing.pid, deaf.pid])
     assert (willing.wait(), deaf.wait()) == (-15, -9)
 
@@ -165,7 +165,7 @@ def test_a_number_that_went_to_another_process_is_left_alone() -> None:
     child = sleeping()
     table = seen(child.pid)
     before = Process(table.pid, table.parent, table.uid, table.state, table.started - 1, table.command)
-    assert terminate.end([before], seconds=1.0) == []
+    assert terminate.terminate_processes([before], seconds=1.0) == []
     assert child.poll() is None
     child.kill()
     child.wait()
@@ -174,4 +174,4 @@ def test_a_number_that_went_to_another_process_is_left_alone() -> None:
 def test_a_process_that_ended_before_is_no_error() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
-    assert terminate.end([process(child.pid, os.getpid(), "true")]) == []
+    assert terminate.terminate_processes([process(child.pid, os.getpid(), "true")]) == []

@@ -1,4 +1,4 @@
-"""rlhf_stack.cli.main: how a command is found, explained and ended."""
+"""rlhf_stack.cli.main: the commands, their help, exit codes and errors."""
 
 import argparse
 import json
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rlhf_stack.cli import commands
 from rlhf_stack.cli.commands import patches, reap
-from rlhf_stack.cli.json_output import show_json
+from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.main import main
-from rlhf_stack.diagnostics.installed_patches import Report
+from rlhf_stack.diagnostics.installed_patches import PatchStatus
 from rlhf_stack.diagnostics.monitor import state
-from rlhf_stack.diagnostics.network_check import model as rehearsal
+from rlhf_stack.diagnostics.network_check import model
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import Finding
 
@@ -37,7 +37,8 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def test_every_module_is_a_command_in_the_list() -> None:
-    assert sorted(commands.NAMES) == sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+    modules = {module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__)}
+    assert sorted(commands.NAMES) == sorted(modules)
 
 
 @pytest.mark.parametrize("name", commands.NAMES)
@@ -54,13 +55,13 @@ def test_every_command_explains_itself_by_an_example(name: str, capsys: pytest.C
     ("name", "shown"),
     [
         (
-            "rehearse",
-            (rehearsal.Report, rehearsal.Node, rehearsal.Interface, rehearsal.Link, rehearsal.Attempt),
+            "check-network",
+            (model.NetworkReport, model.CheckedNode, model.Interface, model.Link, model.Attempt),
         ),
-        ("top", (state.State, state.Engine, state.Gpu, state.Waiting)),
+        ("top", (state.RunState, state.EngineState, state.GpuMemory, state.PendingGroup)),
         ("doctor", (Finding,)),
-        ("reap", (reap.Left,)),
-        ("patches", (Report,)),
+        ("reap", (reap.StaleResource,)),
+        ("patches", (PatchStatus,)),
     ],
 )
 def test_help_names_every_field_of_the_json(name: str, shown: tuple[type[Any], ...]) -> None:
@@ -76,6 +77,27 @@ def test_help_lists_every_command_with_its_first_line(capsys: pytest.CaptureFixt
     for name in commands.NAMES:
         first = (commands.load(name).__doc__ or "").split("\n")[0]
         assert f"{name} {' '.join(first.split())}" in told
+
+
+@pytest.mark.parametrize(("old", "new"), commands.RENAMED.items())
+def test_an_old_name_runs_the_command_with_a_warning(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([old, "--help"])
+    assert ended.value.code == 0
+    output = capsys.readouterr()
+    assert output.out.startswith(f"usage: rlhf-stack {new} ")
+    assert output.err == (
+        f"warning: `rlhf-stack {old}` is now `rlhf-stack {new}`; the old name will be removed in the next "
+        "release\n"
+    )
+
+
+def test_help_lists_no_old_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert not set(commands.RENAMED) & set(re.findall(r"[\w-]+", capsys.readouterr().out))
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -94,22 +116,22 @@ def test_help_imports_nothing_heavy() -> None:
 MISTAKES = [
     ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
     ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a number of at least 0"),
-    ("plan", "", "no run to plan"),
+    ("plan", "", "no command line of a run"),
     ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
     ("start", "", "one of the arguments --head --join is required"),
     ("start", "--head --port 99999", "expected a port"),
     ("start", "--join a:b:c --dry-run", "expected the head's HOST or HOST:PORT"),
     ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
-    ("rehearse", "--size nan", "'nan': expected a number greater than 0"),
-    ("rehearse", "--backend mpi", "invalid choice: 'mpi'"),
-    ("submit", "", "no run to plan"),
-    ("submit", "--env NOT_SET -- ls", "NOT_SET is not set here"),
-    ("profile", "--nodes 0", "'0': expected a whole number"),
-    ("profile", "--nodes 2 -- ls", "'ls' does not start a run"),
-    ("top", "--events /nowhere", "/nowhere: there is no such directory"),
+    ("check-network", "--size nan", "'nan': expected a number greater than 0"),
+    ("check-network", "--backend mpi", "invalid choice: 'mpi'"),
+    ("submit", "", "no command line of a run"),
+    ("submit", "--env NOT_SET -- ls", "NOT_SET is not set in this shell"),
+    ("tune", "--nodes 0", "'0': expected a whole number"),
+    ("tune", "--nodes 2 -- ls", "'ls' does not start a run"),
+    ("top", "--events /nowhere", "/nowhere: no such directory"),
     ("top", "--every 2", "unrecognized arguments: --every"),
     ("doctor", "--log /nowhere", "/nowhere: No such file or directory"),
-    ("doctor", "--freeze /dev/null", "no line names a version"),
+    ("doctor", "--freeze /dev/null", "no line has a version"),
     ("doctor", "--timeout 0", "'0': expected a number greater than 0"),
     ("reap", "--older-than soon", "'soon': expected a number of at least 0"),
     ("reap", "engines", "unrecognized arguments: engines"),
@@ -144,7 +166,7 @@ def test_what_is_not_installed_is_named(
 ) -> None:
     fail(monkeypatch, ModuleNotFoundError("No module named 'ray'", name="ray"))
     assert main(["patches"]) == 2
-    assert capsys.readouterr().err.startswith("error: ray is not installed here")
+    assert capsys.readouterr().err.startswith("error: ray is not installed:")
     fail(monkeypatch, ModuleNotFoundError("No module named 'rlhf_stack.x'", name="rlhf_stack.x"))
     with pytest.raises(ModuleNotFoundError):
         main(["patches"])
@@ -195,5 +217,5 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
 
 
 def test_json_names_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    show_json("doctor", 1, findings=[])
+    print_json("doctor", 1, findings=[])
     assert json.loads(capsys.readouterr().out) == {"schema": "rlhf-stack/doctor/1", "findings": []}

@@ -1,4 +1,4 @@
-"""rlhf_stack.cli.commands.submit: what goes along with a job."""
+"""rlhf_stack.cli.commands.submit: the runtime environment of a job."""
 
 import pytest
 from rlhf_stack.cli.commands.submit import runtime_env
@@ -29,5 +29,5 @@ def test_what_is_named_goes_along() -> None:
 
 @pytest.mark.parametrize("text", ["NOT_SET", "=x", ""])
 def test_a_variable_without_a_value_is_an_error(text: str) -> None:
-    with pytest.raises(UserError, match="is not set here"):
+    with pytest.raises(UserError, match="is not set in this shell"):
         runtime_env(HERE, [text])

@@ -1,4 +1,4 @@
-"""rlhf_stack.diagnostics.doctor: what the checks say of facts, and how the facts of this machine are gathered."""
+"""rlhf_stack.diagnostics.doctor: what the checks say of facts, and how the facts of this machine are collected."""
 
 import dataclasses
 import json
@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from rlhf_stack.cli.main import main
 from rlhf_stack.diagnostics.doctor import checks, collect, comparison, libraries
 from rlhf_stack.diagnostics.doctor.facts import (
-    Answer,
     Disk,
     GpuProcess,
     Library,
-    Node,
+    NodeAnswer,
+    NodeFacts,
     Patch,
-    Started,
-    matters,
-    of_interest,
+    RayProcess,
+    is_relevant,
+    relevant_variables,
 )
 from rlhf_stack.known_bad.finding import Finding, worst
 
 GIB = 1 << 30
-HEALTHY = Node(
+HEALTHY = NodeFacts(
     host="a",
     accelerator="cpu",
     versions={"ray": "2.55.0", "python": "3.11.2"},
@@ -48,15 +48,15 @@ HEALTHY = Node(
     resolves_to="10.0.0.2",
     taken_ports=(6379, 8265),
     disks=(Disk("/tmp", 100 * GIB, 50 * GIB),),
-    left_locks=(),
-    left_processes=(),
+    stale_locks=(),
+    stale_processes=(),
     gpu_processes=(),
 )
 CUDA: dict[str, Any] = {"accelerator": "cuda", "gpus": 8, "driver": "580.95.05", "built_for": "cuda 13.0"}
 ONE, TWO = Library("trainer", "/a", "2.20.5+cuda12.4", "aa"), Library("engine", "/b", "2.18.1+cuda12.1", "bb")
 
 
-def node(**changes: Any) -> Node:
+def node(**changes: Any) -> NodeFacts:
     return dataclasses.replace(HEALTHY, **changes)
 
 
@@ -104,8 +104,8 @@ def test_a_healthy_node_has_nothing_but_what_is_well() -> None:
         ({"resolves_to": "127.0.1.1", "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, []),
         ({"disks": (Disk("/tmp", 100 * GIB, GIB),)}, [("disk", "error")]),
         ({"disks": (Disk("/tmp", 100 * GIB, 8 * GIB),)}, [("disk", "warning")]),
-        ({"left_locks": ("/x/lock",)}, [("build-lock", "error")]),
-        ({"left_processes": ("7 ray::Actor",)}, [("left-process", "warning")]),
+        ({"stale_locks": ("/x/lock",)}, [("build-lock", "error")]),
+        ({"stale_processes": ("7 ray::Actor",)}, [("left-process", "warning")]),
         ({"gpu_processes": (GpuProcess(7, 900, "python", False),)}, [("gpu-memory", "warning")]),
         ({"gpu_processes": (GpuProcess(7, 900, "python", True),)}, []),
     ],
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_found_and_nothing_else(
         open_files=st.integers(-1, 1 << 30),
     )
 )
-def test_any_node_can_be_judged(facts: Node) -> None:
+def test_any_node_can_be_judged(facts: NodeFacts) -> None:
     assert worst(checks.of_node(facts)) in ("ok", "note", "warning", "error")
 
 
@@ -140,12 +140,12 @@ OTHERS = {"python": "3.11.2"}
 DIFFER = ("versions-differ", "error")
 
 
-def answer(address: str, ahead: float = 0.0, **changes: Any) -> Answer:
-    return Answer(address, node(**changes), ahead, 0.2)
+def answer(address: str, clock_offset: float = 0.0, **changes: Any) -> NodeAnswer:
+    return NodeAnswer(address, node(**changes), clock_offset, 0.2)
 
 
-def raylet(**variables: str) -> tuple[Started, ...]:
-    return (Started("raylet", 1, "raylet", variables),)
+def raylet(**variables: str) -> tuple[RayProcess, ...]:
+    return (RayProcess("raylet", 1, "raylet", variables),)
 
 
 def test_nodes_that_are_alike_have_nothing_to_say() -> None:
@@ -156,21 +156,21 @@ def test_nodes_that_are_alike_have_nothing_to_say() -> None:
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        (Answer("b", None), ("node", "error")),
-        (answer("b", ahead=-3.0, started=raylet(A="1")), ("clock", "warning")),
+        (NodeAnswer("b", None), ("node", "error")),
+        (answer("b", clock_offset=-3.0, started=raylet(A="1")), ("clock", "warning")),
         (answer("b", versions={"ray": "2.12.0"} | OTHERS, started=raylet(A="1")), DIFFER),
         (answer("b", started=raylet(A="2")), ("env-nodes", "warning")),
         (answer("b", started=raylet()), ("env-nodes", "warning")),
     ],
     ids=["silent", "clock", "versions", "another value", "not set"],
 )  # fmt: skip
-def test_a_node_that_differs_is_named(other: Answer, expected: tuple[str, str]) -> None:
+def test_a_node_that_differs_is_named(other: NodeAnswer, expected: tuple[str, str]) -> None:
     found = comparison.of_cluster([answer("a", started=raylet(A="1")), other])
     assert bad(found) == [expected]
 
 
 def test_a_clock_within_what_can_be_measured_is_not_blamed() -> None:
-    assert bad(comparison.of_cluster([Answer("a", node(), 1.1, 0.2)])) == []
+    assert bad(comparison.of_cluster([NodeAnswer("a", node(), 1.1, 0.2)])) == []
 
 
 def test_an_interface_may_be_named_differently_on_each_node() -> None:
@@ -179,15 +179,15 @@ def test_an_interface_may_be_named_differently_on_each_node() -> None:
 
 
 def test_processes_of_a_node_that_differ_are_told_by_value() -> None:
-    one = Started("driver", 7, "python", {"NCCL_CUMEM_ENABLE": "0"})
-    other = Started("worker", 9, "ray::A", {"CUDA_VISIBLE_DEVICES": "1"})
+    one = RayProcess("driver", 7, "python", {"NCCL_CUMEM_ENABLE": "0"})
+    other = RayProcess("worker", 9, "ray::A", {"CUDA_VISIBLE_DEVICES": "1"})
     found = list(comparison.roles(node(started=(*raylet(), one, other))))
     assert bad(found) == [("env-processes", "warning")]
     assert found[0].evidence == "not set: raylet 1, worker 9; 0: driver 7"
 
 
 def test_a_job_that_sets_a_variable_for_all_that_it_starts_is_a_note() -> None:
-    started = [Started(role, 7, role, {"NCCL_DEBUG": "INFO"}) for role in ("driver", "worker")]
+    started = [RayProcess(role, 7, role, {"NCCL_DEBUG": "INFO"}) for role in ("driver", "worker")]
     assert bad(list(comparison.roles(node(started=(*raylet(), *started))))) == [("env-processes", "note")]
 
 
@@ -203,8 +203,8 @@ def test_a_job_that_sets_a_variable_for_all_that_it_starts_is_a_note() -> None:
     ],
 )
 def test_no_secret_is_a_variable_that_matters(name: str, shown: bool) -> None:
-    assert matters(name) == shown
-    assert (name in of_interest({name: "x"})) == shown
+    assert is_relevant(name) == shown
+    assert (name in relevant_variables({name: "x"})) == shown
 
 
 def test_gpu_processes_are_read_from_what_nvidia_smi_prints() -> None:
@@ -284,7 +284,7 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "told"),
     [
         (["--log", "/no/such/file"], "/no/such/file: No such file or directory"),
-        (["--freeze", "/dev/null"], "no line names a version"),
+        (["--freeze", "/dev/null"], "no line has a version"),
         (["--log", "-", "--freeze", "-"], "cannot both be read"),
     ],
 )
@@ -307,4 +307,4 @@ def test_this_node_is_looked_at_without_anything_heavy() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "was not built with patches" in done.stdout
+    assert "was built without patches" in done.stdout

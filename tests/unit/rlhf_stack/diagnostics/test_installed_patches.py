@@ -28,7 +28,7 @@ MANIFEST = {
 
 
 def states(**files: str | None) -> list[str]:
-    found = installed_patches.examine([MANIFEST], lambda _, path: files[path.removesuffix(".py")])
+    found = installed_patches.patch_statuses([MANIFEST], lambda _, path: files[path.removesuffix(".py")])
     return [report.state for report in found]
 
 
@@ -54,7 +54,7 @@ def test_all_present_means_exactly_as_built(x: str | None, y: str | None) -> Non
 
 
 def test_a_report_names_the_files() -> None:
-    found = installed_patches.examine([MANIFEST], lambda _, path: "2" if path == "x.py" else "edited")
+    found = installed_patches.patch_statuses([MANIFEST], lambda _, path: "2" if path == "x.py" else "edited")
     assert found[2].why == "y.py"
     assert found[0].why == ""
 
@@ -62,7 +62,7 @@ def test_a_report_names_the_files() -> None:
 def test_the_command_fails_when_a_patch_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(installed_patches, "expected", lambda: [MANIFEST])
+    monkeypatch.setattr(installed_patches, "manifests", lambda: [MANIFEST])
     monkeypatch.setattr(
         installed_patches, "installed_checksum", lambda _, path: {"x.py": "2", "y.py": "p"}[path]
     )
@@ -73,13 +73,13 @@ def test_the_command_fails_when_a_patch_is_not_there(
         "missing",
     ]
     assert main(["patches"]) == 1
-    assert "mend it" in capsys.readouterr().out
+    assert "remedy: " in capsys.readouterr().out
 
 
 def test_a_package_that_was_replaced_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(installed_patches, "expected", lambda: [MANIFEST])
+    monkeypatch.setattr(installed_patches, "manifests", lambda: [MANIFEST])
     monkeypatch.setattr(installed_patches, "installed_version", lambda _: "1.0")
     monkeypatch.setattr(
         installed_patches, "installed_checksum", lambda _, path: {"x.py": "2", "y.py": "r"}[path]
@@ -98,7 +98,7 @@ def test_a_package_that_was_replaced_is_told_in_one_line(
 
 def test_without_a_record_of_patches_nothing_counts_as_present(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["patches"]) == 1
-    assert "not built with patched wheels" in capsys.readouterr().out
+    assert "built without patched wheels" in capsys.readouterr().out
 
 
 def test_a_package_that_is_not_installed_has_no_checksum() -> None:

@@ -1,4 +1,4 @@
-"""rlhf_stack.diagnostics.monitor: the state of a run, put together from what its parts tell."""
+"""rlhf_stack.diagnostics.monitor: the state of a run, from its events, metrics and placement groups."""
 
 import http.server
 import json
@@ -55,7 +55,7 @@ def test_samples_have_their_tags_and_their_node() -> None:
 
 
 def test_the_state_of_a_run() -> None:
-    now = state.state(EVENTS, SAMPLES, GROUPS)
+    now = state.run_state(EVENTS, SAMPLES, GROUPS)
     assert (now.phase, now.step, now.reward, now.sync) == ("models up", 7, 0.25, 1.5)
     assert [(one.index, one.tokens_per_second, one.ratio) for one in now.engines] == [
         (0, 300.0, 1.5),
@@ -72,17 +72,17 @@ def test_the_state_of_a_run() -> None:
 
 
 def test_without_events_the_metrics_tell_of_the_sync() -> None:
-    now = state.state([], SAMPLES, {})
+    now = state.run_state([], SAMPLES, {})
     assert (now.phase, now.step, now.sync) == (None, None, 2.5)
 
 
 def test_nothing_told_is_nothing_known() -> None:
-    assert state.state([], [], {}) == state.State(None, None, None, None, (), (), ())
+    assert state.run_state([], [], {}) == state.RunState(None, None, None, None, (), (), ())
 
 
 @given(st.text(max_size=300))
 def test_any_text_can_be_exported(text: str) -> None:
-    state.state([], list(metrics.parse("a", text)), {})
+    state.run_state([], list(metrics.parse("a", text)), {})
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ def test_the_dashboard_asks_only_for_metrics_that_are_exported() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["--events", "/no/such"], "there is no such directory"), (["--once"], "no Ray node runs here")],
+    [(["--events", "/no/such"], "no such directory"), (["--once"], "no Ray node runs on this machine")],
 )
 def test_a_mistake_is_told_in_one_line(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlhf_stack.cleanup.process_table.table", list)
+    monkeypatch.setattr("rlhf_stack.cleanup.process_table.snapshot", list)
     assert main(["top", *arguments]) == 2
     assert told in capsys.readouterr().err

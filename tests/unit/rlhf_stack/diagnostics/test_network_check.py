@@ -1,4 +1,4 @@
-"""What a rehearsal says of what it measured."""
+"""rlhf_stack.diagnostics.network_check: verdicts on measured links, and their remedies."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_stack.diagnostics.network_check import Attempt, Interface, Node, Report, model, ranks
+from rlhf_stack.diagnostics.network_check import Attempt, CheckedNode, Interface, NetworkReport, model, ranks
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
 
@@ -15,10 +15,10 @@ FAST_CARD = Interface("ib0", "10.1.0.1", "10.1.0.0/24", 200_000)
 FLOOR = 0.1
 
 
-def node(number: int, *cards: Interface, used: str = "") -> Node:
+def node(number: int, *cards: Interface, used: str = "") -> CheckedNode:
     """A node whose interfaces end in its number; Ray knows it by its first."""
     own = tuple(replace(card, address=f"{card.address.rpartition('.')[0]}.{number}") for card in cards)
-    return Node(own[0].address, f"host{number}", own, used)
+    return CheckedNode(own[0].address, f"host{number}", own, used)
 
 
 def sent(sender: int, receiver: int, rate: float = 1.0) -> Attempt:
@@ -27,7 +27,7 @@ def sent(sender: int, receiver: int, rate: float = 1.0) -> Attempt:
     return Attempt(sender, (receiver,), size, 0.1, (size / rate / 1e9,))
 
 
-def failed(sender: int, receiver: int, error: str = "no answer in time") -> Attempt:
+def failed(sender: int, receiver: int, error: str = "no response in time") -> Attempt:
     """One that did not."""
     return Attempt(sender, (receiver,), error=error)
 
@@ -35,13 +35,13 @@ def failed(sender: int, receiver: int, error: str = "no answer in time") -> Atte
 def verdicts(*attempts: Attempt, nodes: int = 2) -> list[str]:
     """Of each pair of nodes, in their order."""
     machines = [node(number, SLOW_CARD) for number in range(1, nodes + 1)]
-    return [link.verdict for link in model.links(machines, attempts, FLOOR, "gloo")]
+    return [link.verdict for link in model.judge_links(machines, attempts, FLOOR, "gloo")]
 
 
 @given(st.integers(1, 40))
 def test_rounds_have_every_pair_once_and_a_node_once_a_round(count: int) -> None:
     """Round robin."""
-    found = model.rounds(count)
+    found = model.round_robin(count)
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
     for pairs in found:
         assert len({member for pair in pairs for member in pair}) == 2 * len(pairs)
@@ -66,7 +66,7 @@ def test_one_link_of_several_is_slow_by_the_others() -> None:
 def test_what_failed_is_told_with_its_direction() -> None:
     """By host names, with the error."""
     machines = [node(1, SLOW_CARD), node(2, SLOW_CARD)]
-    (link,) = model.links(machines, [sent(0, 1), failed(1, 0, "connection refused")], FLOOR, "gloo")
+    (link,) = model.judge_links(machines, [sent(0, 1), failed(1, 0, "connection refused")], FLOOR, "gloo")
     assert link.why == "host2 to host1: connection refused"
     assert link.forth == pytest.approx(1.0)
     assert link.back is None
@@ -85,28 +85,30 @@ def test_what_failed_is_told_with_its_direction() -> None:
             "NCCL_SOCKET_IFNAME=ib0",
         ),
         (model.SLOW, (node(1, SLOW_CARD, FAST_CARD), node(2, SLOW_CARD)), "nccl", "iperf3"),
-        (model.WRONG, (node(1, SLOW_CARD), node(2, SLOW_CARD)), "gloo", "bytes change"),
-        (model.DEAD, (Node("127.0.0.1", "a"), node(2, SLOW_CARD)), "gloo", "--node-ip-address"),
+        (model.WRONG, (node(1, SLOW_CARD), node(2, SLOW_CARD)), "gloo", "data is corrupted"),
+        (model.DEAD, (CheckedNode("127.0.0.1", "a"), node(2, SLOW_CARD)), "gloo", "--node-ip-address"),
     ],
 )
 def test_advice_names_the_variable(
-    verdict: str, machines: tuple[Node, Node], backend: str, expected: str
+    verdict: str, machines: tuple[CheckedNode, CheckedNode], backend: str, expected: str
 ) -> None:
     """That the backend reads, and an interface that both nodes have."""
-    assert expected in model.advice(*machines, verdict, backend)
+    assert expected in model.link_remedy(*machines, verdict, backend)
 
 
 def test_a_report_is_well_if_links_and_group_are() -> None:
     """Bytes, errors and the floor, of both."""
     machines = (node(1, SLOW_CARD), node(2, SLOW_CARD))
-    links = model.links(machines, [sent(0, 1), sent(1, 0)], FLOOR, "gloo")
-    well = Report("gloo", FLOOR, machines, links, sent(0, 1))
+    links = model.judge_links(machines, [sent(0, 1), sent(1, 0)], FLOOR, "gloo")
+    well = NetworkReport("gloo", FLOOR, machines, links, sent(0, 1))
     assert well.is_well
     assert not replace(well, group=None).is_well
     assert not replace(well, group=failed(0, 1)).is_well
     assert not replace(well, group=sent(0, 1, FLOOR / 2)).is_well
     assert not replace(well, group=replace(sent(0, 1), wrong=(1,))).is_well
-    assert not replace(well, links=model.links(machines, [sent(0, 1), failed(1, 0)], FLOOR, "gloo")).is_well
+    assert not replace(
+        well, links=model.judge_links(machines, [sent(0, 1), failed(1, 0)], FLOOR, "gloo")
+    ).is_well
 
 
 def machines(count: int, gpus: int) -> list[FreeNode]:
@@ -117,18 +119,18 @@ def machines(count: int, gpus: int) -> list[FreeNode]:
 def test_the_ranks_of_a_run_are_where_it_would_be() -> None:
     """The trainer's first, then the workers of each engine."""
     request = Request((Group("actor", 1, 4),), Engines(2, 2))
-    trainer, *workers = ranks.of_run(request)(machines(2, 4))
+    trainer, *workers = ranks.ranks_of_run(request)(machines(2, 4))
     assert workers == [1 - trainer] * 4
 
 
 def test_a_run_without_a_place_or_without_engines_is_told() -> None:
     """By the reason that the run itself would give."""
     with pytest.raises(UserError, match="GPU"):
-        ranks.of_run(Request((Group("actor", 2, 8),), Engines(1, 8)))(machines(2, 4))
+        ranks.ranks_of_run(Request((Group("actor", 2, 8),), Engines(1, 8)))(machines(2, 4))
     with pytest.raises(UserError, match="no engines"):
-        ranks.of_run(Request((Group("actor", 1, 4),)))(machines(2, 4))
+        ranks.ranks_of_run(Request((Group("actor", 1, 4),)))(machines(2, 4))
 
 
 def test_without_a_run_every_node_has_a_worker() -> None:
     """And the first the trainer."""
-    assert ranks.once_each(machines(3, 8)) == [0, 0, 1, 2]
+    assert ranks.one_worker_per_node(machines(3, 8)) == [0, 0, 1, 2]

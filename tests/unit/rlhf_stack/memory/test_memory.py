@@ -10,22 +10,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rlhf_stack.memory import (
-    Engine,
+    EngineSettings,
     Pass,
     Shape,
     ShapeError,
     Zero,
     forward_peak,
     kv_cache,
+    model_states,
+    parse_shape,
     read_shape,
-    saved,
-    states,
+    saved_activations,
     training_peak,
-    typed_shape,
 )
 from rlhf_stack.memory.engine import engine_weights, token_bytes
-from rlhf_stack.memory.model_shape import shape_of
-from rlhf_stack.memory.training import HALF
+from rlhf_stack.memory.model_shape import shape_from_config
+from rlhf_stack.memory.training import BYTES_16BIT
 
 GIB = 1 << 30
 LLAMA = {
@@ -96,7 +96,7 @@ ZEROS = st.builds(
     stage=st.integers(0, 3),
     ranks=st.integers(1, 64),
     offload=st.booleans(),
-    wide_gradients=st.booleans(),
+    fp32_gradients=st.booleans(),
     overlap=st.booleans(),
 )
 PASSES = st.builds(
@@ -106,21 +106,21 @@ PASSES = st.builds(
     checkpointing=st.booleans(),
     attention=st.sampled_from(["eager", "sdpa", "flash_attention_2"]),
     split=st.sampled_from([1, 2, 4]),
-    valued=st.booleans(),
-    narrow_logits=st.booleans(),
+    value_head=st.booleans(),
+    half_precision_logits=st.booleans(),
 )
 PARAMETERS = st.integers(1, 10**11)
 
 
 @pytest.mark.parametrize(("config", "parameters"), KNOWN, ids=lambda value: str(value)[:30])
 def test_the_parameters_of_known_models(config: dict[str, Any], parameters: int) -> None:
-    assert shape_of(config).total == parameters
+    assert shape_from_config(config).total == parameters
 
 
 def test_a_value_head_takes_the_place_of_the_language_models() -> None:
-    shape = shape_of(LLAMA)
-    assert shape.valued == shape.total - 128256 * 4096 + 4096
-    assert replace(shape, tied=True).valued == replace(shape, tied=True).total + 4096
+    shape = shape_from_config(LLAMA)
+    assert shape.value_head_params == shape.total - 128256 * 4096 + 4096
+    assert replace(shape, tied=True).value_head_params == replace(shape, tied=True).total + 4096
 
 
 def safetensors(path: Path, tensors: dict[str, list[int]]) -> None:
@@ -171,7 +171,7 @@ def test_weights_that_are_only_a_pointer_are_an_error(tmp_path: Path) -> None:
 
 def test_typed_sizes_are_those_of_the_config() -> None:
     text = "layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064,qkv_bias:1"
-    assert typed_shape(text) == shape_of(QWEN)
+    assert parse_shape(text) == shape_from_config(QWEN)
 
 
 @pytest.mark.parametrize(
@@ -186,20 +186,20 @@ def test_typed_sizes_are_those_of_the_config() -> None:
 )
 def test_typed_sizes_that_are_wrong_are_named(text: str, said: str) -> None:
     with pytest.raises(ShapeError, match=said):
-        typed_shape(text)
+        parse_shape(text)
 
 
 @given(PARAMETERS, ZEROS)
 def test_more_ranks_never_need_more(parameters: int, zero: Zero) -> None:
-    few, many = states(parameters, zero), states(parameters, replace(zero, ranks=zero.ranks * 2))
+    few, many = model_states(parameters, zero), model_states(parameters, replace(zero, ranks=zero.ranks * 2))
     assert many.held <= few.held
     assert many.host <= few.host
 
 
 @given(PARAMETERS, ZEROS)
 def test_the_optimiser_is_on_the_gpu_or_on_the_host_and_nothing_is_lost(parameters: int, zero: Zero) -> None:
-    here = states(parameters, replace(zero, offload=False))
-    there = states(parameters, replace(zero, offload=True))
+    here = model_states(parameters, replace(zero, offload=False))
+    there = model_states(parameters, replace(zero, offload=True))
     assert here.host == 0
     assert there.held <= here.held
     assert there.held + there.host >= here.held
@@ -207,29 +207,29 @@ def test_the_optimiser_is_on_the_gpu_or_on_the_host_and_nothing_is_lost(paramete
 
 @given(PARAMETERS, st.integers(2, 64))
 def test_each_stage_holds_no_more_than_the_one_before(parameters: int, ranks: int) -> None:
-    held = [states(parameters, Zero(stage, ranks)).held for stage in (0, 1, 2, 3)]
+    held = [model_states(parameters, Zero(stage, ranks)).held for stage in (0, 1, 2, 3)]
     assert held == sorted(held, reverse=True)
 
 
 @given(PARAMETERS, ZEROS)
 def test_a_model_that_is_not_trained_has_weights_alone(parameters: int, zero: Zero) -> None:
-    found = states(parameters, zero, trained=0)
+    found = model_states(parameters, zero, trained=0)
     assert found.gradients == found.optimizer == found.step == 0
-    assert found.weights * zero.ranks >= HALF * parameters
+    assert found.weights * zero.ranks >= BYTES_16BIT * parameters
 
 
 @given(PARAMETERS, ZEROS)
 def test_offloaded_weights_are_on_the_host(parameters: int, zero: Zero) -> None:
-    found = states(parameters, replace(zero, stage=3, offload_weights=True), trained=0)
+    found = model_states(parameters, replace(zero, stage=3, offload_weights=True), trained=0)
     assert found.weights == 0
-    assert found.host * zero.ranks >= HALF * parameters
+    assert found.host * zero.ranks >= BYTES_16BIT * parameters
 
 
 @given(SHAPES, PASSES)
 def test_recomputing_saves_memory_and_more_tokens_need_more(shape: Shape, work: Pass) -> None:
     assume(shape.layers > 1)
     kept, again = replace(work, checkpointing=False), replace(work, checkpointing=True)
-    assert saved(shape, again) < saved(shape, kept)
+    assert saved_activations(shape, again) < saved_activations(shape, kept)
     assert training_peak(shape, again) <= training_peak(shape, kept)
     longer = replace(work, length=work.length + 1)
     assert training_peak(shape, longer) >= training_peak(shape, work)
@@ -238,7 +238,7 @@ def test_recomputing_saves_memory_and_more_tokens_need_more(shape: Shape, work: 
 
 @given(SHAPES, PASSES)
 def test_a_peak_is_at_least_what_is_saved(shape: Shape, work: Pass) -> None:
-    assert training_peak(shape, work) >= saved(shape, work)
+    assert training_peak(shape, work) >= saved_activations(shape, work)
 
 
 @given(SHAPES, PASSES)
@@ -246,20 +246,20 @@ def test_only_eager_attention_grows_with_the_square_of_the_length(shape: Shape, 
     work = replace(work, checkpointing=False, length=1024, split=1)
     twice = replace(work, length=2048)
     if work.attention == "eager":
-        assert saved(shape, twice) > 2 * saved(shape, work)
+        assert saved_activations(shape, twice) > 2 * saved_activations(shape, work)
     else:
-        assert saved(shape, twice) == 2 * saved(shape, work)
+        assert saved_activations(shape, twice) == 2 * saved_activations(shape, work)
 
 
 @given(SHAPES, st.sampled_from([1, 2, 4, 8]), st.floats(0.1, 1), st.integers(1, 131072), st.integers(1, 192))
 def test_an_engines_memory_is_all_accounted_for(
     shape: Shape, size: int, utilization: float, length: int, gib: int
 ) -> None:
-    found = kv_cache(shape, Engine(size, utilization, length), gib * GIB)
+    found = kv_cache(shape, EngineSettings(size, utilization, length), gib * GIB)
     assert found.cache + found.weights + found.working <= max(found.budget, found.weights + found.working)
     assert found.tokens * token_bytes(shape, size) <= found.cache
     assert found.fits == (found.tokens >= length)
-    more = kv_cache(shape, Engine(size, min(1.0, utilization + 0.05), length), gib * GIB)
+    more = kv_cache(shape, EngineSettings(size, min(1.0, utilization + 0.05), length), gib * GIB)
     assert more.tokens >= found.tokens
 
 
@@ -272,6 +272,6 @@ def test_an_engine_of_more_gpus_needs_less_of_each(shape: Shape, size: int) -> N
 
 def test_grouped_heads_make_the_cache_small() -> None:
     """Llama 3 8B: 128 KiB for a token in 16 bits, a quarter of what 32 heads would need."""
-    assert token_bytes(shape_of(LLAMA), 1) == 128 * 1024
-    assert token_bytes(shape_of(LLAMA | {"num_key_value_heads": 32}), 1) == 512 * 1024
-    assert token_bytes(shape_of(LLAMA), 16) == 128 * 1024 // 8
+    assert token_bytes(shape_from_config(LLAMA), 1) == 128 * 1024
+    assert token_bytes(shape_from_config(LLAMA | {"num_key_value_heads": 32}), 1) == 512 * 1024
+    assert token_bytes(shape_from_config(LLAMA), 16) == 128 * 1024 // 8

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rlhf_stack.cli.commands import plan as plan_command
 from rlhf_stack.errors import UserError
-from rlhf_stack.memory import Zero, typed_shape
+from rlhf_stack.memory import Zero, parse_shape
 from rlhf_stack.openrlhf.run_spec import Role, Run
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
-from rlhf_stack.planning import Machine, advise, alike, cluster_spec, report
-from rlhf_stack.planning.advice import symmetric
+from rlhf_stack.planning import Machine, advise, assess, cluster_spec, uniform_machines
+from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
-from rlhf_stack.planning.draw import as_json, draw
-from rlhf_stack.planning.tuning import applied, tune
+from rlhf_stack.planning.display import as_json, print_assessment
+from rlhf_stack.planning.tuning import apply_settings, tune
 
-QWEN_7B = typed_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
-SMALL = typed_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
+QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
+SMALL = parse_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
 SHAPES = {"big": QWEN_7B, "small": SMALL}
 
 
@@ -36,8 +36,8 @@ def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **
     asked = Run(
         release="0.11.2",
         roles=(
-            Role("actor", "actor", actor, model, trained=True, valued=False),
-            Role("ref", "actor", actor, model, trained=False, valued=False),
+            Role("actor", "actor", actor, model, trained=True, value_head=False),
+            Role("ref", "actor", actor, model, trained=False, value_head=False),
         ),
         request=request,
         order=("actor",) if shares else ("actor", ENGINES),
@@ -54,7 +54,7 @@ def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **
 
 
 def test_every_rank_and_every_worker_has_a_gpu_of_its_node() -> None:
-    found = report(run(), alike(2, 8, 80, 64, 500), SHAPES)
+    found = assess(run(), uniform_machines(2, 8, 80, 64, 500), SHAPES)
     assert not found.problems
     holds = [[gpu.holds for gpu in node.gpus] for node in found.nodes]
     assert holds[0] == [["engine 0"], ["engine 0"], ["engine 1"], ["engine 1"], [], [], [], []]
@@ -66,7 +66,7 @@ def test_engines_that_share_gpus_are_on_those_of_their_group() -> None:
     asked = run(
         "big", engines=Engines(2, 4, "actor"), utilization=0.3, engine_sleeps=True, trainer_sleeps=True
     )
-    found = report(asked, alike(1, 8, 80, 64, 2000), SHAPES)
+    found = assess(asked, uniform_machines(1, 8, 80, 64, 2000), SHAPES)
     assert found.gpus_needed == 8
     assert [gpu.holds[-1] for gpu in found.nodes[0].gpus] == ["engine 0"] * 4 + ["engine 1"] * 4
     assert not found.problems
@@ -74,40 +74,44 @@ def test_engines_that_share_gpus_are_on_those_of_their_group() -> None:
 
 def test_awake_engines_beside_the_trainer_take_their_share_of_a_gpu() -> None:
     asked = run(engines=Engines(2, 4, "actor"), utilization=0.5)
-    awake = report(asked, alike(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
-    asleep = report(replace(asked, engine_sleeps=True), alike(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
+    awake = assess(asked, uniform_machines(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
+    asleep = (
+        assess(replace(asked, engine_sleeps=True), uniform_machines(1, 8, 80, 64, 500), SHAPES)
+        .nodes[0]
+        .gpus[0]
+    )
     assert awake.training - asleep.training == 40 * GIB
     assert awake.generating == asleep.generating > 40 * GIB
 
 
 def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
     asked = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True)
-    awake = report(asked, alike(1, 8, 80, 64, 500), SHAPES)
-    asleep = report(replace(asked, trainer_sleeps=True), alike(1, 8, 80, 64, 500), SHAPES)
+    awake = assess(asked, uniform_machines(1, 8, 80, 64, 500), SHAPES)
+    asleep = assess(replace(asked, trainer_sleeps=True), uniform_machines(1, 8, 80, 64, 500), SHAPES)
     moved = awake.needs["actor"].optimizer + awake.needs["actor"].gradients
     assert awake.nodes[0].gpus[0].generating - asleep.nodes[0].gpus[0].generating == moved
     assert asleep.nodes[0].memory_running - awake.nodes[0].memory_running == 8 * moved
 
 
 def test_what_cannot_be_placed_is_a_problem_with_the_planners_reason() -> None:
-    found = report(run(), alike(1, 8, 80, 64, 500), SHAPES)
+    found = assess(run(), uniform_machines(1, 8, 80, 64, 500), SHAPES)
     assert found.ours is None
     assert "12 GPUs are asked for and 8 are free" in found.problems[0]
     assert all(not gpu.holds for gpu in found.nodes[0].gpus)
 
 
 def test_too_little_memory_names_the_gpus_the_roles_and_the_phase() -> None:
-    found = report(run("big"), alike(2, 8, 40, 64, 500), SHAPES)
+    found = assess(run("big"), uniform_machines(2, 8, 40, 64, 500), SHAPES)
     assert any("of a GPU's 40.0 while training (actor, ref)" in problem for problem in found.problems)
 
 
 def test_a_cache_without_room_for_one_sequence_is_a_problem() -> None:
-    found = report(run("big", length=400_000), alike(2, 8, 24, 64, 0), SHAPES)
+    found = assess(run("big", length=400_000), uniform_machines(2, 8, 24, 64, 0), SHAPES)
     assert any("has room for" in problem and "400000" in problem for problem in found.problems)
 
 
 def test_heads_that_do_not_divide_are_a_problem() -> None:
-    found = report(run(engines=Engines(1, 4)), alike(2, 8, 80, 64, 500), SHAPES)
+    found = assess(run(engines=Engines(1, 4)), uniform_machines(2, 8, 80, 64, 500), SHAPES)
     assert found.problems == ("vLLM cannot split 14 heads among 4 GPUs: take a size that divides them",)
 
 
@@ -116,12 +120,12 @@ def test_roles_that_share_gpus_must_be_of_one_size() -> None:
     uneven = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], ranks=4)))
     assert (
         "actor and ref share GPUs and have 8 and 4 ranks"
-        in report(uneven, alike(2, 8, 80, 64, 0), SHAPES).problems[0]
+        in assess(uneven, uniform_machines(2, 8, 80, 64, 0), SHAPES).problems[0]
     )
 
 
 def test_an_unknown_memory_is_a_note_and_not_a_verdict() -> None:
-    found = report(run("big"), alike(2, 8, 0, 64, 0), SHAPES)
+    found = assess(run("big"), uniform_machines(2, 8, 0, 64, 0), SHAPES)
     assert not found.problems
     assert found.engine is None
     assert any("--gpu-memory" in note for note in found.notes)
@@ -131,13 +135,14 @@ def test_offloading_below_stage_3_is_told_to_do_nothing() -> None:
     asked = run()
     offloaded = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], offloaded=True)))
     assert any(
-        "does nothing below" in note for note in report(offloaded, alike(2, 8, 80, 0, 0), SHAPES).notes
+        "does nothing below" in note
+        for note in assess(offloaded, uniform_machines(2, 8, 80, 0, 0), SHAPES).notes
     )
 
 
 def test_the_older_generation_is_planned_too() -> None:
-    asked = run(release="0.5.1", engines=Engines(3, 4, apart=True), model="big", actor=2)
-    found = report(asked, alike(2, 8, 80, 64, 0), SHAPES)
+    asked = run(release="0.5.1", engines=Engines(3, 4, separate_groups=True), model="big", actor=2)
+    found = assess(asked, uniform_machines(2, 8, 80, 64, 0), SHAPES)
     assert found.ours is not None
     assert found.ours.straddling == ()
 
@@ -147,50 +152,50 @@ def test_the_older_generation_is_planned_too() -> None:
 def test_what_is_advised_is_enough(memory: int, shares: str | None) -> None:
     """On GPUs that are too small for it as it is; the flags are those of the run that then fits."""
     asked = run("big", engines=Engines(2, 4, shares), checkpointing=False, train_batch=4, rollout_batch=8)
-    cluster = alike(2, 8, memory, 64, 2000)
-    found = report(asked, cluster, SHAPES)
+    cluster = uniform_machines(2, 8, memory, 64, 2000)
+    found = assess(asked, cluster, SHAPES)
     assert found.problems
     advice = advise(found, cluster, SHAPES)
     assert advice
     for one in advice:
         assert one.flags
         assert all(flag.startswith("--") for flag in one.flags)
-        assert not report(one.run, cluster, SHAPES).problems
+        assert not assess(one.run, cluster, SHAPES).problems
 
 
 def test_what_fits_needs_no_advice_and_what_nothing_helps_gets_none() -> None:
-    cluster = alike(2, 8, 80, 64, 2000)
-    assert advise(report(run(), cluster, SHAPES), cluster, SHAPES) == []
-    tiny = alike(2, 8, 2, 64, 2000)
-    assert advise(report(run("big"), tiny, SHAPES), tiny, SHAPES) == []
+    cluster = uniform_machines(2, 8, 80, 64, 2000)
+    assert advise(assess(run(), cluster, SHAPES), cluster, SHAPES) == []
+    tiny = uniform_machines(2, 8, 2, 64, 2000)
+    assert advise(assess(run("big"), tiny, SHAPES), tiny, SHAPES) == []
 
 
 def test_a_symmetric_layout_has_the_same_on_every_node() -> None:
     """12 training GPUs and 4 for engines on two nodes: 6 + 2 on each."""
-    cluster = alike(2, 8, 80, 64, 500)
+    cluster = uniform_machines(2, 8, 80, 64, 500)
     asked = run(actor=8, engines=Engines(2, 2))
     asked = replace(asked, request=replace(asked.request, groups=(Group("actor", 1, 12),)))
-    found = symmetric(asked, cluster, SHAPES)
+    found = symmetric_layout(asked, cluster, SHAPES)
     assert found is not None
     assert found.run.request.groups == (Group("actor", 2, 6),)
     assert found.run.request.engines == Engines(2, 2)
     assert "--actor.num_gpus_per_node 6" in found.flags
     assert "--vllm.num_engines 2" in found.flags
-    placed = report(found.run, cluster, SHAPES)
+    placed = assess(found.run, cluster, SHAPES)
     counts = [sum("engine" in name for gpu in node.gpus for name in gpu.holds) for node in placed.nodes]
     assert counts == [2, 2]
 
 
 def test_a_layout_that_the_planner_would_not_keep_is_not_suggested() -> None:
     """4 training GPUs fit on one node, and go there."""
-    cluster = alike(2, 8, 80, 64, 500)
-    found = symmetric(run(actor=4, engines=Engines(6, 2)), cluster, SHAPES)
+    cluster = uniform_machines(2, 8, 80, 64, 500)
+    found = symmetric_layout(run(actor=4, engines=Engines(6, 2)), cluster, SHAPES)
     assert found is None or found.run.request.groups[0].size > 8
 
 
 def test_uneven_nodes_have_no_symmetric_layout() -> None:
-    uneven = [*alike(1, 8, 80, 64, 0), *alike(1, 4, 80, 64, 0)]
-    assert symmetric(run(actor=4, engines=Engines(2, 2)), uneven, SHAPES) is None
+    uneven = [*uniform_machines(1, 8, 80, 64, 0), *uniform_machines(1, 4, 80, 64, 0)]
+    assert symmetric_layout(run(actor=4, engines=Engines(2, 2)), uneven, SHAPES) is None
 
 
 @settings(max_examples=60)
@@ -207,8 +212,8 @@ def test_a_report_counts_every_rank_once_and_knows_its_json(
 ) -> None:
     engines = Engines(actor, 1, shares)
     asked = run("small", actor, engines, zero=Zero(stage, 1), train_batch=batch, utilization=0.4)
-    cluster = alike(nodes, 8, memory, 64, 100)
-    found = report(asked, cluster, SHAPES)
+    cluster = uniform_machines(nodes, 8, memory, 64, 100)
+    found = assess(asked, cluster, SHAPES)
     held = [name for node in found.nodes for gpu in node.gpus for name in gpu.holds]
     if found.ours:
         assert sorted(name for name in held if name.startswith("actor")) == sorted(
@@ -218,7 +223,7 @@ def test_a_report_counts_every_rank_once_and_knows_its_json(
         assert used == found.gpus_needed
     advice = advise(found, cluster, SHAPES)
     values = json.loads(
-        json.dumps(as_json(found, advice, symmetric(asked, cluster, SHAPES)), allow_nan=False)
+        json.dumps(as_json(found, advice, symmetric_layout(asked, cluster, SHAPES)), allow_nan=False)
     )
     assert values["fits"] == (not values["problems"])
     assert values["gpus_needed"] == asked.request.size
@@ -231,11 +236,11 @@ def keys(value: Any) -> set[str]:
 
 
 def test_help_names_every_field_of_the_json() -> None:
-    cluster = alike(2, 8, 40, 64, 500)
+    cluster = uniform_machines(2, 8, 40, 64, 500)
     asked = run("big", engines=Engines(2, 4))
-    found = report(asked, cluster, SHAPES)
+    found = assess(asked, cluster, SHAPES)
     advice = advise(found, cluster, SHAPES)
-    values = json.loads(json.dumps(as_json(found, advice, symmetric(asked, cluster, SHAPES))))
+    values = json.loads(json.dumps(as_json(found, advice, symmetric_layout(asked, cluster, SHAPES))))
     assert values["advice"]
     assert values["engine"]["cache"]
     told = set(re.findall(r"\w+", (plan_command.__doc__ or "").partition("--json prints")[2]))
@@ -243,10 +248,10 @@ def test_help_names_every_field_of_the_json() -> None:
 
 
 def test_the_screen_has_every_gpu_and_the_verdict() -> None:
-    cluster = alike(2, 8, 40, 64, 500)
-    found = report(run("big"), cluster, SHAPES)
+    cluster = uniform_machines(2, 8, 40, 64, 500)
+    found = assess(run("big"), cluster, SHAPES)
     output = io.StringIO()
-    draw(Console(file=output, width=120), found, advise(found, cluster, SHAPES), None)
+    print_assessment(Console(file=output, width=120), found, advise(found, cluster, SHAPES), None)
     told = output.getvalue()
     assert told.count("GPU ") >= 16
     assert "this run does not fit" in told
@@ -307,25 +312,25 @@ def test_machines_come_from_a_running_ray() -> None:
 
 
 def test_tuning_fills_the_gpus_and_says_why() -> None:
-    cluster = alike(2, 8, 80, 64, 2000)
+    cluster = uniform_machines(2, 8, 80, 64, 2000)
     tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
     assert tuned.fits
-    assert not report(tuned.run, cluster, SHAPES).problems
+    assert not assess(tuned.run, cluster, SHAPES).problems
     assert not tuned.run.checkpointing
     assert tuned.run.train_batch > 1
     larger = replace(tuned.run, train_batch=2 * tuned.run.train_batch)
-    assert tuned.run.train_batch == 32 or report(larger, cluster, SHAPES).problems
+    assert tuned.run.train_batch == 32 or assess(larger, cluster, SHAPES).problems
     assert all(setting.reason for setting in tuned.settings)
 
 
 def test_tuning_gives_up_with_the_reason() -> None:
-    tuned = tune(run("big"), alike(2, 8, 8, 64, 2000), SHAPES)
+    tuned = tune(run("big"), uniform_machines(2, 8, 8, 64, 2000), SHAPES)
     assert not tuned.fits
     assert any("not enough memory" in problem for problem in tuned.problems)
 
 
 def test_shared_gpus_sleep_in_turns() -> None:
-    tuned = tune(run("big", engines=Engines(2, 4, "actor")), alike(1, 8, 80, 64, 2000), SHAPES)
+    tuned = tune(run("big", engines=Engines(2, 4, "actor")), uniform_machines(1, 8, 80, 64, 2000), SHAPES)
     assert tuned.fits
     texts = [setting.text for setting in tuned.settings]
     assert "--vllm.enable_sleep" in texts
@@ -333,7 +338,7 @@ def test_shared_gpus_sleep_in_turns() -> None:
 
 
 def test_settings_take_the_place_of_what_the_command_said() -> None:
-    tuned = tune(run("small"), alike(2, 8, 80, 64, 2000), SHAPES)
+    tuned = tune(run("small"), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
     command = [
         "python",
         "-m",
@@ -345,10 +350,10 @@ def test_settings_take_the_place_of_what_the_command_said() -> None:
         "--keep",
         "it",
     ]
-    words = applied(command, tuned)
+    words = apply_settings(command, tuned)
     assert "99" not in words
     assert "--ds.adam_offload" not in words
     assert "--ds.zero_stage=3" not in words
     assert words[words.index("--train.micro_batch_size") + 1] == str(tuned.run.train_batch)
     assert words[words.index("--keep") + 1] == "it"
-    assert applied(words, tuned) == words
+    assert apply_settings(words, tuned) == words

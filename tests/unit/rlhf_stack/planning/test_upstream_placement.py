@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, Request
-from rlhf_stack.planning.upstream_placement import order_of_equals, pack, upstream_layout
+from rlhf_stack.planning.upstream_placement import pack, std_sort_order, upstream_layout
 
 MEASURED = {
     (8, 8): "AAAAAAAABBBBBBBB",
@@ -42,7 +42,7 @@ def test_the_layouts_that_were_measured(gpus: tuple[int, ...], expected: str) ->
 
 @given(st.integers(0, 400))
 def test_equal_bundles_are_permuted_above_sixteen_only(count: int) -> None:
-    order = order_of_equals(count)
+    order = std_sort_order(count)
     assert sorted(order) == list(range(count))
     assert (order == list(range(count))) == (count <= 16)
 

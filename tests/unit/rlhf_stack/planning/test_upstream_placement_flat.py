@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, Request
-from rlhf_stack.planning.upstream_placement_flat import separate_layout
+from rlhf_stack.planning.upstream_placement_flat import upstream_layout_flat
 
 
 def nodes(*gpus: int) -> list[FreeNode]:
@@ -23,7 +23,7 @@ def test_each_engine_has_a_group_of_its_own(
     free: tuple[int, ...], size: int, count: int, straddling: int
 ) -> None:
     """As measured with Ray 2.9.3 and 2.12.0."""
-    found = separate_layout(nodes(*free), Request(engines=Engines(count, size)))
+    found = upstream_layout_flat(nodes(*free), Request(engines=Engines(count, size)))
     assert len(found.engines) == count
     assert len(found.straddling) == straddling
 
@@ -31,23 +31,23 @@ def test_each_engine_has_a_group_of_its_own(
 def test_groups_take_whole_nodes_apart_from_each_other() -> None:
     """Two colocated pairs of two GPUs leave 6 and 6, and one of three engines of four straddles."""
     request = Request((Group("actor", 1, 2), Group("critic", 1, 2)), Engines(3, 4))
-    found = separate_layout(nodes(8, 8), request)
+    found = upstream_layout_flat(nodes(8, 8), request)
     assert found.bundles == {"actor": (0, 0), "critic": (1, 1)}
     assert found.straddling == (2,)
 
 
 def test_ranks_of_a_group_follow_its_nodes() -> None:
-    found = separate_layout(nodes(8, 8), Request((Group("actor", 2, 4),)))
+    found = upstream_layout_flat(nodes(8, 8), Request((Group("actor", 2, 4),)))
     assert found.bundles == {"actor": (0, 0, 0, 0, 1, 1, 1, 1)}
 
 
 def test_a_node_that_has_too_few_gpus_left_ends_in_waiting() -> None:
-    found = separate_layout(nodes(4, 4), Request((Group("actor", 1, 8),), Engines(1, 1)))
+    found = upstream_layout_flat(nodes(4, 4), Request((Group("actor", 1, 8),), Engines(1, 1)))
     assert found.pending == "actor"
     assert found.engines == ()
 
 
 def test_engines_that_do_not_fit_end_in_waiting() -> None:
-    found = separate_layout(nodes(2), Request((Group("actor", 1, 1),), Engines(2, 1)))
+    found = upstream_layout_flat(nodes(2), Request((Group("actor", 1, 1),), Engines(2, 1)))
     assert found.pending == ENGINES
     assert found.engines == ((0,),)

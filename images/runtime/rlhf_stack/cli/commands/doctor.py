@@ -1,20 +1,20 @@
-"""Look for what is wrong here: versions, patches, variables, GPUs, shared memory, limits, leftovers.
+"""Diagnose this node and its cluster: versions, patches, variables, GPUs, shared memory, limits, leftovers.
 
-Where a Ray node runs, all nodes of its cluster are asked, and compared; without one, and outside of our
-images, what is here is looked at. Nothing is changed. What it knows to be bad is in a database, each row with
-its source; --log explains a log by it, --freeze judges an environment that is not here.
+If a Ray node runs on this machine, checks and compares all nodes of its cluster; otherwise checks this
+machine, also outside the images. Changes nothing. Known-bad combinations come from a database with a source for each
+entry; --log explains a log with it, --freeze checks the packages of another environment.
 
-  rlhf-stack doctor                          this node, and its cluster
-  rlhf-stack doctor --local --all            this node alone, with notes and what is well
+  rlhf-stack doctor                          this node and its cluster
+  rlhf-stack doctor --local --all            only this node, with notes and passed checks
   ray job logs JOB | rlhf-stack doctor --log -
   rlhf-stack doctor --log job.log --freeze freeze.txt
   ssh NODE pip freeze | rlhf-stack doctor --freeze -
 
-Exit code: 0 all is well, or there are notes alone; 1 a warning; 3 an error; 2 a mistake in the question. With
---log it is 1 if something is explained.
+Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage. With --log, 1 if the log matches
+an entry.
 
---json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty for what is of no single
-one; id; severity: ok, note, warning or error; what, evidence, remedy and sources).
+--json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
+node; id; severity: ok, note, warning or error; what, evidence, remedy and sources).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli import option_types
-from rlhf_stack.cli.json_output import show_json
+from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
@@ -36,30 +36,28 @@ STANDARD_INPUT = "-"
 COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """What to look at, and how to show it."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the input and the output."""
+    parser.add_argument("--log", metavar="FILE", help="explain a log or a traceback; - is standard input")
     parser.add_argument(
-        "--log", metavar="FILE", help="explain a log or a traceback instead; - is standard input"
+        "--freeze", metavar="FILE", help="check the output of `pip freeze`; - is standard input"
     )
     parser.add_argument(
-        "--freeze", metavar="FILE", help="judge what `pip freeze` wrote instead; - is standard input"
+        "--local", action="store_true", help="check only this node, even if it is part of a cluster"
     )
-    parser.add_argument(
-        "--local", action="store_true", help="this node alone, though it is part of a cluster"
-    )
-    parser.add_argument("--all", action="store_true", help="show notes too, and what is well")
+    parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
         "--timeout",
-        type=option_types.positive,
+        type=option_types.positive_float,
         default=TIMEOUT,
         metavar="SECONDS",
-        help="for the whole cluster (30)",
+        help="for all nodes to respond (30)",
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/doctor/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, show, and say the worst by the exit code."""
+    """Run the checks and print the findings; the exit code follows the worst severity."""
     if options.log:
         found = _of_log(options.log, options.freeze)
     elif options.freeze:
@@ -69,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     findings = [finding for _, finding in found]
     if options.json:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
-        show_json("doctor", 1, worst=worst(findings), findings=entries)
+        print_json("doctor", 1, worst=worst(findings), findings=entries)
     else:
-        _show(found, everything=options.all, asked="log" if options.log else "")
+        _show(found, everything=options.all, is_log=bool(options.log))
     return min(1, len(findings)) if options.log else CODES[worst(findings)]
 
 
@@ -85,31 +83,31 @@ def _of_log(log: str, freeze: str | None) -> list[tuple[str, Finding]]:
 def _of_freeze(freeze: str) -> list[tuple[str, Finding]]:
     versions = known_bad.freeze(_read(freeze))
     if not versions:
-        raise UserError(f"{freeze}: no line names a version, as `pip freeze` writes them (name==version)")
-    judged = known_bad.Environment(
+        raise UserError(f"{freeze}: no line has a version in the format of `pip freeze` (name==version)")
+    environment = known_bad.Environment(
         versions,
         None,
         known_bad.accelerator_of(versions),
-        installed_patches.known(installed_patches.expected(), versions),
+        installed_patches.patches_in_versions(installed_patches.manifests(), versions),
     )
-    found = known_bad.judge(known_bad.load(), judged)
-    well = Finding("versions", OK, f"{len(versions)} versions, no combination that is known to be bad")
-    return [("", finding) for finding in found or [well]]
+    found = known_bad.judge(known_bad.load(), environment)
+    passed = Finding("versions", OK, f"{len(versions)} versions, no known-bad combination")
+    return [("", finding) for finding in found or [passed]]
 
 
 def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
-    """What the checks say of this node, or of every node of its cluster, each with the node's address."""
+    """Findings of this node, or of every node of its cluster, each with the address of the node."""
     from rlhf_stack.diagnostics.doctor import checks, collect, comparison
 
-    address = None if local else process_table.gcs_address(process_table.table())
+    address = None if local else process_table.gcs_address(process_table.snapshot())
     if address is None:
         node = collect.node()
         return [("", finding) for finding in (*checks.of_node(node), *comparison.roles(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
-    answers = cluster.ask(address, timeout)
-    found = [("", finding) for finding in comparison.of_cluster(answers)]
-    for answer in answers:
+    facts = cluster.collect_from_nodes(address, timeout)
+    found = [("", finding) for finding in comparison.of_cluster(facts)]
+    for answer in facts:
         if answer.node:
             own = [*checks.of_node(answer.node), *comparison.roles(answer.node)]
             found += [(answer.address, finding) for finding in own]
@@ -125,12 +123,12 @@ def _read(name: str) -> str:
         raise UserError(f"{name}: {error.strerror}") from error
 
 
-def _show(found: list[tuple[str, Finding]], everything: bool, asked: str) -> None:
-    """A paragraph for each finding, the worst first; what several nodes have alike is said once."""
+def _show(found: list[tuple[str, Finding]], everything: bool, is_log: bool) -> None:
+    """Print the findings, the worst first; one that several nodes share is printed once."""
     from rich.console import Console
     from rich.table import Table
 
-    shown = SEVERITIES if everything or asked else (WARNING, ERROR)
+    shown = SEVERITIES if everything or is_log else (WARNING, ERROR)
     nodes: dict[Finding, list[str]] = {}
     for node, finding in found:
         nodes.setdefault(finding, []).append(node)
@@ -140,26 +138,28 @@ def _show(found: list[tuple[str, Finding]], everything: bool, asked: str) -> Non
     for finding in by_severity(list(nodes)):
         if finding.severity in shown:
             where = ", ".join(filter(None, nodes[finding]))
-            table.add_row(_coloured(finding.severity), _paragraph(finding, where, bool(asked) or everything))
+            table.add_row(_coloured(finding.severity), _paragraph(finding, where, is_log or everything))
     console = Console(highlight=False)
     if table.row_count:
         console.print(table)
-    if asked and not found:
-        console.print("nothing in this log is in the database of what is known to be bad")
-    if not asked:
+    if is_log and not found:
+        console.print("this log matches no entry of the known-bad database")
+    if not is_log:
         console.print(_tally(list(nodes)) + ("" if everything else " (--all shows every one)"))
 
 
 def _paragraph(finding: Finding, where: str, with_sources: bool) -> str:
-    """What, seen where, the remedy, and by whom it is known."""
+    """The lines of one finding: what, evidence, nodes, remedy and sources."""
     from rich.markup import escape
 
     lines = [f"[bold]{escape(finding.what)}[/bold] [dim]{finding.id}[/dim]"]
-    lines += [f"seen: {escape(finding.evidence)}"] if finding.evidence else []
-    lines += [f"on:   {where}"] if where else []
-    lines += [f"do:   {escape(finding.remedy)}"] if finding.remedy else []
+    lines += [f"seen:   {escape(finding.evidence)}"] if finding.evidence else []
+    lines += [f"nodes:  {where}"] if where else []
+    lines += [f"remedy: {escape(finding.remedy)}"] if finding.remedy else []
     lines += (
-        [f"[dim]see:  {escape(', '.join(finding.sources))}[/dim]"] if finding.sources and with_sources else []
+        [f"[dim]source: {escape(', '.join(finding.sources))}[/dim]"]
+        if finding.sources and with_sources
+        else []
     )
     return "\n".join(lines)
 

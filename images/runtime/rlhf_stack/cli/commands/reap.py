@@ -1,20 +1,19 @@
-"""Show what a dead run left on this node, and with --yes end and remove it.
+"""List the processes and files that a dead run left on this node; with --yes, remove them.
 
-That are workers of Ray, and what they started, whose worker or raylet is gone (an engine's processes, say);
-the servers of a session of which no raylet lives; shared memory that nobody has open; and locks of builds
-that were killed. Only what is of this user and in this container, and never a process that Ray did not start:
-no GPU process is killed for being one. A node that runs is left as it is, with its workers and all that
-descends from them; what detached itself from a worker (setsid, nohup) has nobody who would end it, and counts
-as left.
+These are: Ray workers whose raylet ended, and processes whose Ray worker ended (such as those of an engine);
+the servers of a Ray session without a raylet; unused shared-memory segments; and the lock files of killed
+builds. Only resources of this user in this container are considered, and only processes that Ray started: a
+GPU process is never killed for using a GPU. A running node keeps its workers and all their descendants; a
+process that detached itself from a worker (setsid, nohup) counts as stale, because Ray will not end it.
 
-  rlhf-stack reap                    show it
-  rlhf-stack reap --yes              end and remove it
+  rlhf-stack reap                    list them
+  rlhf-stack reap --yes              end and remove them
   rlhf-stack reap --json | jq '.left[].what'
 
-Exit code: 0 nothing is left, or all of it was removed; 1 something is.
+Exit code: 0 nothing was found, or everything was removed; 1 something remains.
 
 --json prints rlhf-stack/reap/1: `left` (kind: process, session, segment or lock; what; why; removed), and
-`segments_unknown`, true where shared memory is that of other containers too, and was left alone.
+`segments_unknown`, true if /dev/shm is shared with other containers, so that no segment is listed.
 """
 
 import argparse
@@ -26,15 +25,15 @@ from pathlib import Path
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cleanup.process_table import Process
 from rlhf_stack.cli import option_types
-from rlhf_stack.cli.json_output import show_json
+from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.compat import deepspeed_ops
 
 LEAST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Left:
-    """One thing that is left: a "process", a "session" process, a "segment" or a "lock"."""
+class StaleResource:
+    """A stale resource; ``kind`` is "process", "session" (a server of a session), "segment" or "lock"."""
 
     kind: str
     what: str
@@ -42,70 +41,76 @@ class Left:
     removed: bool = False
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Whether to act, and on what age."""
-    parser.add_argument("--yes", action="store_true", help="end and remove what is shown")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the removal and the output."""
+    parser.add_argument("--yes", action="store_true", help="end and remove everything that is listed")
     parser.add_argument(
         "--older-than",
-        type=option_types.amount,
+        type=option_types.non_negative_float,
         default=LEAST_SECONDS,
         metavar="SECONDS",
-        help="for servers without a raylet and for segments, which a node that starts has too (60)",
+        help="minimum age of session servers and segments, which a starting node has too (60)",
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/reap/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show it, and remove it if that was asked for."""
-    table = process_table.table()
-    lost = stale_resources.orphans(table, os.getuid())
-    servers = stale_resources.headless(table, os.getuid(), stale_resources.ages(table), options.older_than)
-    locks = deepspeed_ops.left_locks(deepspeed_ops.extensions_folder())
-    ended = set(terminate.end([*lost, *servers])) if options.yes else set()
-    # Asked after the processes have ended: what they held is left then.
+    """List the stale resources, and remove them with --yes."""
+    table = process_table.snapshot()
+    orphans = stale_resources.orphaned_workers(table, os.getuid())
+    servers = stale_resources.stale_session_processes(
+        table, os.getuid(), stale_resources.process_ages(table), options.older_than
+    )
+    locks = deepspeed_ops.stale_locks(deepspeed_ops.extensions_directory())
+    ended = set(terminate.terminate_processes([*orphans, *servers])) if options.yes else set()
+    # After the processes have ended, because their segments are unused then.
     segments, unknown = _segments(options.older_than)
-    found = [_of_process("process", one, "its worker or raylet is gone", ended) for one in lost]
-    found += [_of_process("session", one, "no raylet of its session lives here", ended) for one in servers]
-    found += [_of_file("segment", Path(one.path), "nobody has it open", options.yes) for one in segments]
+    found = [_of_process("process", one, "its worker or raylet has ended", ended) for one in orphans]
+    found += [_of_process("session", one, "its session has no raylet", ended) for one in servers]
+    found += [_of_file("segment", Path(one.path), "no process uses it", options.yes) for one in segments]
     found += [_of_file("lock", lock, "its builder was killed", options.yes) for lock in locks]
     if options.json:
-        show_json("reap", 1, left=[asdict(one) for one in found], segments_unknown=unknown)
+        print_json("reap", 1, left=[asdict(one) for one in found], segments_unknown=unknown)
     else:
         _show(found, unknown, options.yes)
     return 1 if any(not one.removed for one in found) else 0
 
 
 def _segments(least: float) -> tuple[list[stale_resources.Segment], bool]:
-    """The segments that are left, and whether that cannot be known here."""
-    held = stale_resources.held_segments(process_table.table())
+    """The unused segments, and whether they cannot be determined on this machine."""
+    held = stale_resources.open_segments(process_table.snapshot())
     if held is None:
         return [], True
-    return stale_resources.unheld(stale_resources.segments(time.time()), held, os.getuid(), least), False
+    return stale_resources.unused_segments(
+        stale_resources.segments(time.time()), held, os.getuid(), least
+    ), False
 
 
-def _of_process(kind: str, process: Process, why: str, ended: set[int]) -> Left:
-    return Left(kind, f"{process.pid} {process.line[:100]}", why, process.pid in ended)
+def _of_process(kind: str, process: Process, why: str, ended: set[int]) -> StaleResource:
+    return StaleResource(kind, f"{process.pid} {process.line[:100]}", why, process.pid in ended)
 
 
-def _of_file(kind: str, path: Path, why: str, remove: bool) -> Left:
+def _of_file(kind: str, path: Path, why: str, remove: bool) -> StaleResource:
     if remove:
         path.unlink(missing_ok=True)
-    return Left(kind, str(path), why, remove)
+    return StaleResource(kind, str(path), why, remove)
 
 
-def _show(found: list[Left], unknown: bool, acted: bool) -> None:
+def _show(found: list[StaleResource], unknown: bool, removing: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table("kind", "what", "why", "removed" if acted else "")
+    table = Table("kind", "what", "why", "removed" if removing else "")
     for one in found:
-        table.add_row(one.kind, escape(one.what), one.why, ("yes" if one.removed else "no") if acted else "")
-    console.print(table if found else "nothing is left of a dead run")
+        table.add_row(
+            one.kind, escape(one.what), one.why, ("yes" if one.removed else "no") if removing else ""
+        )
+    console.print(table if found else "no stale resources")
     if unknown:
         console.print(
-            "shared memory was left alone: it is shared with other containers, whose processes are not seen"
+            "shared memory was skipped: /dev/shm is shared with containers whose processes are not visible"
         )
-    if found and not acted:
-        console.print("nothing was touched; --yes ends and removes it")
+    if found and not removing:
+        console.print("nothing was removed; --yes ends and removes everything listed")

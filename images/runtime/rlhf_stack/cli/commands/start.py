@@ -1,21 +1,20 @@
-"""Start Ray on this machine, as the head or as a node of one, so that what is declared is what is there.
+"""Start Ray on this machine, as the head or as a node that joins it, with the right resources.
 
-Declares the GPUs that processes see, an object store that fits in /dev/shm, and the environment that the
-image says; keeps the dashboard on this machine; asks everyone for a token where Ray knows them (2.52 and
-later), and refuses a public address where it does not. With --expect-nodes it waits until the others have
-joined, and shows them. Every other option of ray start can be had from ray start itself, to which an image
-stays transparent.
+Declares the visible GPUs and an object store that fits in /dev/shm, applies the environment of the image, and
+binds the dashboard to this machine only. Requires an authentication token if Ray supports it (2.52 and
+later), and refuses a public address if Ray does not. With --expect-nodes, waits until the other nodes have
+joined and lists them. For any other option use `ray start` itself, which works in the image as usual.
 
   rlhf-stack start --head --expect-nodes 2 --block        # on the first machine
   rlhf-stack start --join 10.0.0.1 --block                # on each of the others
-  rlhf-stack start --head --dry-run                       # show the ray start, and start nothing
+  rlhf-stack start --head --dry-run                       # print the `ray start` command only
 
-On the head a token is made where there is none (~/.ray/auth_token, for its owner alone; RAY_AUTH_TOKEN and
-RAY_AUTH_TOKEN_PATH are honoured); the other machines must have the same. Programs that talk to the cluster
-by themselves, such as `ray job submit`, need RAY_AUTH_MODE=token; `rlhf-stack submit` sets it. Exit code 1
-if Ray does not start or the others do not join in time.
+The head creates a token if none exists (~/.ray/auth_token, readable by its owner only; RAY_AUTH_TOKEN and
+RAY_AUTH_TOKEN_PATH take precedence); all other machines need the same token. Other clients of the cluster,
+such as `ray job submit`, need RAY_AUTH_MODE=token; `rlhf-stack submit` sets it. Exit code 1 if Ray does not
+start or the other nodes do not join in time.
 
---json prints rlhf-stack/start/1 once all is there: `ray_start`, `token` (whether one is asked for), and
+--json prints rlhf-stack/start/1 when the nodes are ready: `ray_start`, `token` (whether one is required), and
 `nodes` (address, gpus, cpus, memory in bytes), which is empty without --expect-nodes.
 """
 
@@ -31,64 +30,82 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlhf_stack.cli import option_types
-from rlhf_stack.cli.json_output import show_json
+from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.cluster.host import look, wait_for
-from rlhf_stack.cluster.start_command import LOOPBACK, PORT, Asked, command, with_port
+from rlhf_stack.cluster.host import inspect_host, wait_for_port
+from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
 from rlhf_stack.errors import UserError
 
-ENTRYPOINT = "rlhf-entrypoint"  # puts the image's environment in force, and becomes the command
+ENTRYPOINT = "rlhf-entrypoint"  # applies the image's environment, then replaces itself with the command
 START_SECONDS = 180.0
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """What of ``ray start`` has to be right, and what is waited for."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for ``ray start`` and for the nodes to wait for."""
     role = parser.add_mutually_exclusive_group(required=True)
-    role.add_argument("--head", action="store_true", help="be the first machine")
-    role.add_argument("--join", metavar="ADDRESS", help=f"be one more, of the head at ADDRESS[:{PORT}]")
+    role.add_argument("--head", action="store_true", help="start the head node")
+    role.add_argument("--join", metavar="ADDRESS", help=f"join the head at ADDRESS[:{PORT}]")
     parser.add_argument(
-        "--num-gpus", type=option_types.whole, metavar="N", help="where there is no GPU: places for processes"
+        "--num-gpus",
+        type=option_types.non_negative_int,
+        metavar="N",
+        help="GPUs to declare (default: the visible ones); without GPUs, a number of slots",
     )
     parser.add_argument(
-        "--num-cpus", type=option_types.whole, metavar="N", help="CPUs to declare (those that there are)"
+        "--num-cpus",
+        type=option_types.non_negative_int,
+        metavar="N",
+        help="CPUs to declare (default: all)",
     )
     parser.add_argument(
-        "--object-store-memory", type=option_types.count, metavar="BYTES", help="(as /dev/shm allows)"
+        "--object-store-memory",
+        type=option_types.positive_int,
+        metavar="BYTES",
+        help="default: what fits in /dev/shm",
     )
     parser.add_argument(
-        "--node-ip-address", metavar="ADDRESS", help="this machine's, by which others reach it"
+        "--node-ip-address", metavar="ADDRESS", help="address of this machine for the other nodes"
     )
-    parser.add_argument("--port", type=option_types.port, default=PORT, help=f"of the head ({PORT})")
-    parser.add_argument("--dashboard-host", default=LOOPBACK, metavar="ADDRESS", help=f"({LOOPBACK})")
+    parser.add_argument("--port", type=option_types.port, default=PORT, help=f"port of the head ({PORT})")
     parser.add_argument(
-        "--auth", choices=("auto", "token", "none"), default="auto", help="auto: a token where Ray knows them"
-    )
-    parser.add_argument(
-        "--expect-nodes", type=option_types.count, metavar="N", help="wait for N nodes, this one included"
+        "--dashboard-host", default=LOOPBACK, metavar="ADDRESS", help=f"address of the dashboard ({LOOPBACK})"
     )
     parser.add_argument(
-        "--expect-gpus", type=option_types.amount, default=0.0, metavar="N", help="and for N GPUs in all"
+        "--auth", choices=("auto", "token", "none"), default="auto", help="auto: a token if Ray supports it"
+    )
+    parser.add_argument(
+        "--expect-nodes",
+        type=option_types.positive_int,
+        metavar="N",
+        help="wait for N nodes, including this one",
+    )
+    parser.add_argument(
+        "--expect-gpus",
+        type=option_types.non_negative_float,
+        default=0.0,
+        metavar="N",
+        help="also wait for N GPUs in total",
     )
     parser.add_argument(
         "--timeout",
-        type=option_types.positive,
+        type=option_types.positive_float,
         default=300.0,
         metavar="SECONDS",
-        help="for that, and for the head to answer (300)",
+        help="for the nodes to join, and for the head to respond (300)",
     )
-    parser.add_argument("--block", action="store_true", help="stay until Ray ends")
-    parser.add_argument("--dry-run", action="store_true", help="print the ray start, and start nothing")
+    parser.add_argument("--block", action="store_true", help="run in the foreground until Ray ends")
+    parser.add_argument("--dry-run", action="store_true", help="print the `ray start` command only")
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/start/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start, wait, show; with --block until Ray ends."""
+    """Start Ray, wait for the nodes and list them; with --block, wait until Ray ends."""
     environment = dict(os.environ)
     if with_token := _token(options, environment):
         environment[auth_token.MODE] = "token"
     else:
         environment.pop(auth_token.MODE, None)
-    asked = Asked(
+    asked = StartOptions(
         join=options.join,
         gpus=options.num_gpus,
         cpus=options.num_cpus,
@@ -98,35 +115,35 @@ def run(options: argparse.Namespace) -> int:
         dashboard=options.dashboard_host,
         block=options.block,
     )
-    started = command(asked, look(environment), with_token)
+    started = ray_start_command(asked, inspect_host(environment), with_token)
     if options.dry_run:
         print(shlex.join(started))
         return 0
     if shutil.which(started[0]) is None:
-        raise UserError(
-            "there is no `ray` on the PATH: run this in an image, or activate the environment of Ray"
-        )
+        raise UserError("`ray` is not on the PATH: run this in an image, or activate the environment of Ray")
     if with_token and options.head and auth_token.ensure(environment):
-        _say(f"made a token in {auth_token.path(environment)}: the other machines need the same")
+        _log(f"created a token in {auth_token.path(environment)}: the other machines need the same token")
     if options.join:
-        wait_for(with_port(options.join), options.timeout)
+        wait_for_port(with_port(options.join), options.timeout)
     os.environ.update(environment)  # Ray reads the mode when it is imported
     return _start(started, options, with_token)
 
 
 def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
-    """Whether the cluster asks for a token; `UserError` if it must and cannot."""
+    """Whether the cluster requires a token; `UserError` if it must but cannot, or if this machine has none."""
     if options.auth == "none" or (options.auth == "auto" and environment.get(auth_token.MODE) == "disabled"):
         return False
-    if not auth_token.is_known():
+    if not auth_token.is_supported():
         if options.auth == "token" or environment.get(auth_token.MODE) == "token":
             raise UserError(
-                f"Ray {_ray()} has no tokens: start a cell with a newer one, on a private address"
+                f"Ray {_ray()} does not support tokens: use a cell with a newer Ray, or a private address "
+                "and --auth none"
             )
         return False
-    if options.join and not auth_token.is_here(environment):
+    if options.join and not auth_token.is_available(environment):
         raise UserError(
-            f"the head has a token in its {auth_token.path({'HOME': '~'})} and this machine has none: {auth_token.HOW}"
+            f"the head has a token in its {auth_token.path({'HOME': '~'})} and this machine has none: "
+            f"{auth_token.REMEDY}"
         )
     return True
 
@@ -140,17 +157,17 @@ def _start(started: list[str], options: argparse.Namespace, with_token: bool) ->
         try:
             if not options.block and (code := child.wait(START_SECONDS)):
                 return 1 if code else 0
-            _wait(options, child)
+            _wait_for_nodes(options, child)
         except (UserError, subprocess.TimeoutExpired) as error:
             child.terminate()
-            _say(f"error: {error}")
+            _log(f"error: {error}")
             return 1
         _show(started, options, with_token)
         return child.wait() if options.block else 0
 
 
-def _wait(options: argparse.Namespace, child: "subprocess.Popen[bytes]") -> None:
-    """Until the expected nodes are there; `UserError` if they are not in time, or if Ray ends before."""
+def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]") -> None:
+    """Wait until the expected nodes have joined; `UserError` at the deadline, or if Ray ends first."""
     from rlhf_stack.cluster import readiness
 
     def check() -> None:
@@ -159,34 +176,36 @@ def _wait(options: argparse.Namespace, child: "subprocess.Popen[bytes]") -> None
 
     if options.expect_nodes is None:
         return
-    _say(f"waiting for {options.expect_nodes} nodes, at most {options.timeout:g} s")
+    _log(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
     try:
-        readiness.wait(options.expect_nodes, options.expect_gpus, options.timeout, options.head, check)
+        readiness.wait_for_nodes(
+            options.expect_nodes, options.expect_gpus, options.timeout, options.head, check
+        )
     except readiness.NotReadyError as error:
         raise UserError(
-            f"{error}; Ray goes on here: look at the other machines, or end it by ray stop"
+            f"{error}; Ray is still running on this machine: check the others, or end it with ray stop"
         ) from None
 
 
 def _show(started: list[str], options: argparse.Namespace, with_token: bool) -> None:
-    """The nodes that are there, as a table or as JSON."""
+    """Print the nodes of the cluster, as a table or as JSON."""
     machines = []
     if options.expect_nodes is not None:
-        from rlhf_stack.cli.run_options import of_ray
+        from rlhf_stack.cli.run_options import ray_machines
 
-        machines = of_ray("auto", 0.0)
+        machines = ray_machines("auto", 0.0)
     if options.json:
         values = [
             {"address": one.address, "gpus": one.gpus, "cpus": one.cpus, "memory": one.memory}
             for one in machines
         ]
-        show_json("start", 1, ray_start=started, token=with_token, nodes=values)
+        print_json("start", 1, ray_start=started, token=with_token, nodes=values)
     elif machines:
         from rich.console import Console
 
-        from rlhf_stack.planning.draw import draw_machines
+        from rlhf_stack.planning.display import print_machines
 
-        draw_machines(Console(highlight=False), machines)
+        print_machines(Console(highlight=False), machines)
     sys.stdout.flush()
 
 
@@ -194,8 +213,8 @@ def _ray() -> str:
     try:
         return version("ray")
     except PackageNotFoundError:
-        raise UserError("Ray is not installed here: run this in an image") from None
+        raise UserError("Ray is not installed: run this in an image") from None
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"rlhf-stack: {text}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What `rlhf-stack doctor` looks at: facts are gathered on each node, and judged elsewhere by pure checks."""
+"""The checks of `rlhf-stack doctor`: nodes collect their facts, and pure functions check and compare them."""

@@ -1,40 +1,39 @@
-"""The checks of one node: each looks at its facts and says what it found, which is "ok" where all is well:
-pure."""
+"""The checks of one node: pure functions from its facts to findings, one of severity "ok" if they pass."""
 
 from collections.abc import Callable, Iterator
 
 from rlhf_stack import known_bad
 from rlhf_stack.diagnostics import installed_patches
-from rlhf_stack.diagnostics.doctor.facts import Node
+from rlhf_stack.diagnostics.doctor.facts import NodeFacts
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 GB = 10**9
-SHM_LEAST = 1 << 30
-FILES_LEAST, FILES_ENOUGH = 4096, 65536
-DISK_FULL, DISK_LEAST = 0.95, 10 * GB
+MIN_SHM = 1 << 30
+MIN_FILES, ENOUGH_FILES = 4096, 65536
+FULL_DISK, MIN_DISK = 0.95, 10 * GB
 # NVIDIA's table of the oldest driver for each major version of CUDA.
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 CUMEM = "NCCL_CUMEM_ENABLE"
 
-Check = Callable[[Node], Iterator[Finding]]
+Check = Callable[[NodeFacts], Iterator[Finding]]
 
 
-def versions(node: Node) -> Iterator[Finding]:
-    """The versions and variables of the node against the known-bad database."""
+def versions(node: NodeFacts) -> Iterator[Finding]:
+    """Check the versions and variables of the node against the known-bad database."""
     present = {patch.name for patch in node.patches if patch.state == installed_patches.PRESENT}
-    judged = known_bad.Environment(node.versions, node.variables, node.accelerator, present)
-    found = known_bad.judge(known_bad.load(), judged)
+    environment = known_bad.Environment(node.versions, node.variables, node.accelerator, present)
+    found = known_bad.judge(known_bad.load(), environment)
     if not found:
-        yield Finding("versions", OK, "no combination that is known to be bad")
+        yield Finding("versions", OK, "no known-bad combination")
     yield from found
 
 
-def patched(node: Node) -> Iterator[Finding]:
-    """Whether the patches of this distribution are as they were built."""
+def patched(node: NodeFacts) -> Iterator[Finding]:
+    """Check that the patches of this distribution are present."""
     if not node.patches:
-        yield Finding("patches", NOTE, "this environment was not built with patches of rlhf-stacks")
+        yield Finding("patches", NOTE, "this environment was built without patches of rlhf-stacks")
         return
     bad = [patch for patch in node.patches if patch.state != installed_patches.PRESENT]
     for patch in bad:
@@ -44,47 +43,49 @@ def patched(node: Node) -> Iterator[Finding]:
         yield Finding(
             "patches",
             ERROR,
-            "a patch is not there",
+            "a patch is not present",
             evidence,
-            "start from the image again, or reinstall its wheels",
+            "start again from the image, or reinstall its wheels",
         )
     if not bad:
         yield Finding("patches", OK, f"{len(node.patches)} patches are present")
 
 
-def gpus(node: Node) -> Iterator[Finding]:
-    """The GPUs that Ray was told of against those that are there and visible."""
-    told = node.resources.get("GPU", 0.0)
+def gpus(node: NodeFacts) -> Iterator[Finding]:
+    """Compare the GPUs that the Ray node declares with those that are present and visible."""
+    declared = node.resources.get("GPU", 0.0)
     if node.accelerator not in VISIBLE:
-        yield Finding("gpus", OK, f"no GPU is expected here; Ray was told of {told:g} (fake) GPUs")
+        yield Finding(
+            "gpus", OK, f"this environment needs no GPU; the Ray node declares {declared:g} (simulated) GPUs"
+        )
         return
     names = [name for name in VISIBLE[node.accelerator] if node.variables.get(name) is not None]
-    shown = node.gpus if not names else min(node.gpus, len(listed(node.variables[names[0]])))
-    evidence = f"{node.gpus} in the machine, {shown} visible" + (f" by {names[0]}" if names else "")
+    visible = node.gpus if not names else min(node.gpus, len(visible_devices(node.variables[names[0]])))
+    evidence = f"{node.gpus} in the machine, {visible} visible" + (f" by {names[0]}" if names else "")
     if not node.gpus:
         yield Finding(
             "gpus",
             ERROR,
-            f"no GPU is to be seen, and this is a {node.accelerator} environment",
+            f"no GPU is visible in this {node.accelerator} environment",
             evidence,
             "start the container with its GPUs (`--gpus all`; on ROCm /dev/kfd and /dev/dri)",
         )
-    elif told > shown:
+    elif declared > visible:
         yield Finding(
             "gpus",
             ERROR,
-            f"Ray was told of {told:g} GPUs and {shown} are visible",
+            f"the Ray node declares {declared:g} GPUs, but {visible} are visible",
             evidence,
-            "start the node again with --num-gpus as many as are visible",
+            "restart the node with --num-gpus set to the number of visible GPUs",
         )
-    elif node.resources and told < shown:
-        yield Finding("gpus", NOTE, f"Ray uses {told:g} of {shown} visible GPUs", evidence)
+    elif node.resources and declared < visible:
+        yield Finding("gpus", NOTE, f"Ray uses {declared:g} of {visible} visible GPUs", evidence)
     else:
-        yield Finding("gpus", OK, f"{shown} GPUs are visible")
+        yield Finding("gpus", OK, f"{visible} GPUs are visible")
 
 
-def driver(node: Node) -> Iterator[Finding]:
-    """The NVIDIA driver against the CUDA that torch was built for."""
+def driver(node: NodeFacts) -> Iterator[Finding]:
+    """Check that the NVIDIA driver supports the CUDA release that torch was built for."""
     kind, _, release = node.built_for.partition(" ")
     if kind != "cuda" or not node.driver:
         return
@@ -94,82 +95,87 @@ def driver(node: Node) -> Iterator[Finding]:
         yield Finding(
             "driver",
             ERROR,
-            f"the driver {node.driver} cannot run CUDA {release}, for which torch was built",
-            f"the oldest that can is {oldest[0]}.{oldest[1]}",
-            "a newer driver, or a cell with an older CUDA",
+            f"driver {node.driver} does not support CUDA {release}, which torch was built for",
+            f"the oldest driver for it is {oldest[0]}.{oldest[1]}",
+            "install a newer driver, or use a cell with an older CUDA",
         )
     else:
-        yield Finding("driver", OK, f"driver {node.driver} runs CUDA {release}")
+        yield Finding("driver", OK, f"driver {node.driver} supports CUDA {release}")
 
 
-def libraries(node: Node) -> Iterator[Finding]:
-    """The NCCL of trainer and engine, which meet in one group when weights are sent."""
+def libraries(node: NodeFacts) -> Iterator[Finding]:
+    """Compare the NCCL of trainer and engine, which join one process group for the weight sync."""
     if node.missing_library:
         yield Finding(
             "nccl",
             ERROR,
             "VLLM_NCCL_SO_PATH names no file",
             node.missing_library,
-            "unset it, or name a libnccl.so.2",
+            "unset it, or set it to the path of a libnccl.so.2",
         )
     by_user = {library.user: library for library in node.libraries}
     if len(by_user) < 2:
         return
-    one, other = by_user["trainer"], by_user["engine"]
+    trainer, engine = by_user["trainer"], by_user["engine"]
     evidence = ", ".join(
-        f"{each.user} {each.version} build {each.build_id[:8] or 'unknown'}" for each in (one, other)
+        f"{each.user} {each.version} build {each.build_id[:8] or 'unknown'}" for each in (trainer, engine)
     )
-    if (one.version, one.build_id) == (other.version, other.build_id):
-        yield Finding("nccl", OK, f"trainer and engine load NCCL {one.version}", evidence)
+    if (trainer.version, trainer.build_id) == (engine.version, engine.build_id):
+        yield Finding("nccl", OK, f"trainer and engine load NCCL {trainer.version}", evidence)
     elif node.variables.get(CUMEM) == "0":
-        yield Finding("nccl", NOTE, f"trainer and engine load two NCCLs, alike by {CUMEM}=0", evidence)
+        yield Finding(
+            "nccl",
+            NOTE,
+            f"trainer and engine load different NCCL builds, compatible with {CUMEM}=0",
+            evidence,
+        )
     else:
         yield Finding(
             "nccl",
             WARNING,
-            "trainer and engine load two NCCLs",
+            "trainer and engine load different NCCL builds",
             evidence,
-            f"set {CUMEM}=0 in every process, or let both load one",
+            f"set {CUMEM}=0 in every process, or make both load the same NCCL",
         )
 
 
-def shared_memory(node: Node) -> Iterator[Finding]:
-    """The shared memory of the node against Ray's object store, which lies in it."""
+def shared_memory(node: NodeFacts) -> Iterator[Finding]:
+    """Check the size of /dev/shm, which holds Ray's object store and NCCL's buffers."""
     store = int(node.resources.get("object_store_memory", 0))
     evidence = f"shared memory {size(node.shm_total)}, {size(node.shm_free)} free; object store {size(store)}"
-    remedy = "`docker run --shm-size`, or a smaller --object-store-memory"
+    remedy = "set `docker run --shm-size`, or a smaller --object-store-memory"
     if store > node.shm_total:
         yield Finding(
             "shm",
             ERROR,
-            "the object store does not fit into /dev/shm: Ray puts it on a disk",
+            "the object store does not fit in /dev/shm: Ray puts it on disk",
             evidence,
             remedy,
         )
-    elif node.shm_total < SHM_LEAST:
+    elif node.shm_total < MIN_SHM:
         yield Finding(
-            "shm", WARNING, "shared memory (/dev/shm) is small: NCCL and Ray use it", evidence, remedy
+            "shm", WARNING, "shared memory (/dev/shm), which NCCL and Ray use, is small", evidence, remedy
         )
     else:
         yield Finding("shm", OK, evidence)
 
 
-def open_files(node: Node) -> Iterator[Finding]:
-    """How many files a process may open."""
+def open_files(node: NodeFacts) -> Iterator[Finding]:
+    """Check the limit of open files per process."""
     limit = node.open_files
-    if 0 <= limit < FILES_ENOUGH:
+    if 0 <= limit < ENOUGH_FILES:
         yield Finding(
             "ulimit",
-            WARNING if limit < FILES_LEAST else NOTE,
-            f"a process may open {limit} files",
-            remedy=f"`ulimit -n {FILES_ENOUGH}`, `docker run --ulimit nofile={FILES_ENOUGH}:{FILES_ENOUGH}`",
+            WARNING if limit < MIN_FILES else NOTE,
+            f"the limit of open files is {limit}",
+            remedy=f"`ulimit -n {ENOUGH_FILES}`, `docker run --ulimit nofile={ENOUGH_FILES}:{ENOUGH_FILES}`",
         )
     else:
-        yield Finding("ulimit", OK, "enough files may be open")
+        yield Finding("ulimit", OK, "the limit of open files is high enough")
 
 
-def interfaces(node: Node) -> Iterator[Finding]:
-    """The interfaces that variables name, and what gloo binds to without them."""
+def interfaces(node: NodeFacts) -> Iterator[Finding]:
+    """Check the interfaces that variables name, and the address that gloo binds to by default."""
     bad = False
     for variable in INTERFACES:
         value = node.variables.get(variable, "")
@@ -182,8 +188,8 @@ def interfaces(node: Node) -> Iterator[Finding]:
                     "interfaces",
                     ERROR,
                     f"{variable}={value}: this node has no interface {name}",
-                    f"it has {', '.join(node.interfaces)}",
-                    "name one of these, or unset the variable",
+                    f"interfaces: {', '.join(node.interfaces)}",
+                    "set the variable to an existing interface, or unset it",
                 )
     if bad:
         return
@@ -191,71 +197,71 @@ def interfaces(node: Node) -> Iterator[Finding]:
         yield Finding(
             "interfaces",
             NOTE,
-            f"the name of this host stands for {node.resolves_to}, which gloo binds to",
+            f"this host's name resolves to {node.resolves_to}, and gloo binds to it",
             f"interfaces: {', '.join(node.interfaces)}",
-            f"on more than one node: {INTERFACES[0]} to the interface of its address, before `ray start`",
+            f"with several nodes: set {INTERFACES[0]} to the interface of the node before `ray start`",
         )
     else:
         yield Finding("interfaces", OK, f"interfaces {', '.join(node.interfaces)}")
 
 
-def ports(node: Node) -> Iterator[Finding]:
-    """Ports that a head needs, taken by something else."""
+def ports(node: NodeFacts) -> Iterator[Finding]:
+    """Check that no other process uses the ports of a head node."""
     taken = ", ".join(map(str, node.taken_ports))
     if node.taken_ports and not node.resources:
         yield Finding(
             "ports",
             WARNING,
-            f"no Ray node runs here, and something listens on {taken}",
-            remedy="`ray stop`, if a cluster was left; else `ray start --head --port` another",
+            f"no Ray node runs on this machine, but ports are in use: {taken}",
+            remedy="`ray stop` if a cluster still runs; otherwise `ray start --head --port` with another port",
         )
     else:
-        yield Finding("ports", OK, "the ports of a head are free or its own")
+        yield Finding("ports", OK, "the ports of a head are free or used by Ray")
 
 
-def disks(node: Node) -> Iterator[Finding]:
-    """Where Ray spills and writes logs, and where models are cached."""
+def disks(node: NodeFacts) -> Iterator[Finding]:
+    """Check the free space where Ray spills and logs, and where models are cached."""
     bad = False
     for disk in node.disks:
         evidence = f"{size(disk.free)} of {size(disk.total)} free at {disk.path}"
-        if disk.total and 1 - disk.free / disk.total > DISK_FULL:
+        if disk.total and 1 - disk.free / disk.total > FULL_DISK:
             bad = True
             yield Finding(
-                "disk", ERROR, "a disk is full: Ray spills no object to it", evidence, "free some of it"
+                "disk", ERROR, "a disk is full: Ray cannot spill objects to it", evidence, "free some of it"
             )
-        elif disk.free < DISK_LEAST:
+        elif disk.free < MIN_DISK:
             bad = True
-            yield Finding("disk", WARNING, "little room is left on a disk", evidence, "free some of it")
+            yield Finding("disk", WARNING, "a disk is almost full", evidence, "free some of it")
     if not bad:
         yield Finding("disk", OK, ", ".join(f"{size(disk.free)} free at {disk.path}" for disk in node.disks))
 
 
-def left(node: Node) -> Iterator[Finding]:
-    """What a dead run left: locks, processes, memory of GPUs."""
-    remedy = "`rlhf-stack reap` shows it, with --yes it is removed"
-    for lock in node.left_locks:
+def stale(node: NodeFacts) -> Iterator[Finding]:
+    """Report what a dead run left: locks, processes, GPU memory."""
+    remedy = "`rlhf-stack reap` lists it; --yes removes it"
+    for lock in node.stale_locks:
         yield Finding(
             "build-lock",
             ERROR,
-            "a killed build left a lock: who compiles that operator waits for ever",
+            "a killed build left a lock: the next process that compiles this operator hangs",
             lock,
             remedy,
         )
-    for process in node.left_processes:
+    for process in node.stale_processes:
         yield Finding(
-            "left-process", WARNING, "a process of Ray lives on without its raylet", process, remedy
+            "left-process", WARNING, "a process of Ray is running without its raylet", process, remedy
         )
     for holder in node.gpu_processes:
         if not holder.alive:
             yield Finding(
                 "gpu-memory",
                 WARNING,
-                f"a process that is not to be seen here holds {holder.megabytes} MB of a GPU",
+                f"a process that is not visible in this container uses {holder.megabytes} MB of a GPU",
                 f"{holder.pid} {holder.name}",
-                "look for it on the host: another container's, or dead",
+                "find it on the host: it belongs to another container, or has ended",
             )
-    if not (node.left_locks or node.left_processes):
-        yield Finding("left", OK, "no dead run left anything")
+    if not (node.stale_locks or node.stale_processes):
+        yield Finding("left", OK, "no stale processes or locks")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -269,17 +275,17 @@ CHECKS: tuple[Check, ...] = (
     interfaces,
     ports,
     disks,
-    left,
+    stale,
 )
 
 
-def of_node(node: Node) -> list[Finding]:
-    """What all the checks say of a node."""
+def of_node(node: NodeFacts) -> list[Finding]:
+    """The findings of all checks for a node."""
     return [finding for check in CHECKS for finding in check(node)]
 
 
-def listed(value: str) -> list[str]:
-    """The devices in the value of a *_VISIBLE_DEVICES variable, up to one that is none."""
+def visible_devices(value: str) -> list[str]:
+    """The devices in the value of a *_VISIBLE_DEVICES variable, up to the first invalid one."""
     found: list[str] = []
     for entry in (part.strip() for part in value.split(",")):
         if entry in ("", "-1", "NoDevFiles"):
@@ -289,5 +295,5 @@ def listed(value: str) -> list[str]:
 
 
 def size(amount: int) -> str:
-    """Bytes, for people."""
+    """Format ``amount`` bytes in GB."""
     return f"{amount / GB:.1f} GB"

@@ -1,5 +1,4 @@
-"""The facts of every node of the Ray cluster that this machine is part of, each asked by a task, with a
-deadline."""
+"""Collects the facts of every node of this machine's Ray cluster by one task per node, with a deadline."""
 
 import contextlib
 import time
@@ -7,39 +6,40 @@ from typing import Any
 
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.diagnostics.doctor import collect
-from rlhf_stack.diagnostics.doctor.facts import Answer
+from rlhf_stack.diagnostics.doctor.facts import NodeAnswer
 
 
-def ask(address: str, timeout: float) -> list[Answer]:
-    """What each living node says within ``timeout`` seconds; a node that is silent has no `Node`.
+def collect_from_nodes(address: str, timeout: float) -> list[NodeAnswer]:
+    """Collect the facts of each live node in ``timeout`` seconds; an unresponsive node has ``node`` None.
 
-    `UserError` if the cluster at ``address`` does not answer.
+    `UserError` if the cluster at ``address`` does not respond.
     """
     import ray
 
     deadline = time.monotonic() + timeout
     with connected(address):
         nodes = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
-        starts = _round_trips(nodes, deadline)
-        answers = _wait({_on(node, _facts): node for node in nodes}, deadline)
+        offsets = _clock_offsets(nodes, deadline)
+        facts = _wait({_start_task(node, _facts): node for node in nodes}, deadline)
     return [
-        Answer(address, answers.get(node), *starts.get(node, (0.0, 0.0))) for node, address in nodes.items()
+        NodeAnswer(address, facts.get(node), *offsets.get(node, (0.0, 0.0)))
+        for node, address in nodes.items()
     ]
 
 
-def _round_trips(nodes: dict[str, str], deadline: float) -> dict[str, tuple[float, float]]:
-    """For each node how far its clock is ahead of ours, and how far that may be wrong: half of the way.
+def _clock_offsets(nodes: dict[str, str], deadline: float) -> dict[str, tuple[float, float]]:
+    """For each node, the offset of its clock from ours and its error, half of the round trip, in seconds.
 
-    The second task of a worker is timed: the first one waits until the worker has started.
+    The second task of a worker is timed, because the first includes the start of the worker.
     """
-    _wait({_on(node, _now): node for node in nodes}, deadline)
+    _wait({_start_task(node, _now): node for node in nodes}, deadline)
     found = {}
     for node in nodes:
         before = time.time()
-        told = _wait({_on(node, _now): node}, deadline)
+        remote = _wait({_start_task(node, _now): node}, deadline)
         after = time.time()
-        if node in told:
-            found[node] = (told[node] - (before + after) / 2, (after - before) / 2)
+        if node in remote:
+            found[node] = (remote[node] - (before + after) / 2, (after - before) / 2)
     return found
 
 
@@ -51,8 +51,8 @@ def _now() -> float:
     return time.time()
 
 
-def _on(node: str, function: Any) -> Any:
-    """A task on one node that takes none of its resources."""
+def _start_task(node: str, function: Any) -> Any:
+    """Start a task on a node that uses none of its resources."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -61,7 +61,7 @@ def _on(node: str, function: Any) -> Any:
 
 
 def _wait(tasks: dict[Any, str], deadline: float) -> dict[str, Any]:
-    """What came back until the deadline, by node; a task that failed is as one that is silent."""
+    """The results until the deadline, by node; failed tasks are omitted."""
     import ray
 
     done, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=max(0.0, deadline - time.monotonic()))

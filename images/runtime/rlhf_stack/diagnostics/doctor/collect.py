@@ -1,4 +1,4 @@
-"""The facts of this node, gathered in under a second: without importing torch, ray or vllm."""
+"""Collects the facts of this node in under a second, without importing torch, ray or vllm."""
 
 import errno
 import importlib.metadata
@@ -23,11 +23,19 @@ from rlhf_stack.compat import deepspeed_ops
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.diagnostics.doctor import libraries
-from rlhf_stack.diagnostics.doctor.facts import Disk, GpuProcess, Library, Node, Patch, Started, of_interest
+from rlhf_stack.diagnostics.doctor.facts import (
+    Disk,
+    GpuProcess,
+    Library,
+    NodeFacts,
+    Patch,
+    RayProcess,
+    relevant_variables,
+)
 
 SMI_SECONDS = 10.0
 PORTS = (6379, 8265, 10001)
-SHM = Path("/dev/shm")  # noqa: S108  (where Ray's objects are)
+SHM = Path("/dev/shm")  # noqa: S108  (the location of Ray's objects)
 NVIDIA_GPUS, NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 DRIVER_VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([\d.]+)", re.MULTILINE)
@@ -36,20 +44,20 @@ TRAINER_LIBRARIES = ("nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2", "
 STARTED_ROLES = (process_table.RAYLET, process_table.DRIVER, process_table.WORKER)
 
 
-def node() -> Node:
-    """What is to be known of this node, from this process."""
-    table = process_table.table()
+def node() -> NodeFacts:
+    """Collect the facts of this node."""
+    table = process_table.snapshot()
     gpu_processes = _gpu_processes({process.pid for process in table})
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     found, missing = _libraries()
-    return Node(
+    return NodeFacts(
         host=socket.gethostname(),
         accelerator=env_vars.accelerator() or _guessed_accelerator(),
         versions=_versions(),
         patches=_patches(),
-        variables=of_interest(os.environ),
+        variables=relevant_variables(os.environ),
         started=_started(table),
-        resources=process_table.declared(table),
+        resources=process_table.declared_resources(table),
         gpus=_gpus(),
         driver=_driver(),
         built_for=_built_for(),
@@ -62,14 +70,16 @@ def node() -> Node:
         resolves_to=_resolves_to(),
         taken_ports=_taken(PORTS),
         disks=_disks(),
-        left_locks=tuple(map(str, deepspeed_ops.left_locks(deepspeed_ops.extensions_folder()))),
-        left_processes=tuple(f"{p.pid} {p.line[:80]}" for p in stale_resources.orphans(table, os.getuid())),
+        stale_locks=tuple(map(str, deepspeed_ops.stale_locks(deepspeed_ops.extensions_directory()))),
+        stale_processes=tuple(
+            f"{p.pid} {p.line[:80]}" for p in stale_resources.orphaned_workers(table, os.getuid())
+        ),
         gpu_processes=gpu_processes,
     )
 
 
 def _versions() -> dict[str, str]:
-    """What is installed, by canonical name, and the Python and the C library that it runs on."""
+    """The installed versions by canonical name, with those of "python" and "glibc"."""
     found = {
         str(canonicalize_name(distribution.metadata["Name"])): distribution.version
         for distribution in importlib.metadata.distributions()
@@ -80,21 +90,23 @@ def _versions() -> dict[str, str]:
 
 
 def _patches() -> tuple[Patch, ...]:
-    reports = installed_patches.examine(installed_patches.expected(), installed_patches.installed_checksum)
+    reports = installed_patches.patch_statuses(
+        installed_patches.manifests(), installed_patches.installed_checksum
+    )
     return tuple(Patch(one.package, installed_patches.slug(one.patch), one.state, one.why) for one in reports)
 
 
-def _started(table: Iterable[Process]) -> tuple[Started, ...]:
-    """The raylet, the drivers and the workers of this node whose environment may be read."""
+def _started(table: Iterable[Process]) -> tuple[RayProcess, ...]:
+    """The raylet, drivers and workers of this node whose environment is readable."""
     return tuple(
-        Started(process.role, process.pid, process.line[:60], of_interest(process.variables))
+        RayProcess(process.role, process.pid, process.line[:60], relevant_variables(process.variables))
         for process in table
         if process.role in STARTED_ROLES and process.variables is not None
     )
 
 
 def _guessed_accelerator() -> str | None:
-    """Outside of our images: what torch was built for; None where it is not installed."""
+    """The accelerator that torch was built for, outside our images; None if torch is not installed."""
     built = _built_for()
     if built:
         return "rocm" if built.startswith("hip") else "cuda"
@@ -102,8 +114,7 @@ def _guessed_accelerator() -> str | None:
 
 
 def _built_for() -> str:
-    """What torch was built for, such as "cuda 12.1" or "hip 6.1", from its source; "" for a CPU, or no
-    torch."""
+    """The platform that torch was built for, such as "cuda 12.1" or "hip 6.1"; "" for a CPU or no torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -113,12 +124,12 @@ def _built_for() -> str:
 
 
 def _gpus() -> int:
-    """The GPUs of this machine, whatever a variable hides."""
+    """The number of GPUs of this machine, including hidden ones."""
     return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else rocm.kernel_count()
 
 
 def _driver() -> str:
-    """The version of NVIDIA's kernel module, or ""."""
+    """The version of NVIDIA's kernel module, or "" without one."""
     text = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else ""
     found = DRIVER_VERSION.search(text)
     return found[1] if found else ""
@@ -134,7 +145,7 @@ def _gpu_processes(seen: set[int]) -> tuple[GpuProcess, ...]:
 
 
 def gpu_processes_in(listing: str, seen: set[int]) -> tuple[GpuProcess, ...]:
-    """The processes in what nvidia-smi printed; ``seen`` are the processes of this machine."""
+    """The processes in the output of nvidia-smi; ``seen`` are the pids that are visible here."""
     rows = [[field.strip() for field in line.split(",", 2)] for line in listing.splitlines()]
     return tuple(
         GpuProcess(int(pid), int(used) if used.isdecimal() else 0, name, int(pid) in seen)
@@ -144,7 +155,7 @@ def gpu_processes_in(listing: str, seen: set[int]) -> tuple[GpuProcess, ...]:
 
 
 def _libraries() -> tuple[tuple[Library, ...], str]:
-    """The NCCL or RCCL of trainer and engine, and the path in VLLM_NCCL_SO_PATH if there is no such file."""
+    """The NCCL or RCCL of trainer and engine, and the value of VLLM_NCCL_SO_PATH if it is not a file."""
     trainer = next((path for path in _candidates() if path.is_file()), None)
     named = os.environ.get(ENGINE_LIBRARY, "")
     engine = Path(named) if named and Path(named).is_file() else None
@@ -163,7 +174,7 @@ def _candidates() -> list[Path]:
 
 
 def _resolves_to() -> str:
-    """The address that this host's name stands for, which gloo binds to; "" if it stands for none."""
+    """The address that this host's name resolves to, or ""."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -171,7 +182,7 @@ def _resolves_to() -> str:
 
 
 def _taken(ports: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``ports`` on which something listens."""
+    """Those of ``ports`` that are in use."""
     found = []
     for port in ports:
         with socket.socket() as probe:
@@ -185,7 +196,7 @@ def _taken(ports: Sequence[int]) -> tuple[int, ...]:
 
 
 def _disks() -> tuple[Disk, ...]:
-    """Where Ray writes its session, and where models are cached; one entry a file system."""
+    """The file systems of Ray's session and of the model cache."""
     home = Path(os.environ.get("HF_HOME") or Path.home())
     found: dict[int, Disk] = {}
     for path in (Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()), home):

@@ -1,9 +1,9 @@
-"""What the nodes of a cluster, and the processes of a node, do not have alike: pure."""
+"""Compares the nodes of a cluster, and the Ray processes of a node: pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_stack.cleanup import process_table
-from rlhf_stack.diagnostics.doctor.facts import Answer, Node, Started
+from rlhf_stack.diagnostics.doctor.facts import NodeAnswer, NodeFacts, RayProcess
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 SKEW_SECONDS = 1.0
@@ -18,7 +18,7 @@ PACKAGES = (
     "transformers",
     "rlhf-stack",
 )
-# What Ray gives each process by itself, and what may well be another on each node.
+# Variables that Ray sets per process, and variables that may differ between nodes.
 OF_ONE_PROCESS = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -36,68 +36,68 @@ OF_ONE_NODE = (
 UNSET = "not set"
 
 
-def of_cluster(answers: Sequence[Answer]) -> list[Finding]:
-    """All of it, for the nodes that answered."""
-    return [*silent(answers), *clocks(answers), *packages(answers), *nodes(answers)]
+def of_cluster(answers: Sequence[NodeAnswer]) -> list[Finding]:
+    """The findings of all comparisons of the nodes."""
+    return [*unresponsive_nodes(answers), *clocks(answers), *packages(answers), *nodes(answers)]
 
 
-def silent(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Nodes that did not answer in time."""
+def unresponsive_nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+    """Report nodes that did not respond in time."""
     for answer in answers:
         if answer.node is None:
             yield Finding(
                 "node",
                 ERROR,
-                f"node {answer.address} did not answer",
-                remedy="`rlhf-stack doctor --local` in its container, its raylet.out, or a longer --timeout",
+                f"node {answer.address} did not respond",
+                remedy="run `rlhf-stack doctor --local` there, read its raylet.out, or raise --timeout",
             )
 
 
-def clocks(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Clocks that differ by more than a second, for sure."""
+def clocks(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+    """Report clocks that certainly differ by more than a second."""
     for answer in answers:
-        if answer.node and abs(answer.ahead) - answer.within > SKEW_SECONDS:
+        if answer.node and abs(answer.clock_offset) - answer.clock_error > SKEW_SECONDS:
             yield Finding(
                 "clock",
                 WARNING,
-                f"the clock of {answer.address} is {answer.ahead:+.1f} s off this one's",
-                f"give or take {answer.within:.2f} s",
-                "let NTP set both: logs and tokens compare times",
+                f"the clock of {answer.address} is {answer.clock_offset:+.1f} s off this node's",
+                f"measured with an error of at most {answer.clock_error:.2f} s",
+                "synchronize both with NTP: logs and tokens depend on the time",
             )
 
 
-def packages(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Headline packages of which the nodes have several versions."""
+def packages(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+    """Report main packages whose versions differ between nodes."""
     for name in PACKAGES:
         have = {a.address: a.node.versions.get(name, UNSET) for a in answers if a.node}
         if len(set(have.values())) > 1:
             yield Finding(
                 "versions-differ",
                 ERROR,
-                f"the nodes have several versions of {name}",
-                told(have),
+                f"the nodes have different versions of {name}",
+                describe_values(have),
                 "start every node from one image",
             )
 
 
-def nodes(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Variables with which the raylets, and by them all workers, were started differently."""
+def nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+    """Report variables that differ between the raylets, from which all workers inherit them."""
     raylets = {a.address: raylet.variables for a in answers if a.node and (raylet := _raylet(a.node))}
     found = list(differing(raylets, OF_ONE_NODE))
     for name, values in found:
         yield Finding(
             "env-nodes",
             WARNING,
-            f"{name} is not the same on all nodes",
-            told(values),
-            "set it before `ray start` on every node alike",
+            f"{name} differs between nodes",
+            describe_values(values),
+            "set it to the same value on every node before `ray start`",
         )
     if len(raylets) > 1 and not found:
-        yield Finding("env-nodes", OK, f"{len(raylets)} nodes were started with the same environment")
+        yield Finding("env-nodes", OK, f"{len(raylets)} nodes have the same environment")
 
 
-def roles(node: Node) -> Iterator[Finding]:
-    """Variables that driver, raylet and workers of a node were started with differently."""
+def roles(node: NodeFacts) -> Iterator[Finding]:
+    """Report variables that differ between the driver, raylet and workers of a node."""
     named = {_title(one): one.variables for one in node.started}
     drivers = {_title(one) for one in node.started if one.role == process_table.DRIVER}
     found = list(differing(named, OF_ONE_PROCESS))
@@ -109,9 +109,9 @@ def roles(node: Node) -> Iterator[Finding]:
         yield Finding(
             "env-processes",
             severity,
-            f"{name} is not the same in all processes of Ray",
-            told(values),
-            "set it before `ray start`, or for the whole job in its runtime environment",
+            f"{name} differs between processes of Ray",
+            describe_values(values),
+            "set it before `ray start`, or in the runtime environment of the job",
         )
     if named and not found:
         yield Finding("env-processes", OK, f"{len(named)} processes of Ray have the same environment")
@@ -120,30 +120,29 @@ def roles(node: Node) -> Iterator[Finding]:
 def differing(
     variables: Mapping[str, Mapping[str, str]], own: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """The names that do not have one value everywhere, with the value of each; those in ``own`` may
-    differ."""
+    """The variables that differ, except those in ``own``, each with its value per process or node."""
     for name in sorted({name for values in variables.values() for name in values} - set(own)):
         values = {title: given.get(name, UNSET) for title, given in variables.items()}
         if len(set(values.values())) > 1:
             yield name, values
 
 
-def told(values: Mapping[str, str]) -> str:
-    """Who has which value, those with the same one together."""
+def describe_values(values: Mapping[str, str]) -> str:
+    """Format values per process or node as text, grouped by value."""
     by_value: dict[str, list[str]] = {}
     for who, value in values.items():
         by_value.setdefault(value, []).append(who)
-    return "; ".join(f"{value}: {shortened(who)}" for value, who in by_value.items())
+    return "; ".join(f"{value}: {first_names(who)}" for value, who in by_value.items())
 
 
-def shortened(names: Sequence[str]) -> str:
-    """Some names, and how many more."""
+def first_names(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _raylet(node: Node) -> Started | None:
+def _raylet(node: NodeFacts) -> RayProcess | None:
     return next((one for one in node.started if one.role == process_table.RAYLET), None)
 
 
-def _title(one: Started) -> str:
+def _title(one: RayProcess) -> str:
     return f"{one.role} {one.pid}"

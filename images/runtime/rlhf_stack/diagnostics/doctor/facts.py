@@ -1,4 +1,4 @@
-"""What is known of a node and of a cluster, in plain values, which travel between nodes and to JSON."""
+"""The facts of a node, as plain values that can be sent between nodes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ PREFIXES = (
     "TRITON_",
     "VLLM_",
 )
-TOLD = "RLHF_STACK_TOLD"  # what the entrypoint has said already
+TOLD = "RLHF_STACK_TOLD"  # warnings that the entrypoint has already printed
 NAMES = ("HIP_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
 @dataclass(frozen=True)
 class Library:
-    """An NCCL or RCCL: who loads it, its version, and the id of its build ("" if the linker gave none)."""
+    """An NCCL or RCCL: its user (trainer or engine), version, and ELF build id ("" if it has none)."""
 
     user: str
     path: str
@@ -38,7 +38,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Disk:
-    """The file system that holds ``path``; bytes."""
+    """The file system of ``path``; sizes in bytes."""
 
     path: str
     total: int
@@ -46,8 +46,8 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Started:
-    """A process of Ray and the variables that it was started with, of those that matter."""
+class RayProcess:
+    """A process of Ray, with the relevant variables of its environment."""
 
     role: str
     pid: int
@@ -57,7 +57,7 @@ class Started:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory of a GPU, as the driver tells; ``alive`` if it is to be seen here."""
+    """A process that uses GPU memory according to the driver; ``alive``: it is visible in this container."""
 
     pid: int
     megabytes: int
@@ -67,7 +67,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch of this distribution: ``name`` without its number, ``state`` as `rlhf_stack.diagnostics.installed_patches` says."""
+    """A patch of this distribution: ``name`` without number, ``state`` and ``why`` as in `PatchStatus`."""
 
     package: str
     name: str
@@ -76,15 +76,15 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Node:
-    """One node as it was found. Bytes and seconds; None and "" where there is nothing, or it is not told."""
+class NodeFacts:
+    """The facts of one node. Sizes in bytes; None and "" if absent or unknown."""
 
     host: str
     accelerator: str | None
     versions: Mapping[str, str]
     patches: tuple[Patch, ...]
     variables: Mapping[str, str]
-    started: tuple[Started, ...]
+    started: tuple[RayProcess, ...]
     resources: Mapping[str, float]
     gpus: int
     driver: str
@@ -98,28 +98,31 @@ class Node:
     resolves_to: str
     taken_ports: tuple[int, ...]
     disks: tuple[Disk, ...]
-    left_locks: tuple[str, ...]
-    left_processes: tuple[str, ...]
+    stale_locks: tuple[str, ...]
+    stale_processes: tuple[str, ...]
     gpu_processes: tuple[GpuProcess, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a node of the cluster said; its clock is ``ahead`` of ours by so much, give or take ``within``."""
+class NodeAnswer:
+    """The facts of a node, None if it did not respond; its clock is ``clock_offset`` s ahead of ours.
+
+    The offset is measured with an error of at most ``clock_error`` s.
+    """
 
     address: str
-    node: Node | None
-    ahead: float = 0.0
-    within: float = 0.0
+    node: NodeFacts | None
+    clock_offset: float = 0.0
+    clock_error: float = 0.0
 
 
-def matters(name: str) -> bool:
-    """Whether a variable decides how a run goes, and may be shown."""
+def is_relevant(name: str) -> bool:
+    """Whether a variable affects a run and is not a secret."""
     if any(word in name.upper().split("_") for word in SECRET):
         return False
     return name != TOLD and (name in NAMES or name.startswith(PREFIXES))
 
 
-def of_interest(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``variables`` that matter, by name."""
-    return {name: variables[name] for name in sorted(variables) if matters(name)}
+def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The relevant variables among ``variables``, sorted by name."""
+    return {name: variables[name] for name in sorted(variables) if is_relevant(name)}

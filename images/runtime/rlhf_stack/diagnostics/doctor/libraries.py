@@ -1,4 +1,4 @@
-"""NCCL and RCCL on disk: which version and which build, without loading them."""
+"""Reads the version and the build id of an NCCL or RCCL file without loading it."""
 
 import mmap
 import re
@@ -12,14 +12,14 @@ SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
 def version(path: Path) -> str:
-    """The version that a library carries in its text, such as "2.20.5+cuda12.4"; "" if it says none."""
+    """The version string in a library, such as "2.20.5+cuda12.4"; "" if it has none."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         found = VERSION.search(content)
         return found[1].decode(errors="replace") if found else ""
 
 
 def build_id(path: Path) -> str:
-    """The id that the linker gave a 64-bit ELF file, in hex; "" if it has none or is no such file."""
+    """The build id of a 64-bit ELF file in hex; "" if it has none or is not such a file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content[:5] != b"\x7fELF\x02" or len(content) < HEADER.size:
             return ""
@@ -36,7 +36,7 @@ def build_id(path: Path) -> str:
 
 
 def note_of(notes: bytes) -> str:
-    """The build id among the notes of an ELF file, in hex, or ""."""
+    """The build id in the notes of an ELF file in hex, or ""."""
     position = 0
     while position + 12 <= len(notes):
         name, description, kind = struct.unpack_from("<III", notes, position)

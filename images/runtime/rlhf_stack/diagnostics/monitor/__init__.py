@@ -1,1 +1,1 @@
-"""What `rlhf-stack top` shows: gathered from Ray, from the nodes' metrics and from the events of the run."""
+"""The data of `rlhf-stack top`, collected from Ray, the metrics of the nodes and the event log of the run."""

@@ -1,4 +1,4 @@
-"""The text that a node exports for Prometheus: read, and asked for."""
+"""Fetches and parses the metrics that nodes export in Prometheus text format."""
 
 import re
 import urllib.error
@@ -13,7 +13,7 @@ TAG = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Sample:
-    """One value of a metric, with its tags (their names in lower case) and the node that exported it."""
+    """A value of a metric, with its tags (names in lower case) and the node that exported it."""
 
     node: str
     name: str
@@ -22,7 +22,7 @@ class Sample:
 
 
 def parse(node: str, text: str) -> Iterator[Sample]:
-    """The samples in what ``node`` exported; a line that is none is left out."""
+    """Parse the samples that ``node`` exported; malformed lines are skipped."""
     for line in text.splitlines():
         match = LINE.match(line)
         if match:
@@ -34,10 +34,9 @@ def parse(node: str, text: str) -> Iterator[Sample]:
 
 
 def scrape(endpoints: Sequence[tuple[str, int]], seconds: float) -> list[Sample]:
-    """What the nodes (address and port) export; one that does not answer within ``seconds`` exports
-    nothing."""
+    """Fetch the samples of nodes (address, port); none from a node that does not respond in ``seconds``."""
 
-    def ask(endpoint: tuple[str, int]) -> list[Sample]:
+    def fetch(endpoint: tuple[str, int]) -> list[Sample]:
         address, port = endpoint
         try:
             with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=seconds) as answer:
@@ -46,4 +45,4 @@ def scrape(endpoints: Sequence[tuple[str, int]], seconds: float) -> list[Sample]
             return []
 
     with ThreadPoolExecutor(max_workers=max(1, len(endpoints))) as pool:
-        return [sample for samples in pool.map(ask, endpoints) for sample in samples]
+        return [sample for samples in pool.map(fetch, endpoints) for sample in samples]

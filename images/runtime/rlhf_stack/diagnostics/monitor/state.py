@@ -1,4 +1,4 @@
-"""The state of a run, put together from events, metrics and Ray's table of placement groups: pure."""
+"""Derives the state of a run from its events, metrics and Ray's table of placement groups: pure functions."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ MEGABYTE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One engine: its GPUs by node, tokens/s since the sync before, and that by the median of all engines."""
+class EngineState:
+    """An engine: its GPUs with node, tokens/s since the last sync, and their ratio to the median engine."""
 
     index: int
     places: tuple[str, ...]
@@ -26,8 +26,8 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """The memory of one GPU of a node, in bytes, as Ray's agent tells it."""
+class GpuMemory:
+    """The memory of a GPU in bytes, as Ray's node agent reports it."""
 
     node: str
     index: str
@@ -36,8 +36,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A placement group that Ray has not placed: its bundles, and the reason that Ray gives."""
+class PendingGroup:
+    """A placement group that Ray has not placed: its bundles and Ray's reason."""
 
     id: str
     bundles: tuple[str, ...]
@@ -45,40 +45,40 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class State:
-    """What is known now; None and empty where nothing is told. ``sync`` is in GB/s."""
+class RunState:
+    """The current state of a run; None or empty if unknown. ``sync`` in GB/s."""
 
     phase: str | None
     step: int | None
     reward: float | None
     sync: float | None
-    engines: tuple[Engine, ...]
-    gpus: tuple[Gpu, ...]
-    waiting: tuple[Waiting, ...]
+    engines: tuple[EngineState, ...]
+    gpus: tuple[GpuMemory, ...]
+    waiting: tuple[PendingGroup, ...]
 
 
-def state(
+def run_state(
     events: Sequence[Mapping[str, Any]], samples: Sequence[Sample], groups: Mapping[str, Mapping[str, Any]]
-) -> State:
-    """The state that these tell; ``groups`` is Ray's ``placement_group_table``."""
+) -> RunState:
+    """Derive the state; ``groups`` is the result of Ray's ``placement_group_table``."""
     phases, steps, syncs = (
         [one for one in events if one["event"] == kind] for kind in ("phase", "step", "sync")
     )
     rates = [sample.value for sample in samples if sample.name == SYNC_RATE]
-    told = syncs[-1].get("gigabytes_per_second") if syncs else None
-    return State(
+    event_rate = syncs[-1].get("gigabytes_per_second") if syncs else None
+    return RunState(
         phase=str(phases[-1]["name"]) if phases else None,
         step=int(steps[-1]["step"]) if steps else None,
         reward=steps[-1].get("reward") if steps else None,
-        sync=told if told is not None else rates[-1] if rates else None,
+        sync=event_rate if event_rate is not None else rates[-1] if rates else None,
         engines=engines(events, samples),
         gpus=gpus(samples),
         waiting=waiting(groups),
     )
 
 
-def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> tuple[Engine, ...]:
-    """Every engine that an event or a metric names, in order."""
+def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> tuple[EngineState, ...]:
+    """The engines that events and metrics name, by index."""
     rates = {int(s.tags["engine"]): s.value for s in samples if s.name == TOKENS and "engine" in s.tags}
     places = {
         int(event["engine"]): tuple(
@@ -89,7 +89,7 @@ def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> t
     }
     median = statistics.median(rates.values()) if rates else 0.0
     return tuple(
-        Engine(
+        EngineState(
             index,
             places.get(index, ()),
             rates.get(index),
@@ -99,8 +99,8 @@ def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> t
     )
 
 
-def gpus(samples: Iterable[Sample]) -> tuple[Gpu, ...]:
-    """The memory of each GPU; none on a node without."""
+def gpus(samples: Iterable[Sample]) -> tuple[GpuMemory, ...]:
+    """The memory of each GPU."""
     amounts: dict[tuple[str, str], dict[str, float]] = {}
     for sample in samples:
         if sample.name in (GPU_USED, GPU_AVAILABLE):
@@ -108,16 +108,16 @@ def gpus(samples: Iterable[Sample]) -> tuple[Gpu, ...]:
                 sample.value
             )
     return tuple(
-        Gpu(node, index, used[GPU_USED] * MEGABYTE, (used[GPU_USED] + used[GPU_AVAILABLE]) * MEGABYTE)
+        GpuMemory(node, index, used[GPU_USED] * MEGABYTE, (used[GPU_USED] + used[GPU_AVAILABLE]) * MEGABYTE)
         for (node, index), used in sorted(amounts.items())
         if len(used) == 2
     )
 
 
-def waiting(groups: Mapping[str, Mapping[str, Any]]) -> tuple[Waiting, ...]:
-    """The groups that are not placed, with the bundles that are alike counted."""
+def waiting(groups: Mapping[str, Mapping[str, Any]]) -> tuple[PendingGroup, ...]:
+    """The pending placement groups; equal bundles are counted."""
     return tuple(
-        Waiting(
+        PendingGroup(
             str(identifier),
             _counted(group["bundles"].values()),
             str(group.get("stats", {}).get("scheduling_state", "")),

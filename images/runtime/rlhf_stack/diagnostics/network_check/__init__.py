@@ -1,6 +1,6 @@
-"""A sync before there is anything to train: which nodes cannot talk, and how fast others do."""
+"""The network check: sends data over the weight-sync group between all nodes before training."""
 
-from rlhf_stack.diagnostics.network_check.cluster import rehearse
-from rlhf_stack.diagnostics.network_check.model import Attempt, Interface, Link, Node, Report
+from rlhf_stack.diagnostics.network_check.cluster import check_network
+from rlhf_stack.diagnostics.network_check.model import Attempt, CheckedNode, Interface, Link, NetworkReport
 
-__all__ = ["Attempt", "Interface", "Link", "Node", "Report", "rehearse"]
+__all__ = ["Attempt", "CheckedNode", "Interface", "Link", "NetworkReport", "check_network"]

@@ -1,4 +1,4 @@
-"""The rehearsal on a running Ray cluster: a probe on each node, every pair of nodes, then the whole group."""
+"""Runs the network check on a Ray cluster: a probe per node, every pair of nodes, then the whole group."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -6,59 +6,65 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack.accelerator import devices
-from rlhf_stack.diagnostics.network_check.model import Attempt, Node, Report, links, rounds
+from rlhf_stack.diagnostics.network_check.model import (
+    Attempt,
+    CheckedNode,
+    NetworkReport,
+    judge_links,
+    round_robin,
+)
 from rlhf_stack.diagnostics.network_check.probe import Outcome, Probe
-from rlhf_stack.diagnostics.network_check.ranks import Ranks, once_each
+from rlhf_stack.diagnostics.network_check.ranks import Ranks, one_worker_per_node
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import FreeNode
-from rlhf_stack.placement.reservation import PIN, SLIVER, nodes_now
+from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
 
-START_SECONDS = 120.0  # for a process that imports torch, on a node that may be busy
-GRACE_SECONDS = 10.0  # beyond the deadline of the group itself, which names what is wrong
+START_SECONDS = 120.0  # for a process to import torch on a busy node
+GRACE_SECONDS = 10.0  # beyond the deadline of the group, whose own error is more specific
 
 
-def rehearse(
+def check_network(
     backend: str,
     size: int,
     floor: float,
     deadline: float,
-    ranks: Ranks = once_each,
-    say: Callable[[str], None] = print,
-) -> Report:
-    """Try every pair of GPU nodes (of all nodes, where none has a GPU), then the group of ``ranks``.
+    ranks: Ranks = one_worker_per_node,
+    progress: Callable[[str], None] = print,
+) -> NetworkReport:
+    """Test every pair of GPU nodes (of all nodes if none has a GPU), then the group of ``ranks``.
 
-    ``size`` in bytes, ``floor`` in 10^9 bytes a second, ``deadline`` in seconds for each step. ``ranks``
-    gives the node of each rank. The cluster is the one to which this process is connected; nothing of the
-    rehearsal is left on it. A `UserError` names a node on which no process starts.
+    ``size`` in bytes, ``floor`` in 10^9 bytes/s, ``deadline`` in seconds per step. ``ranks`` returns the node
+    of each rank. This process must be connected to the cluster; all actors are removed afterwards.
+    `UserError` names a node on which no process starts.
     """
-    free = nodes_now()
+    free = free_nodes()
     free = [node for node in free if node.total_gpus] or free
     with _probes(free, backend, deadline) as probes:
         nodes = probes.describe()
         attempts = []
-        planned = rounds(len(nodes))
+        planned = round_robin(len(nodes))
         for number, pairs in enumerate(planned, start=1):
-            say(f"round {number} of {len(planned)}: {_named(nodes, pairs)}")
+            progress(f"round {number} of {len(planned)}: {_pair_names(nodes, pairs)}")
             attempts += probes.attempt([(sender, (receiver,)) for sender, receiver in pairs], size)
             attempts += probes.attempt([(receiver, (sender,)) for sender, receiver in pairs], size)
-        found = links(nodes, attempts, floor, backend)
+        found = judge_links(nodes, attempts, floor, backend)
         group = None
         if not any(attempt.error for attempt in attempts):
             first, *others = ranks(free)
-            say(f"the group of {len(others) + 1} ranks")
+            progress(f"the group of {len(others) + 1} ranks")
             group = probes.attempt([(first, tuple(others))], size)[0]
-    return Report(backend, floor, nodes, found, group)
+    return NetworkReport(backend, floor, nodes, found, group)
 
 
 class _Probes:
-    """Actors by node, as many on each as one attempt needs."""
+    """The probe actors of each node, created when an attempt needs them."""
 
     def __init__(self, free: Sequence[FreeNode], backend: str, deadline: float) -> None:
         self._free, self._backend, self._deadline = free, backend, deadline
         self._actors: list[list[Any]] = [[] for _ in free]
 
-    def describe(self) -> tuple[Node, ...]:
-        """Each node, once a process runs on it."""
+    def describe(self) -> tuple[CheckedNode, ...]:
+        """Describe each node, after starting a probe on it."""
         import ray
 
         answers = [self._actor(node, 0).describe.remote() for node in range(len(self._free))]
@@ -66,7 +72,7 @@ class _Probes:
         return tuple(self._answer(node, answer) for node, answer in enumerate(answers))
 
     def attempt(self, groups: Sequence[tuple[int, tuple[int, ...]]], size: int) -> list[Attempt]:
-        """Groups that share no node, at the same time."""
+        """Run an attempt for each group at the same time; groups must not share a node."""
         started = [self._begin(sender, receivers, size) for sender, receivers in groups]
         end = time.monotonic() + 2 * self._deadline + GRACE_SECONDS
         return [
@@ -82,16 +88,16 @@ class _Probes:
             for actor in actors:
                 ray.kill(actor)
 
-    def _answer(self, node: int, answer: Any) -> Node:
+    def _answer(self, node: int, answer: Any) -> CheckedNode:
         import ray
 
         try:
-            found: Node = ray.get(answer, timeout=0)
+            found: CheckedNode = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            need = "a GPU that is free and " if devices.is_gpu() and self._backend == "nccl" else ""
+            need = "a free GPU and " if devices.is_gpu() and self._backend == "nccl" else ""
             raise UserError(
-                f"{self._free[node].address}: no process starts there within {START_SECONDS:g} s; it needs "
-                f"{need}a Ray node that lives: see `ray status` and the node's logs"
+                f"{self._free[node].address}: no process started in {START_SECONDS:g} s; it needs {need}"
+                "a live Ray node: see `ray status` and the node's logs"
             ) from None
         except ray.exceptions.RayError as error:
             raise UserError(f"{self._free[node].address}: its process failed: {cause(error)}") from None
@@ -124,7 +130,7 @@ class _Probes:
         return [member.transfer.remote(host, port, rank, world, size) for rank, member in enumerate(members)]
 
     def _end(self, sender: int, receivers: tuple[int, ...], answers: list[Any], end: float) -> Attempt:
-        """Collect the answers of one group; a process that gives none in time is replaced."""
+        """Collect the results of one group; processes of a node that exceeds the deadline are replaced."""
         import ray
 
         ray.wait(answers, num_returns=len(answers), timeout=max(0.0, end - time.monotonic()))
@@ -134,12 +140,12 @@ class _Probes:
             try:
                 outcomes.append(ray.get(answer, timeout=0))
             except ray.exceptions.GetTimeoutError:
-                errors.append("no answer in time")
+                errors.append("no response in time")
                 self._replace((sender, *receivers))
             except ray.exceptions.RayError as error:
                 errors.append(cause(error))
         if errors:
-            return Attempt(sender, receivers, error=errors[-1])  # a receiver names host and port
+            return Attempt(sender, receivers, error=errors[-1])  # a receiver's error names host and port
         root, *others = outcomes
         return Attempt(
             sender,
@@ -169,10 +175,10 @@ def _probes(free: Sequence[FreeNode], backend: str, deadline: float) -> Iterator
 
 
 def cause(error: BaseException) -> str:
-    """What a remote process raised, without its traceback."""
+    """The message of an exception in a remote process, without its traceback."""
     inner = getattr(error, "cause", None)
     return str(inner or error).strip().splitlines()[0]
 
 
-def _named(nodes: Sequence[Node], pairs: Sequence[tuple[int, int]]) -> str:
+def _pair_names(nodes: Sequence[CheckedNode], pairs: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{nodes[first].host} and {nodes[second].host}" for first, second in pairs)

@@ -1,4 +1,4 @@
-"""What a rehearsal found, and what it means: pure functions of what was measured."""
+"""The results of a network check and the verdicts on them: pure functions of the measurements."""
 
 import ipaddress
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,12 @@ from statistics import median
 
 OK, SLOW, ONE_WAY, DEAD, WRONG = "ok", "slow", "one way", "cannot talk", "wrong data"
 GIGA = 1e9
-UNEVEN = 0.5  # of the median, below which one of several links is slow whatever its floor
+UNEVEN = 0.5  # of the median: a link below it is slow, even above the floor
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface that is up; ``network`` as in 10.0.0.0/24, ``megabits`` a second if it says so."""
+    """A network interface that is up; ``network`` such as 10.0.0.0/24; ``megabits`` per second, if known."""
 
     name: str
     address: str
@@ -22,8 +22,8 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Node:
-    """A living Ray node; ``used`` is the interface that the backend was told to use, empty if it chose."""
+class CheckedNode:
+    """A live Ray node; ``used`` is the interface configured for the backend, empty by default."""
 
     address: str
     host: str
@@ -33,10 +33,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A group of ranks in which rank 0, on node ``sender``, sent a bucket to the others.
+    """A process group in which rank 0, on node ``sender``, sent a bucket of ``bytes`` to the other ranks.
 
-    ``receivers`` are nodes, one a rank; ``seconds`` are those of each receiver for all of ``bytes``.
-    ``error`` says what failed, and ``wrong`` which receivers got other bytes than were sent.
+    ``receivers`` has the node of each other rank, ``seconds`` the transfer time of each. ``error`` is the
+    failure, if any; ``wrong`` are the nodes that received corrupted data.
     """
 
     sender: int
@@ -49,13 +49,13 @@ class Attempt:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """10^9 bytes a second, for each receiver; none if it failed."""
+        """The rate of each receiver in 10^9 bytes/s; empty after a failure."""
         return () if self.error else tuple(self.bytes / taken / GIGA for taken in self.seconds)
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two nodes and how they talk: rates in 10^9 bytes a second, None in a direction that failed."""
+    """The link of two nodes: the rate in each direction in 10^9 bytes/s, None if it failed."""
 
     first: int
     second: int
@@ -67,18 +67,18 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Report:
-    """All of a rehearsal; ``group`` is the whole group, None if a link failed before it was tried."""
+class NetworkReport:
+    """The result of a network check; ``group`` is the whole group, None if a link failed first."""
 
     backend: str
     floor: float
-    nodes: tuple[Node, ...]
+    nodes: tuple[CheckedNode, ...]
     links: tuple[Link, ...]
     group: Attempt | None
 
     @property
     def is_well(self) -> bool:
-        """Whether a run on these nodes can sync at a rate above the floor."""
+        """Whether a run on these nodes can sync at or above the floor."""
         return (
             all(link.verdict == OK for link in self.links)
             and self.group is not None
@@ -88,8 +88,8 @@ class Report:
         )
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of ``count`` nodes in rounds, in each of which a node is in one pair at most."""
+def round_robin(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of ``count`` nodes, in rounds in which each node has at most one partner."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(len(seats) - 1):
@@ -100,8 +100,10 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def links(nodes: Sequence[Node], attempts: Iterable[Attempt], floor: float, backend: str) -> tuple[Link, ...]:
-    """The verdict on each pair of nodes, by an attempt in each direction."""
+def judge_links(
+    nodes: Sequence[CheckedNode], attempts: Iterable[Attempt], floor: float, backend: str
+) -> tuple[Link, ...]:
+    """Judge each pair of nodes by an attempt in each direction."""
     by_direction = {(attempt.sender, attempt.receivers[0]): attempt for attempt in attempts}
     rates = [rate for attempt in by_direction.values() for rate in attempt.rates]
     least = max(floor, UNEVEN * median(rates)) if len(rates) > 2 else floor
@@ -109,43 +111,45 @@ def links(nodes: Sequence[Node], attempts: Iterable[Attempt], floor: float, back
     for first, second in combinations(range(len(nodes)), 2):
         forth, back = by_direction[first, second], by_direction[second, first]
         verdict, why = _verdict(nodes, forth, back, least)
-        remedy = "" if verdict == OK else advice(nodes[first], nodes[second], verdict, backend)
+        remedy = "" if verdict == OK else link_remedy(nodes[first], nodes[second], verdict, backend)
         found.append(Link(first, second, _rate(forth), _rate(back), verdict, why, remedy))
     return tuple(found)
 
 
-def advice(first: Node, second: Node, verdict: str, backend: str) -> str:
-    """What usually mends a link that is not well."""
+def link_remedy(first: CheckedNode, second: CheckedNode, verdict: str, backend: str) -> str:
+    """The usual remedy for a link with ``verdict``."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
-    shared = [name for name in common(first, second) if name not in (first.used, second.used)]
+    shared = [name for name in common_interfaces(first, second) if name not in (first.used, second.used)]
     if verdict == WRONG:
-        return f"bytes change on the way: check memory and network card of {first.host} and {second.host}"
+        return (
+            f"data is corrupted in transit: check memory and network card of {first.host} and {second.host}"
+        )
     if any(ipaddress.ip_address(node.address).is_loopback for node in (first, second)):
-        return "a node has a loopback address: start it with ray start --node-ip-address=ITS_OWN"
+        return "a node has a loopback address: start it with ray start --node-ip-address=ADDRESS"
     if shared and verdict == DEAD:
-        return f"set {variable}={shared[0]} on both, for every process: both are in one network there"
-    fast = fastest(first, second)
+        return f"set {variable}={shared[0]} on both, for every process: it connects both nodes to one network"
+    fast = fastest_common_interface(first, second)
     if verdict == SLOW and fast:
-        return f"set {variable}={fast} on both, for every process: it is the fastest network that both are in"
+        return f"set {variable}={fast} on both, for every process: it is their fastest common network"
     if verdict == SLOW:
-        return "look at this link with iperf3: both nodes are in no faster network together"
+        return "measure this link with iperf3: the nodes have no faster common network"
     return (
-        f"Ray's ports pass between them and others do not: open all ports between {first.address} and "
-        f"{second.address} in both directions, or set {variable} to an interface that is open"
+        f"Ray's ports are open, others are blocked: open all ports between {first.address} and "
+        f"{second.address} in both directions, or set {variable} to an interface without a firewall"
     )
 
 
-def common(first: Node, second: Node) -> list[str]:
-    """The interfaces by which both nodes are in one network, under the same name."""
+def common_interfaces(first: CheckedNode, second: CheckedNode) -> list[str]:
+    """The interfaces with the same name and network on both nodes."""
     theirs = {(item.name, item.network) for item in second.interfaces}
     return [item.name for item in first.interfaces if (item.name, item.network) in theirs]
 
 
-def fastest(first: Node, second: Node) -> str:
-    """The common interface with a higher speed than the one by which Ray knows the first node, or ""."""
+def fastest_common_interface(first: CheckedNode, second: CheckedNode) -> str:
+    """The fastest common interface, if it is faster than the one of the first node's Ray address, or ""."""
     speeds = {item.name: item.megabits or 0 for item in first.interfaces}
     now = max((item.megabits or 0 for item in first.interfaces if item.address == first.address), default=0)
-    best = max(common(first, second), key=lambda name: speeds[name], default="")
+    best = max(common_interfaces(first, second), key=lambda name: speeds[name], default="")
     return best if best and speeds[best] > now else ""
 
 
@@ -153,7 +157,7 @@ def _rate(attempt: Attempt) -> float | None:
     return attempt.rates[0] if attempt.rates else None
 
 
-def _verdict(nodes: Sequence[Node], forth: Attempt, back: Attempt, least: float) -> tuple[str, str]:
+def _verdict(nodes: Sequence[CheckedNode], forth: Attempt, back: Attempt, least: float) -> tuple[str, str]:
     failed = [attempt for attempt in (forth, back) if attempt.error]
     why = "; ".join(
         f"{nodes[attempt.sender].host} to {nodes[attempt.receivers[0]].host}: {attempt.error}"

@@ -1,4 +1,4 @@
-"""On which node each rank of a weight-sync group is: the trainer's rank 0 first, then all engine workers."""
+"""The node of each rank of a weight-sync group: first the trainer's rank 0, then all engine workers."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,13 +8,13 @@ from rlhf_stack.placement import FreeNode, PlacementError, Request, plan
 Ranks = Callable[[Sequence[FreeNode]], list[int]]
 
 
-def once_each(nodes: Sequence[FreeNode]) -> list[int]:
-    """The trainer on the first node, and an engine worker on every node."""
+def one_worker_per_node(nodes: Sequence[FreeNode]) -> list[int]:
+    """The trainer on the first node, and one engine worker on every node."""
     return [0, *range(len(nodes))]
 
 
-def of_run(request: Request) -> Ranks:
-    """Where the ranks of a run would be; a `UserError` if it has no place or no engines."""
+def ranks_of_run(request: Request) -> Ranks:
+    """The ranks of a planned run; `UserError` if it cannot be placed or has no engines."""
 
     def ranks(nodes: Sequence[FreeNode]) -> list[int]:
         try:
@@ -22,7 +22,7 @@ def of_run(request: Request) -> Ranks:
         except PlacementError as error:
             raise UserError(str(error)) from None
         if not found.engines:
-            raise UserError("this run has no engines, and nothing to sync")
+            raise UserError("this run has no engines, so there is no weight sync")
         return [
             found.bundles[request.groups[0].name][0],
             *(node for engine in found.engines for node in engine),

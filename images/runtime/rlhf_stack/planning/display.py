@@ -10,62 +10,64 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_stack.planning.advice import Advice
+from rlhf_stack.planning.assessment import Assessment, PlannedGpu, PlannedNode
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import Need
-from rlhf_stack.planning.report import Gpu, Node, Report
 
 WIDTH = 24  # characters of a bar
 SHOWN = 16  # nodes that are drawn
 COLOURS = {"actor": "green", "ref": "cyan", "critic": "magenta", "reward": "yellow", "engine": "blue"}
 
 
-def draw(console: Console, report: Report, advice: Sequence[Advice], layout: Advice | None) -> None:
+def print_assessment(
+    console: Console, assessment: Assessment, advice: Sequence[Advice], layout: Advice | None
+) -> None:
     """Print everything."""
-    for node in report.nodes[:SHOWN]:
+    for node in assessment.nodes[:SHOWN]:
         console.print(_node(node))
-    if len(report.nodes) > SHOWN:
-        console.print(f"and {len(report.nodes) - SHOWN} more nodes (--json has them)")
-    console.print(_needs(report))
-    console.print(_engine(report))
-    for line in _summary(report):
+    if len(assessment.nodes) > SHOWN:
+        console.print(f"and {len(assessment.nodes) - SHOWN} more nodes (--json has them)")
+    console.print(_needs(assessment))
+    console.print(_engine(assessment))
+    for line in _summary(assessment):
         console.print(line)
-    for note in report.notes:
+    for note in assessment.notes:
         console.print(Text(f"note: {note}", style="dim"))
-    for problem in report.problems:
+    for problem in assessment.problems:
         console.print(Text(f"problem: {problem}", style="bold red"))
     for one in advice:
         console.print(Text(f"try: {' '.join(one.flags)}  ({one.reason})", style="yellow"))
-    if layout and layout.run != report.run:
+    if layout and layout.run != assessment.run:
         console.print(Text(f"a layout alike on all nodes: {' '.join(layout.flags)}  ({layout.reason})"))
-    verdict = "this run does not fit" if report.problems else "this run fits"
-    console.print(Text(verdict, style="bold red" if report.problems else "bold green"))
+    verdict = "this run does not fit" if assessment.problems else "this run fits"
+    console.print(Text(verdict, style="bold red" if assessment.problems else "bold green"))
 
 
-def draw_machines(console: Console, machines: Sequence[Machine]) -> None:
+def print_machines(console: Console, machines: Sequence[Machine]) -> None:
     """Print machines with nothing on them: what is there to plan on."""
     for machine in machines:
-        console.print(_node(Node(machine, [Gpu(index) for index in range(machine.gpus)])))
+        console.print(_node(PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)])))
     total = sum(machine.gpus for machine in machines)
     console.print(f"nodes: {len(machines)}, GPUs: {total}")
 
 
-def as_json(report: Report, advice: Sequence[Advice], layout: Advice | None) -> dict[str, Any]:
+def as_json(assessment: Assessment, advice: Sequence[Advice], layout: Advice | None) -> dict[str, Any]:
     """The report as JSON values; ``rlhf-stack plan --help`` says what they mean."""
-    run = report.run
+    run = assessment.run
     return {
-        "fits": not report.problems,
+        "fits": not assessment.problems,
         "openrlhf": run.release,
-        "gpus_needed": report.gpus_needed,
-        "nodes": [_node_values(node) for node in report.nodes],
-        "roles": [_need_values(report, need) for need in report.needs.values()],
-        "engine": _engine_values(report),
+        "gpus_needed": assessment.gpus_needed,
+        "nodes": [_node_values(node) for node in assessment.nodes],
+        "roles": [_need_values(assessment, need) for need in assessment.needs.values()],
+        "engine": _engine_values(assessment),
         "straddling": {
-            "ours": list(report.ours.straddling) if report.ours else [],
-            "upstream": list(report.upstream.straddling),
-            "upstream_waits_for": report.upstream.pending,
+            "ours": list(assessment.ours.straddling) if assessment.ours else [],
+            "upstream": list(assessment.upstream.straddling),
+            "upstream_waits_for": assessment.upstream.pending,
         },
-        "problems": list(report.problems),
-        "notes": list(report.notes),
+        "problems": list(assessment.problems),
+        "notes": list(assessment.notes),
         "advice": [_advice_values(one) for one in advice],
         "symmetric": _advice_values(layout) if layout else None,
     }
@@ -76,7 +78,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def _node(node: Node) -> Panel:
+def _node(node: PlannedNode) -> Panel:
     """One machine: a line for each GPU."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for gpu in node.gpus:
@@ -91,14 +93,14 @@ def _node(node: Node) -> Panel:
     return Panel(table, title=title, title_align="left", subtitle=host, subtitle_align="left")
 
 
-def _holds(gpu: Gpu) -> Text:
+def _holds(gpu: PlannedGpu) -> Text:
     text = Text()
     for name in gpu.holds:
         text.append(f"{name} ", style=COLOURS.get(name.split()[0].rstrip("0123456789"), ""))
     return text if gpu.holds else Text("free", style="dim")
 
 
-def _bar(gpu: Gpu, memory: int) -> Text:
+def _bar(gpu: PlannedGpu, memory: int) -> Text:
     """How full a GPU is at most."""
     if not gpu.holds:
         return Text("")
@@ -112,13 +114,13 @@ def _bar(gpu: Gpu, memory: int) -> Text:
     return bar.append(f" {gib(gpu.peak)} of {gib(memory)} GiB", style="")
 
 
-def _needs(report: Report) -> Table:
+def _needs(assessment: Assessment) -> Table:
     table = Table(title="GiB for each rank", title_justify="left")
     names = ("role", "ranks", "size", "weights", "grads", "optim", "activ", "buffer", "host")
     for name in names:
         table.add_column(name, justify="left" if name == "role" else "right")
-    ranks = {role.name: role.ranks for role in report.run.roles}
-    for need in report.needs.values():
+    ranks = {role.name: role.ranks for role in assessment.run.roles}
+    for need in assessment.needs.values():
         sizes = (need.weights, need.gradients, need.optimizer, need.activations, max(need.buffers, need.step))
         table.add_row(
             need.role,
@@ -135,32 +137,32 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
-def _engine(report: Report) -> Group | Text:
-    engines, cache = report.run.request.engines, report.engine
+def _engine(assessment: Assessment) -> Group | Text:
+    engines, cache = assessment.run.request.engines, assessment.engine
     if engines is None or cache is None:
         return Text("")
     where = f" on the GPUs of {engines.shares}" if engines.shares else ""
     lines = [
         f"{engines.count} engines of {engines.size} GPUs{where}, of each GPU {gib(cache.budget)} GiB "
-        f"(utilization {report.run.utilization:g}): weights {gib(cache.weights)}, largest step "
+        f"(utilization {assessment.run.utilization:g}): weights {gib(cache.weights)}, largest step "
         f"{gib(cache.working)}, cache {gib(cache.cache)}",
-        f"room for {cache.tokens} tokens: {cache.concurrency:.1f} sequences of {report.run.length} at a time",
+        f"room for {cache.tokens} tokens: {cache.concurrency:.1f} sequences of {assessment.run.length} at a time",
     ]
     return Group(*(Text(line) for line in lines))
 
 
-def _summary(report: Report) -> list[Text]:
-    there = sum(len(node.gpus) for node in report.nodes)
-    lines = [Text(f"{report.gpus_needed} GPUs needed, {there} there")]
-    count = len(report.upstream.engines)
-    across = f"{len(report.upstream.straddling)} of {count} engines straddle nodes"
-    if count and report.ours:
-        ours = f"{len(report.ours.straddling)} of {len(report.ours.engines)}"
+def _summary(assessment: Assessment) -> list[Text]:
+    there = sum(len(node.gpus) for node in assessment.nodes)
+    lines = [Text(f"{assessment.gpus_needed} GPUs needed, {there} there")]
+    count = len(assessment.upstream.engines)
+    across = f"{len(assessment.upstream.straddling)} of {count} engines straddle nodes"
+    if count and assessment.ours:
+        ours = f"{len(assessment.ours.straddling)} of {len(assessment.ours.engines)}"
         lines.append(Text(f"OpenRLHF as released: {across}; placed by rlhf_stack: {ours}"))
     return lines
 
 
-def _node_values(node: Node) -> dict[str, Any]:
+def _node_values(node: PlannedNode) -> dict[str, Any]:
     machine = node.machine
     return {
         "address": machine.address,
@@ -174,17 +176,17 @@ def _node_values(node: Node) -> dict[str, Any]:
     }
 
 
-def _need_values(report: Report, need: Need) -> dict[str, Any]:
-    ranks = {role.name: role.ranks for role in report.run.roles}
+def _need_values(assessment: Assessment, need: Need) -> dict[str, Any]:
+    ranks = {role.name: role.ranks for role in assessment.run.roles}
     return asdict(need) | {"ranks": ranks[need.role]}
 
 
-def _engine_values(report: Report) -> dict[str, Any] | None:
-    engines = report.run.request.engines
+def _engine_values(assessment: Assessment) -> dict[str, Any] | None:
+    engines = assessment.run.request.engines
     if engines is None:
         return None
     found: dict[str, Any] = {"count": engines.count, "size": engines.size, "shares": engines.shares}
-    return found | {"cache": asdict(report.engine) if report.engine else None}
+    return found | {"cache": asdict(assessment.engine) if assessment.engine else None}
 
 
 def _advice_values(advice: Advice) -> dict[str, Any]:

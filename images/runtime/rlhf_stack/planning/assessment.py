@@ -7,13 +7,13 @@ from rlhf_stack.memory import KvCache, Shape
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, REF, REWARD, Run
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
-from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_of, needs
+from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
 from rlhf_stack.planning.upstream_placement import UpstreamLayout, upstream_layout
-from rlhf_stack.planning.upstream_placement_flat import separate_layout
+from rlhf_stack.planning.upstream_placement_flat import upstream_layout_flat
 
 
 @dataclass
-class Gpu:
+class PlannedGpu:
     """A GPU with what is on it, such as "actor 0" or "engine 1", and the most bytes of each phase."""
 
     index: int
@@ -28,7 +28,7 @@ class Gpu:
 
 
 @dataclass
-class Node:
+class PlannedNode:
     """A machine with its GPUs, and what this run needs of its host.
 
     ``memory_running`` and ``memory_loading`` are bytes of the host: while it runs, and until the weights of
@@ -36,7 +36,7 @@ class Node:
     """
 
     machine: Machine
-    gpus: list[Gpu]
+    gpus: list[PlannedGpu]
     cpus_needed: float = 0.0
     memory_running: int = 0
     memory_loading: int = 0
@@ -48,14 +48,14 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Report:
+class Assessment:
     """All that is known of a run before it starts. ``problems`` is empty if it can go.
 
     ``ours`` is None where nothing could be placed.
     """
 
     run: Run
-    nodes: list[Node]
+    nodes: list[PlannedNode]
     needs: dict[str, Need]
     engine: KvCache | None
     ours: Plan | None
@@ -69,15 +69,17 @@ class Report:
         return self.run.request.size
 
 
-def report(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Report:
+def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Assessment:
     """Where ``run`` lands on ``machines``, and what is wrong with it; ``shapes`` by the model's name."""
     free = [machine.free for machine in machines]
     per_role = needs(run, shapes)
     smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
-    engine = engine_of(run, shapes, smallest)
+    engine = engine_cache(run, shapes, smallest)
     problems = [*_mismatches(run), *_heads(run, shapes)]
     ours, upstream, refusal = _placed(run, free)
-    nodes = [Node(machine, [Gpu(index) for index in range(machine.gpus)]) for machine in machines]
+    nodes = [
+        PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
+    ]
     if refusal:
         problems.append(refusal)
     if ours:
@@ -90,7 +92,7 @@ def report(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
             f"largest step {engine.working / GIB:.1f}"
         )
     notes = _notes(run, upstream, smallest, any(machine.memory for machine in machines))
-    return Report(
+    return Assessment(
         run,
         nodes,
         per_role,
@@ -105,7 +107,7 @@ def report(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
 def _placed(run: Run, free: Sequence[FreeNode]) -> tuple[Plan | None, UpstreamLayout, str]:
     """What this distribution does, what upstream does, and why nothing can be placed, if so."""
     upstream = (
-        separate_layout(free, run.request) if run.flat else upstream_layout(free, run.request, run.order)
+        upstream_layout_flat(free, run.request) if run.flat else upstream_layout(free, run.request, run.order)
     )
     try:
         return plan(free, run.request), upstream, ""
@@ -114,7 +116,7 @@ def _placed(run: Run, free: Sequence[FreeNode]) -> tuple[Plan | None, UpstreamLa
 
 
 def _fill(
-    run: Run, nodes: list[Node], placed: Plan, per_role: Mapping[str, Need], engine: KvCache | None
+    run: Run, nodes: list[PlannedNode], placed: Plan, per_role: Mapping[str, Need], engine: KvCache | None
 ) -> None:
     """Put every rank and every worker on a GPU of its node, in order, and count what they need."""
     waiting = {index: iter(node.gpus) for index, node in enumerate(nodes)}
@@ -151,7 +153,7 @@ def _fill(
             _count(run, gpu, loads.get(id(gpu), []), taken.get(id(gpu)))
 
 
-def _count(run: Run, gpu: Gpu, here: Sequence[Need], engine: KvCache | None) -> None:
+def _count(run: Run, gpu: PlannedGpu, here: Sequence[Need], engine: KvCache | None) -> None:
     """Roles of one GPU hold what they have at the same time, and compute one after the other."""
     contexts = CONTEXT * (len(here) + (1 if engine else 0))
     budget = engine.budget if engine else 0
@@ -162,7 +164,7 @@ def _count(run: Run, gpu: Gpu, here: Sequence[Need], engine: KvCache | None) -> 
         gpu.training += max(need.working for need in here)
 
 
-def _too_small(nodes: Sequence[Node]) -> list[str]:
+def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
     """GPUs and hosts that need more than they have: one line for those that are alike."""
     found: dict[str, list[str]] = {}
     for node in nodes:

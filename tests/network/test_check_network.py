@@ -1,4 +1,4 @@
-"""A rehearsal on three containers, whose links are cut and slowed one after the other."""
+"""The network check on three containers, whose links are blocked and slowed one after the other."""
 
 import json
 import subprocess
@@ -10,11 +10,11 @@ import docker
 import pytest
 
 from scripts.matrix.load import Cell
-from scripts.testing.cluster import Cluster, Node
+from scripts.testing.cluster import Cluster, ContainerNode
 from tests.network import links
 from tests.network.waiting import TEST_SECONDS
 
-NODES = (Node("head", gpus=1), Node("left", gpus=1), Node("right", gpus=1))
+NODES = (ContainerNode("head", gpus=1), ContainerNode("left", gpus=1), ContainerNode("right", gpus=1))
 SLOW_MEGABITS = 80  # 0.01 GB/s, where the bridge of one machine has several
 
 
@@ -35,14 +35,14 @@ def after(cluster: Cluster) -> Iterator[ExitStack]:
         yield stack
 
 
-def rehearse(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report, and what it said meanwhile, of a rehearsal that is started on the head."""
+def check_network(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report and progress messages of a network check on the head."""
     command = [
         "docker",
         "exec",
         str(cluster.head.id),
         "rlhf-stack",
-        "rehearse",
+        "check-network",
         "--json",
         "--size",
         "8",
@@ -67,7 +67,7 @@ def address(cluster: Cluster, name: str) -> str:
 @pytest.mark.timeout(TEST_SECONDS)
 def test_links_that_are_well(cluster: Cluster) -> None:
     """Every pair, and then the whole group, with a rate of each; how high it is, is not asked."""
-    code, report, said = rehearse(cluster, "--floor", "0.0001")
+    code, report, said = check_network(cluster, "--floor", "0.0001")
     assert code == (0 if report["is_well"] else 1)
     assert report["schema"] == "rlhf-stack/rehearse/1"
     assert {frozenset(pair) for pair in (("head", "left"), ("head", "right"), ("left", "right"))} == set(
@@ -87,7 +87,7 @@ def test_a_dead_link_is_named_and_others_are_well(cluster: Cluster, after: ExitS
     for receiver, sender in ((left, "right"), (right, "left")):
         links.block(receiver, address(cluster, sender))
         after.callback(links.unblock, receiver)
-    code, report, _ = rehearse(cluster, "--timeout", "5")
+    code, report, _ = check_network(cluster, "--timeout", "5")
     assert code == 1
     verdicts = {hosts: link["verdict"] for hosts, link in by_hosts(report).items()}
     assert verdicts.pop(frozenset(("left", "right"))) == "cannot talk"
@@ -104,7 +104,7 @@ def test_a_link_that_is_blocked_one_way(cluster: Cluster, after: ExitStack) -> N
     right = cluster.containers[2]
     links.block(right, address(cluster, "left"), only_new=True)
     after.callback(links.unblock, right)
-    code, report, _ = rehearse(cluster, "--timeout", "5")
+    code, report, _ = check_network(cluster, "--timeout", "5")
     assert code == 1
     broken = by_hosts(report)[frozenset(("left", "right"))]
     assert broken["verdict"] in ("one way", "cannot talk")
@@ -117,7 +117,7 @@ def test_a_slow_node_is_named(cluster: Cluster, after: ExitStack) -> None:
     right = cluster.containers[2]
     links.slow_down(right, SLOW_MEGABITS)
     after.callback(links.speed_up, right)
-    code, report, _ = rehearse(cluster, "--floor", "0.03")
+    code, report, _ = check_network(cluster, "--floor", "0.03")
     assert code == 1
     found = by_hosts(report)
     others = found[frozenset(("head", "left"))]

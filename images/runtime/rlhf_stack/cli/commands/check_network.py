@@ -1,0 +1,139 @@
+"""Test the weight-sync network between all nodes of the running cluster before training.
+
+Creates the weight-sync process group with the same code and backend as a run, and sends one bucket in both
+directions between every two GPU nodes, then from the trainer to all engine workers at once. Compares every
+byte, measures the rate, and reports which links are slow or broken and which variable usually fixes them. Run
+it on any node of the cluster while nothing trains: with NCCL, each rank takes a GPU.
+
+  rlhf-stack check-network -- python -m openrlhf.cli.train_ppo_ray ...   # the ranks of this run, as placed
+  rlhf-stack check-network                                               # one engine worker per node
+  rlhf-stack check-network --backend gloo --size 256 --floor 1.0
+  rlhf-stack check-network --json | jq '.links[] | select(.verdict != "ok")'
+
+Exit code 1 if a link is broken, slow, or corrupts data.
+
+--json prints rlhf-stack/rehearse/1: `is_well`, `backend`, `floor`, `nodes` (address, host, used: the
+configured interface, interfaces: name, address, network, megabits), `links` (first and second: indices of
+nodes; forth and back: GB/s, null if the transfer failed; verdict: ok, slow, one way, cannot talk or wrong
+data; why, remedy) and `group` (sender, receivers, bytes, connect_seconds, seconds per receiver, wrong:
+receivers with corrupted data, error), null if a link failed first.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rlhf_stack.cli import option_types, run_options
+from rlhf_stack.cli.json_output import print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlhf_stack.diagnostics.network_check import Attempt, NetworkReport
+
+MEGA = 10**6
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the transfer and the output."""
+    parser.add_argument(
+        "--backend",
+        choices=("nccl", "gloo"),
+        help="as in --vllm.sync_backend; default: the backend of this image",
+    )
+    parser.add_argument(
+        "--size",
+        type=option_types.positive_float,
+        default=64.0,
+        metavar="MB",
+        help="size of the bucket in 10^6 bytes (64)",
+    )
+    parser.add_argument(
+        "--floor",
+        type=option_types.positive_float,
+        default=0.1,
+        metavar="GB/S",
+        help="a link below this rate, in 10^9 bytes/s, is slow (0.1, about 1 Gbit/s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=option_types.positive_float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for each rendezvous and each transfer (30)",
+    )
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/rehearse/1 (see above)")
+    run_options.add_command_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the network and print the result; return 1 if a run could not sync at the floor."""
+    from rlhf_stack.accelerator import devices
+    from rlhf_stack.cluster.connect import connected
+    from rlhf_stack.config import env_vars
+    from rlhf_stack.diagnostics.network_check import check_network
+    from rlhf_stack.diagnostics.network_check.ranks import one_worker_per_node, ranks_of_run
+
+    ranks = (
+        ranks_of_run(run_options.parse_run(options)[0].request)
+        if options.command_line
+        else one_worker_per_node
+    )
+    with connected():
+        report = check_network(
+            options.backend or env_vars.sync_backend("nccl" if devices.is_gpu() else "gloo"),
+            int(options.size * MEGA),
+            options.floor,
+            options.timeout,
+            ranks,
+            progress=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    if options.json:
+        print_json("rehearse", 1, is_well=report.is_well, **asdict(report))
+    else:
+        _show(report)
+    return 0 if report.is_well else 1
+
+
+def _show(report: "NetworkReport") -> None:
+    from rich.console import Console
+
+    console = Console()
+    if report.links:
+        console.print(_table(report))
+    for link in report.links:
+        names = f"{report.nodes[link.first].host} and {report.nodes[link.second].host}"
+        for text in filter(None, (link.why, link.remedy)):
+            console.print(f"{names}: {text}", markup=False, highlight=False)
+    console.print(_group(report, report.group), markup=False, highlight=False)
+
+
+def _table(report: "NetworkReport") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"{report.backend}, floor {report.floor:g} GB/s", title_justify="left")
+    for name in ("node", "node", "forth GB/s", "back GB/s", ""):
+        table.add_column(name, justify="right" if "GB/s" in name else "left")
+    for link in report.links:
+        rates = ("-" if rate is None else f"{rate:.2f}" for rate in (link.forth, link.back))
+        nodes = (
+            f"{node.host} {node.address}" for node in (report.nodes[link.first], report.nodes[link.second])
+        )
+        table.add_row(*nodes, *rates, link.verdict, style=None if link.verdict == "ok" else "bold")
+    return table
+
+
+def _group(report: "NetworkReport", group: "Attempt | None") -> str:
+    if group is None:
+        return "the whole group was not tested: fix the links first"
+    if group.error:
+        return f"the whole group failed: {group.error}"
+    slowest = min(range(len(group.rates)), key=lambda index: group.rates[index])
+    where = report.nodes[group.receivers[slowest]].host
+    wrong = ", ".join(report.nodes[node].host for node in group.wrong)
+    return (
+        f"the whole group, {len(group.receivers) + 1} ranks: connected in {group.connect_seconds:.1f} s, "
+        f"slowest rank {group.rates[slowest]:.2f} GB/s, on {where}"
+        + (f"; corrupted data on {wrong}" if wrong else "")
+    )
