@@ -1,0 +1,204 @@
+"""Attention over packed and padded samples where flash-attn is not installed.
+
+``flash_attention_2`` is OpenRLHF's default and what ``--ds.packing_samples`` requires. Where the package
+flash_attn is absent, models are loaded with the implementation `NAME` instead: torch's own FlashAttention
+(``torch.nn.attention.varlen``) on a GPU, exact attention for one sequence at a time on a CPU. Sequences in
+one row are separated by their position ids. With a mask of ones, transformers' SDPA and FlashAttention let
+them attend to each other; this does not.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "rlhf_stack_varlen"
+FLASH_ATTENTION = "flash_attention_2"
+REMEDY = "build an image with flash-attn (`python -m scripts build CELL --with flash-attn`), or use"
+
+
+class UnsupportedAttentionError(RuntimeError):
+    """The model needs a feature of attention that only flash-attn or eager attention has."""
+
+
+def implementation(requested: str) -> str:
+    """The attention implementation to load a model with, for the one that ``requested`` names.
+
+    ``flash_attention_2`` becomes `NAME` where flash_attn is not installed; any other is unchanged.
+    """
+    if requested != FLASH_ATTENTION or find_spec("flash_attn") is not None:
+        return requested
+    _register()
+    return NAME
+
+
+@cache
+def _register() -> None:
+    """Make `NAME` known to transformers, and log once that it is used."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    print(
+        f"rlhf-stack: flash_attn is not installed: torch's own attention ({NAME}) serves {FLASH_ATTENTION}",
+        flush=True,
+    )
+
+
+def forward(
+    module: Any,
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    attention_mask: "torch.Tensor | None",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: "torch.Tensor | None" = None,
+    **options: Any,
+) -> "tuple[torch.Tensor, None]":
+    """One attention layer, as transformers' ``AttentionInterface`` calls it.
+
+    ``query`` is (batch, heads, length, head size), ``key`` and ``value`` may have fewer heads;
+    ``attention_mask`` is None or (batch, length) with 0 at padding. Returns (batch, length, heads, head size)
+    with 0 at padding.
+    """
+    import torch
+
+    _refuse(query, key, attention_mask, dropout, options)
+    batch, heads, length, _ = query.shape
+    kept, starts = _sequences(batch, length, attention_mask, position_ids, query.device)
+    causal = module.is_causal if is_causal is None else is_causal
+    dtype = _half_precision(module) if query.is_cuda and query.dtype == torch.float32 else query.dtype
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1)[kept].to(dtype) for tensor in (query, key, value))
+    attend = _attend_on_gpu if query.is_cuda else _attend_one_by_one
+    answer = attend(q, k, v, starts, scaling, sliding_window, causal).to(query.dtype)
+    output = answer.new_zeros(batch * length, heads, value.shape[-1])
+    return output.index_copy(0, kept, answer).unflatten(0, (batch, length)), None
+
+
+def _refuse(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    attention_mask: "torch.Tensor | None",
+    dropout: float,
+    options: dict[str, Any],
+) -> None:
+    """Raise for what neither path computes; it would be ignored otherwise."""
+    unsupported = {
+        "dropout in attention": dropout > 0,
+        "softcapping of attention scores": options.get("softcap") is not None,
+        "attention sinks": options.get("s_aux") is not None,
+        "a cache of keys and values": key.shape[2] != query.shape[2],
+        "a mask per pair of tokens": attention_mask is not None and attention_mask.dim() != 2,
+    }
+    found = [feature for feature, needed in unsupported.items() if needed]
+    if found:
+        raise UnsupportedAttentionError(
+            f"this model needs {' and '.join(found)}, which {NAME} does not compute: {REMEDY} "
+            "--ds.attn_implementation eager without packing"
+        )
+
+
+def _half_precision(module: Any) -> "torch.dtype":
+    """The dtype of the model's weights, to which a layer norm in float32 made the queries differ."""
+    import torch
+
+    dtype = next(layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)).weight.dtype
+    if dtype == torch.float32:
+        raise UnsupportedAttentionError(
+            f"the model has float32 weights; FlashAttention computes in bf16 and fp16 alone: {REMEDY} "
+            "--ds.param_dtype bf16"
+        )
+    return dtype
+
+
+def _sequences(
+    batch: int,
+    length: int,
+    attention_mask: "torch.Tensor | None",
+    position_ids: "torch.Tensor | None",
+    device: "torch.device",
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """The indices of tokens that are no padding, in rows one after the other, and where each sequence starts.
+
+    The starts are int32 offsets into those tokens, with their number at the end (``cu_seqlens``). A sequence
+    starts with each row, and where a position does not follow from the one before it.
+    """
+    import torch
+
+    rows = torch.arange(batch, device=device).repeat_interleave(length)
+    if attention_mask is None:
+        kept = torch.arange(batch * length, device=device)
+    else:
+        kept = attention_mask.flatten().nonzero().flatten()
+    first = rows[kept].diff(prepend=rows.new_tensor([-1])) != 0
+    if position_ids is not None and position_ids.dim() == 2:  # M-RoPE has three, and no packing
+        positions = position_ids.expand(batch, length).flatten()[kept]
+        first |= positions.diff(prepend=positions.new_tensor([-2])) != 1
+    starts = first.nonzero().flatten().to(torch.int32)
+    return kept, torch.cat([starts, starts.new_tensor([len(kept)])])
+
+
+def _attend_on_gpu(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    starts: "torch.Tensor",
+    scale: float | None,
+    window: int | None,
+    causal: bool,
+) -> "torch.Tensor":
+    """FlashAttention of torch; a head size of ``value`` that differs (MLA) is padded to that of ``query``."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    size = value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
+    longest = int(starts.diff().max())
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window_size=(left, 0 if causal else left),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )[..., :size]
+
+
+def _attend_one_by_one(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    starts: "torch.Tensor",
+    scale: float | None,
+    window: int | None,
+    causal: bool,
+) -> "torch.Tensor":
+    """Exact attention for each sequence; memory grows with the square of the longest, not of the batch."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    groups = query.shape[1] != key.shape[1]
+    answers = []
+    lengths = starts.diff().tolist()
+    for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        q, k, v = (tensor.transpose(0, 1) for tensor in sequence)
+        mask = None
+        if window is not None and window < q.shape[1]:
+            distance = torch.arange(q.shape[1]).unsqueeze(1) - torch.arange(q.shape[1])
+            mask = (distance < window) & (distance >= 0) if causal else distance.abs() < window
+        answer = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
+        )
+        answers.append(answer.transpose(0, 1))
+    return torch.cat(answers)
