@@ -1,0 +1,105 @@
+"""What the patches of OpenRLHF 0.11.2 call. torch, ray and vllm are imported when a function needs them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_stack import sync
+from rlhf_stack.accelerator.devices import (
+    current_device,
+    current_stream,
+    device_type,
+    export_physical_gpu_id,
+    is_gpu,
+    open_handle,
+    physical_gpu_id,
+    set_device,
+    synchronize,
+    torch_device,
+)
+from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_errors
+from rlhf_stack.cluster.assigned_gpu import local_rank
+from rlhf_stack.compat.deepspeed_ops import optimizer_config
+from rlhf_stack.compat.determinism import seed_prompt_shuffle, wait_for_answer
+from rlhf_stack.config import env_vars
+from rlhf_stack.diagnostics.installed_patches import warn_of_changes as warn_of_replaced_packages
+from rlhf_stack.engine.actor import AsyncEngineMixin as EngineHooks
+from rlhf_stack.engine.gpu_contention import track_collectives
+from rlhf_stack.engine.request_balancer import assign_prompts
+from rlhf_stack.engine.startup import begin as begin_engine_startup
+from rlhf_stack.engine.startup import start_engine, startup_arguments, wait_for_engine_startup
+from rlhf_stack.engine.worker_extension import WorkerMixin as WorkerHooks
+from rlhf_stack.engine.worker_extension import WorkerMixin
+from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
+from rlhf_stack.openrlhf.run_groups import (
+    claim_engine_group,
+    claim_role_group,
+    reserve_run,
+    wait_for_role_group,
+)
+from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
+from rlhf_stack.sync import create_group as create_weight_group
+from rlhf_stack.sync import requested_backend as requested_sync_backend
+from rlhf_stack.sync import send as send_weights
+from rlhf_stack.sync import wait_for_engine_results, wait_for_sync
+from rlhf_stack.sync.report import recorded_sync
+from rlhf_stack.telemetry.events import models_up as record_models_ready
+from rlhf_stack.telemetry.events import phase as record_phase
+from rlhf_stack.telemetry.events import step as record_step
+
+__all__ = [
+    "AsyncEngineMixin",
+    "WorkerMixin",
+    "assign_prompts",
+    "begin_engine_startup",
+    "claim_engine_group",
+    "claim_role_group",
+    "create_weight_group",
+    "current_device",
+    "current_stream",
+    "default_sync_backend",
+    "device_type",
+    "driver_cpus",
+    "engine_bundles",
+    "export_physical_gpu_id",
+    "is_gpu",
+    "local_rank",
+    "name_checkpoint_errors",
+    "open_handle",
+    "optimizer_config",
+    "physical_gpu_id",
+    "prepare_weight_sync",
+    "rank_bundles",
+    "record_models_ready",
+    "record_phase",
+    "record_step",
+    "recorded_sync",
+    "register_rank",
+    "requested_sync_backend",
+    "reserve_run",
+    "seed_prompt_shuffle",
+    "send_weights",
+    "set_device",
+    "start_engine",
+    "startup_arguments",
+    "synchronize",
+    "torch_device",
+    "track_collectives",
+    "translate_actor_errors",
+    "wait_for_answer",
+    "wait_for_engine_results",
+    "wait_for_engine_startup",
+    "wait_for_role_group",
+    "wait_for_sync",
+    "warn_of_replaced_packages",
+]
+
+
+def default_sync_backend() -> str:
+    """Return the sync backend of a run without --vllm.sync_backend."""
+    return env_vars.sync_backend("nccl")
+
+
+def prepare_weight_sync(backend: str, with_ray: bool, engines: Sequence[Any]) -> None:
+    """Refuse an unusable sync backend, then wait until every engine is up, before the rendezvous starts."""
+    sync.check_backend(backend, with_ray)
+    sync.wait_for_engine_start(engines)
