@@ -1,11 +1,11 @@
 #!/bin/sh
-# mmdebstrap customize hook; $1 is the root being made. It removes what differs from machine to machine
-# (so that equal package versions give an equal tar) and what a container never uses.
+# mmdebstrap customize hook; $1 is the new root. It removes files that differ between machines (so that equal package
+# versions give an equal tar) and files that a container never uses.
 set -eu
 root=$1
 
-# mmdebstrap resolves "usrmerge | usr-is-merged" to the first, a one-time converter that needs all of perl.
-# The root is merged already, so the empty package serves.
+# mmdebstrap resolves "usrmerge | usr-is-merged" to the first, a one-time converter that requires perl.
+# The root is already merged, so the empty package is sufficient.
 chroot "$root" apt-get --yes --quiet install usr-is-merged usrmerge-
 chroot "$root" apt-get --yes --quiet autopurge
 

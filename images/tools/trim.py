@@ -1,7 +1,7 @@
-"""Remove installed files that nobody runs, and strip libraries of the symbols that only a debugger reads.
+"""Remove installed files that are never used, and strip debug symbols from libraries.
 
 ``python trim.py LIST SITE_PACKAGES``: each line of LIST is ``remove GLOB`` or ``strip GLOB``, relative to
-SITE_PACKAGES. RECORD is rewritten, so that what is installed and what its package says of it still agree.
+SITE_PACKAGES. RECORD is rewritten, so that it agrees with the installed files.
 """
 
 import base64
@@ -19,7 +19,7 @@ LIBRARIES = "/builder/usr/lib/x86_64-linux-gnu"
 
 
 def matches(path: str, patterns: list[str]) -> bool:
-    """Whether ``path``, or a folder above it, fits one of ``patterns`` (``*`` crosses no slash)."""
+    """Return whether ``path`` or a parent folder matches a pattern (``*`` does not match a slash)."""
     parts = path.split("/")
     return any(
         len(globs := pattern.split("/")) <= len(parts)
@@ -37,14 +37,14 @@ def remove(path: Path) -> None:
 
 
 def has_symbols(path: Path) -> bool:
-    """Whether a file is an ELF file with a symbol table that only a debugger reads."""
+    """Return whether a file is an ELF file with a symbol table for debuggers."""
     if not path.is_file() or path.is_symlink() or path.open("rb").read(4) != ELF:
         return False
     return b" .symtab " in builder("readelf", "--sections", "--wide", str(path))
 
 
 def builder(tool: str, *arguments: str) -> bytes:
-    """What a tool of the builder's root, mounted at /builder, prints."""
+    """Run a tool of the builder's root, mounted at /builder, and return its output."""
     command = [f"/builder/usr/bin/{tool}", *arguments]
     return subprocess.run(
         command, check=True, stdout=subprocess.PIPE, env={"LD_LIBRARY_PATH": LIBRARIES}
@@ -57,7 +57,7 @@ def strip(path: Path) -> None:
 
 
 def trimmed(row: list[str], changed: set[str], site_packages: Path) -> list[str]:
-    """A row of RECORD, with the hash and size of a changed file made true."""
+    """Return a row of RECORD with the current hash and size if the file was changed."""
     if row[0] not in changed:
         return row
     content = (site_packages / row[0]).read_bytes()
@@ -66,7 +66,7 @@ def trimmed(row: list[str], changed: set[str], site_packages: Path) -> list[str]
 
 
 def rewrite(record: Path, patterns: list[str], changed: set[str], site_packages: Path) -> None:
-    """Bring one RECORD in line, if it is concerned."""
+    """Update a RECORD if its files were removed or changed."""
     with record.open(newline="") as file:
         rows = list(csv.reader(file))
     kept = [trimmed(row, changed, site_packages) for row in rows if not matches(row[0], patterns)]
@@ -76,12 +76,12 @@ def rewrite(record: Path, patterns: list[str], changed: set[str], site_packages:
 
 
 def found(site_packages: Path, patterns: list[str]) -> Iterator[Path]:
-    """What the patterns find, each path once."""
+    """Yield each path that matches a pattern, once."""
     yield from sorted({path for pattern in patterns for path in site_packages.glob(pattern)})
 
 
 def main() -> None:
-    """Trim what LIST names."""
+    """Apply the actions of LIST."""
     lines = [line.split(maxsplit=1) for line in Path(sys.argv[1]).read_text().splitlines()]
     site_packages = Path(sys.argv[2])
     removals = [glob for action, glob in lines if action == "remove"]

@@ -1,4 +1,4 @@
-"""BuildKit's plain progress, read while it is written: which stage runs, which ended, why it failed."""
+"""Parse BuildKit's plain progress: which stage runs, which has ended, and why the build failed."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ STEP = re.compile(r"^#(?P<number>\d+) \[(?P<stage>[a-z][\w-]*) +\d+/\d+\]")
 END = re.compile(r"^#(?P<number>\d+) (?:DONE (?P<seconds>[\d.]+)s|CACHED)")
 FAILED = re.compile(r"^#(?P<number>\d+) ERROR: ", re.MULTILINE)
 NUMBERING = re.compile(r"^#\d+ (sha256:\S+|[\d.]+ )?")
-TELLING = (
+CAUSES = (
     "no space left",
     "do not match",
     "mismatch",
@@ -21,14 +21,14 @@ TELLING = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the Dockerfile that is at work, or has ended after ``seconds`` (0 if it was cached)."""
+    """A stage of the Dockerfile that runs, or whose step ended after ``seconds`` (0 if cached)."""
 
     name: str
     seconds: float | None = None
 
 
 def stages(lines: Iterable[str]) -> Iterator[Stage]:
-    """What happens, line by line: a stage that begins, a step of it that ends."""
+    """Yield the stages as their steps start and end."""
     names: dict[str, str] = {}
     for line in lines:
         if begun := STEP.match(line):
@@ -39,7 +39,7 @@ def stages(lines: Iterable[str]) -> Iterator[Stage]:
 
 
 def cause(log: str) -> str:
-    """The line that says why a build failed: of what the failed step printed, without numbering."""
+    """Return the line of the failed step's output that explains a failed build, without numbering."""
     lines = log.splitlines()
     if failed := FAILED.search(log):
         own = f"#{failed['number']} "
@@ -47,7 +47,7 @@ def cause(log: str) -> str:
             line for line in lines if line.startswith(own) and not FAILED.match(line) and not STEP.match(line)
         ]
     texts = [text for line in lines if (text := NUMBERING.sub("", line).strip())]
-    for words in TELLING:
-        if found := [text for text in texts if words in text.lower()]:
+    for sign in CAUSES:
+        if found := [text for text in texts if sign in text.lower()]:
             return found[0]
-    return texts[-1] if texts else "the builder printed nothing"
+    return texts[-1] if texts else "the builder printed no output"

@@ -1,12 +1,9 @@
-"""Make the root filesystems that images start from, out of Debian packages alone.
+"""Root filesystems of images, made of Debian packages: a *runtime* root, and a *builder* root with compilers.
 
-``python -m scripts.images.rootfs [CELL ...] [--refresh]``: a *runtime* root, and a *builder* root that adds compilers.
-The same package versions give a bit-identical tar: mmdebstrap with ``SOURCE_DATE_EPOCH``, and
-``images/base/customize.sh`` removes what differs from machine to machine.
+The same package versions give a bit-identical tar: mmdebstrap uses ``SOURCE_DATE_EPOCH``, and
+``images/base/customize.sh`` removes what differs between machines.
 """
 
-import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -17,10 +14,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.digests import sha256, sha256_file
 from scripts.docker import bootstrap
-from scripts.docker.client import connect, docker_command, with_docker_errors
-from scripts.errors import UserError, run
-from scripts.matrix.load import Base, Cell, find, load
+from scripts.docker.client import connect, docker_command
+from scripts.errors import UserError
+from scripts.matrix.load import Base, Cell
 from scripts.paths import ROOT
 
 CUSTOMIZE = ROOT / "images" / "base" / "customize.sh"
@@ -28,16 +26,15 @@ DOWNLOADS = ROOT / "build" / "base"
 REPOSITORY = "rlhf-stacks-base"
 MERGED_USR = Path("/usr/share/mmdebstrap/hooks/merged-usr")
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/man/*")
-# A caller's other variables would get into the result: PYTHONDONTWRITEBYTECODE, for one, is obeyed by the
-# scripts that Debian's packages run.
+# Other variables of the caller would change the result: the scripts of Debian's packages obey, for example,
+# PYTHONDONTWRITEBYTECODE.
 PASSED_ON = {"path", "home", "tmpdir", "apt_config", "http_proxy", "https_proxy", "no_proxy"}
-# Raised when the way in which a root is written changes, so that one written before is made again.
-WRITTEN = 2
+FORMAT = 2  # increased when this module writes a root differently, so that existing ones are rebuilt
 
 
 @dataclass(frozen=True)
 class Root:
-    """One root filesystem to make: ``packages`` of ``base``, every file dated ``epoch`` (seconds)."""
+    """A root filesystem: ``packages`` of ``base``, with ``epoch`` (seconds) as the date of every file."""
 
     name: str
     base: Base
@@ -46,18 +43,18 @@ class Root:
 
     @property
     def recipe(self) -> str:
-        """A digest of all that decides the content, but for the versions that Debian has today."""
-        parts = [WRITTEN, self.name, self.base.suite, self.base.architecture, self.packages, self.epoch]
-        return hashlib.sha256(json.dumps(parts).encode() + CUSTOMIZE.read_bytes()).hexdigest()[:12]
+        """A digest of everything that determines the content, except the versions on the Debian mirror."""
+        parts = [FORMAT, self.name, self.base.suite, self.base.architecture, self.packages, self.epoch]
+        return sha256(json.dumps(parts).encode() + CUSTOMIZE.read_bytes())[:12]
 
     @property
     def tar(self) -> Path:
-        """Where the tar is kept."""
+        """The path of the tar."""
         return DOWNLOADS / f"{self.name}-{self.recipe}.tar"
 
 
 def roots(cell: Cell) -> tuple[Root, Root]:
-    """The runtime root and the builder root of a cell."""
+    """Return the runtime root and the builder root of a cell."""
     base = cell.base
     runtime = tuple(package.name for package in base.runtime)
     builder = runtime + tuple(package.name for package in base.builder)
@@ -68,7 +65,7 @@ def roots(cell: Cell) -> tuple[Root, Root]:
 
 
 def command(root: Root, tar: Path) -> list[str]:
-    """The mmdebstrap command that writes ``root`` to ``tar``."""
+    """Return the mmdebstrap command that writes ``root`` to ``tar``."""
     unused = [f"--dpkgopt=path-exclude={path}" for path in UNUSED_PATHS]
     return [
         "mmdebstrap",
@@ -78,11 +75,11 @@ def command(root: Root, tar: Path) -> list[str]:
         '--aptopt=APT::Install-Recommends "false"',
         *unused,
         "--dpkgopt=path-include=/usr/share/doc/*/copyright",
-        # Else on Ubuntu it depends on gpg, and where that is, the path of the key is written into the root.
+        # Without it mmdebstrap needs gpg on Ubuntu, and writes the path of the key into the root.
         f"--keyring={bootstrap.KEYRING}",
         f"--hook-dir={MERGED_USR}",
         f"--include={','.join(root.packages)}",
-        # Its text, not its path: a user's mmdebstrap runs hooks as an id that may not enter the user's home.
+        # Its text, not its path: a user's mmdebstrap runs hooks as an id without access to the user's home.
         f"--customize-hook=# {CUSTOMIZE.relative_to(ROOT)}\n{CUSTOMIZE.read_text(encoding='utf-8')}",
         root.base.suite,
         str(tar),
@@ -90,7 +87,7 @@ def command(root: Root, tar: Path) -> list[str]:
 
 
 def make(root: Root, tar: Path) -> None:
-    """Write ``root`` to ``tar``; nothing is left there if it fails."""
+    """Write ``root`` to ``tar``; a failure leaves no file."""
     if shutil.which("mmdebstrap") is None:
         raise UserError("mmdebstrap is missing: apt-get install mmdebstrap debian-archive-keyring")
     tar.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +95,7 @@ def make(root: Root, tar: Path) -> None:
     environment |= {"SOURCE_DATE_EPOCH": str(root.epoch), "LC_ALL": "C.UTF-8"}
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
         unfinished = Path(folder, tar.name)
-        code, errors = _run_to_its_end(command(root, unfinished), environment)
+        code, errors = _run_until_cleaned_up(command(root, unfinished), environment)
         if code:
             raise UserError(f"mmdebstrap failed for {root.name}: {reason(errors)}")
         normalised = Path(folder, "normalised.tar")
@@ -106,8 +103,8 @@ def make(root: Root, tar: Path) -> None:
         normalised.rename(tar)
 
 
-def _run_to_its_end(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and errors of a command; interrupted, it has the time to remove what it unpacked."""
+def _run_until_cleaned_up(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run a command and return exit code and errors; interrupted, wait until it has removed its files."""
     with subprocess.Popen(
         arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -121,10 +118,10 @@ def _run_to_its_end(arguments: list[str], environment: dict[str, str]) -> tuple[
 
 
 def normalise(source: Path, target: Path, epoch: int) -> None:
-    """Write ``source`` anew without what is of the tools that made it.
+    """Rewrite a tar without differences between releases of the tools that wrote it.
 
-    GNU tar's releases differ in how they fill a header, mmdebstrap's in the order in which packages are
-    unpacked, which dates a folder that several packages own.
+    Releases of GNU tar fill headers differently. Releases of mmdebstrap unpack packages in different orders,
+    which changes the date of a folder that several packages own.
     """
     with tarfile.open(source) as old, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as new:
         for member in old:
@@ -134,33 +131,27 @@ def normalise(source: Path, target: Path, epoch: int) -> None:
 
 
 def reason(output: str) -> str:
-    """The telling line of mmdebstrap's output, with what to do where that is known."""
+    """Return the error line of mmdebstrap's output, with a remedy if one is known."""
     lines = [line.strip() for line in output.splitlines() if line.startswith(("E:", "W: Failed"))]
     cause = lines[0] if lines else "no error message"
     if any(text in output for text in ("Could not resolve", "Could not connect", "Failed to fetch")):
-        return f"{cause} (the Debian mirror cannot be reached: check the network and apt's proxy)"
+        return f"{cause} (the Debian mirror is unreachable: check the network and apt's proxy)"
     if "unable to pick chroot mode" in output:
         return (
-            f"{cause} (a user needs the package uidmap and a line each in /etc/subuid and, for the group at "
-            "login, /etc/subgid: log in again instead of using newgrp or sg, or run it as root)"
+            f"{cause} (a user needs the package uidmap, a line in /etc/subuid, and a line in /etc/subgid for "
+            "the login group: log in again instead of using newgrp or sg, or run it as root)"
         )
     if "No space left" in output:
         return f"{cause} (free some space under {DOWNLOADS.relative_to(ROOT)} and in the temporary directory)"
     return cause
 
 
-def digest(tar: Path) -> str:
-    """The sha256 of a file, in hex."""
-    with tar.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def image(root: Root) -> str:
-    """The local tag of the root's image, by content; made and imported where it is not there yet."""
+    """Return the local tag of the root's image, by content; build and import the root if it is missing."""
     if not root.tar.exists():
-        print(f"making {root.name} from Debian packages (about half a minute)", flush=True)
+        print(f"building {root.name} from Debian packages (about half a minute)", flush=True)
         make(root, root.tar)
-    tag = f"{REPOSITORY}:{root.name}-{digest(root.tar)[:12]}"
+    tag = f"{REPOSITORY}:{root.name}-{sha256_file(root.tar)[:12]}"
     if not connect().images.list(name=tag):
         done = subprocess.run(
             [*docker_command(), "import", str(root.tar), tag], capture_output=True, text=True, check=False
@@ -168,28 +159,3 @@ def image(root: Root) -> str:
         if done.returncode:
             raise UserError(f"docker cannot import {root.tar.relative_to(ROOT)}: {done.stderr.strip()}")
     return tag
-
-
-def main() -> int:
-    """Make and import the roots of the cells named, or of the default cell."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.images.rootfs", description=__doc__.split("\n")[0] if __doc__ else ""
-    )
-    parser.add_argument("cell", nargs="*", help="cell ids; the default cell if none is given")
-    parser.add_argument(
-        "--refresh", action="store_true", help="make them again with the packages Debian has today"
-    )
-    arguments = parser.parse_args()
-    matrix = load()
-    names = arguments.cell or [matrix.default]
-    wanted = {root for name in names for root in roots(find(matrix, name))}
-    for root in sorted(wanted, key=lambda root: root.name):
-        if arguments.refresh:
-            root.tar.unlink(missing_ok=True)
-        tag = image(root)
-        print(f"{tag}  {root.tar.stat().st_size / 1e6:.0f} MB  sha256:{digest(root.tar)}")
-    return 0
-
-
-if __name__ == "__main__":
-    run(with_docker_errors(main))

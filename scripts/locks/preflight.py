@@ -38,7 +38,7 @@ def require_packages(cell: Cell) -> None:
 def _problem(cell: Cell, source: Source, why: str) -> UserError:
     return UserError(
         f"{cell.id} cannot be made here without {source.name}, which {source.purpose}: {why}. "
-        f"What stands in for this cell, for tests, can: python -m scripts.images.image_build {cell.id} --stand-in"
+        f"What stands in for this cell, for tests, can: python -m scripts build {cell.id} --stand-in"
     )
 
 

@@ -20,6 +20,7 @@ from scripts.matrix.model import (
     Package,
     Pin,
     Setting,
+    SourceBuild,
     StandIn,
     id_of,
     named,
@@ -42,6 +43,7 @@ __all__ = [
     "parse",
     "schema",
     "stand_ins",
+    "with_option",
 ]
 
 MATRIX = ROOT / "matrix.yaml"
@@ -123,6 +125,23 @@ def find(matrix: Matrix, cell_id: str) -> Cell:
         raise UserError(f"{cell_id} is unsupported: {left_out.reason} ({left_out.source})")
     raise UserError(
         f"no cell {cell_id!r}; did you mean {nearest(cell_id, cells)!r}? All: python -m scripts matrix list"
+    )
+
+
+def with_option(cell: Cell, name: str) -> Cell:
+    """Return the cell with an optional package in its top layer, under its own tag; else `UserError`."""
+    option = next((option for option in cell.optional if option.name == name), None)
+    if option is None:
+        reasons = (item.reason for item in cell.excluded if item.name == name)
+        reason = next(reasons, "the matrix has no such option")
+        raise UserError(f"{cell.id} cannot be built with {name}: {reason}")
+    *lower, top = cell.layers
+    build = SourceBuild(package=name, recipe=option.recipe, reason=option.reason, env=option.env)
+    return msgspec.structs.replace(
+        cell,
+        tag=f"{cell.tag}-with-{name}",
+        layers=(*lower, msgspec.structs.replace(top, packages=(*top.packages, name))),
+        build_from_source=(*cell.build_from_source, build),
     )
 
 

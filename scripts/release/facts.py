@@ -16,13 +16,13 @@ import msgspec
 from docker.models.images import Image
 
 from scripts.errors import UserError
-from scripts.images.image_build import NAMESPACE, REVISION
+from scripts.images.inputs import NAMESPACE, REVISION
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell
 from scripts.patches.series import Series, series_of
 from scripts.paths import ROOT
 from scripts.testing import records
-from scripts.testing.cluster import LABEL, owner, removed_at_the_end
+from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
 from scripts.testing.proofs import Proved, proofs_of
 
 CATALOGUE = ROOT / "images" / "catalogue.json"
@@ -130,9 +130,9 @@ def look_inside(client: docker.DockerClient, image: Image) -> dict[str, Any]:
         ["python", "-I", "/opt/inside.py"],
         volumes={str(INSIDE): {"bind": "/opt/inside.py", "mode": "ro"}},
         network_mode="none",
-        labels={LABEL: owner()},
+        labels={LABEL: owner_label()},
     )
-    with removed_at_the_end([container]):
+    with remove_on_exit([container]):
         container.start()
         code = container.wait(timeout=SECONDS)["StatusCode"]
         printed = container.logs(stdout=True, stderr=False).decode()

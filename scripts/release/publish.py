@@ -23,9 +23,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from scripts.docker.client import connect, with_docker_errors
 from scripts.docker.registry import Remote, host_of, look, repository, told
 from scripts.errors import UserError, run
-from scripts.images import image_build
-from scripts.images.image_build import NAMESPACE
-from scripts.locking import turn
+from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, digest_for
+from scripts.locking import exclusive_lock
 from scripts.matrix.load import Cell, expand, find, load
 from scripts.paths import ROOT
 from scripts.testing import records
@@ -95,7 +94,7 @@ def refusals(
     """
     if wrong := _wrong_image(cell, labels) or _wrong_inputs(cell, labels, given):
         return [f"{cell.id} {wrong}"]
-    return [f"{cell.id}: {reason}: run its tests" for reason in records.lacking(cell, found)]
+    return [f"{cell.id}: {reason}: run its tests" for reason in records.missing_records(cell, found)]
 
 
 def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
@@ -112,10 +111,10 @@ def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
 
 def _wrong_inputs(cell: Cell, labels: Mapping[str, str], given: Given) -> str | None:
     """Why an image is not what a build would make now."""
-    revision = labels.get(image_build.REVISION, "")
+    revision = labels.get(REVISION, "")
     if revision.endswith(records.DIRTY):
         return "was built from a dirty tree: commit, build and test it"
-    if labels.get(image_build.INPUTS) != given(cell):
+    if labels.get(INPUTS) != given(cell):
         since = revision[:12] or "no commit"
         return f"was built from {since}, a build is given other files now: build and test it"
     return None
@@ -207,7 +206,7 @@ def gather(
     repo: str,
     cells: Iterable[Cell],
     kept: Path = records.RECORDS,
-    given: Given = image_build.digest,
+    given: Given = digest_for,
 ) -> tuple[list[Item], list[str]]:
     """The items to publish, and every reason not to; ``kept`` is where the test records are."""
     items, reasons = [], []
@@ -252,7 +251,7 @@ def main() -> int:
     require_clean_tree()
     client = connect(PUSH_SECONDS)
     console = Console()
-    with turn(ROOT / "build" / "publish", f"publishing to {host_of(repo)}"):
+    with exclusive_lock(ROOT / "build" / "publish", f"publishing to {host_of(repo)}"):
         items, reasons = gather(client, repo, cells)
         if reasons:
             for reason in reasons:

@@ -1,12 +1,9 @@
 """Train with the real stack on two nodes, without a GPU.
 
-``python -m scripts.testing.demo [CELL]``: builds the cell, starts two containers as two Ray nodes with their own
-addresses, and submits OpenRLHF's own ``train_ppo_ray`` to them. Ends with a report, also in
-``build/demo/CELL/report.json``. With another layout, number of steps or seed than its own it is no test of
-the image, and leaves no record of one.
+Two containers are started as two Ray nodes with their own addresses, and OpenRLHF's own ``train_ppo_ray`` is
+submitted to them. The report is also written to ``build/demo/CELL/report.json``.
 """
 
-import argparse
 import json
 import time
 from collections import deque
@@ -19,19 +16,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from scripts.docker.client import connect, with_docker_errors
-from scripts.errors import UserError, run
-from scripts.images import image_build
-from scripts.locking import turn
-from scripts.matrix.load import Cell, find, load
+from scripts.docker.client import connect
+from scripts.errors import UserError
+from scripts.images.build import build
+from scripts.locking import exclusive_lock
+from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.testing import demo_report, records
-from scripts.testing.cluster import Cluster, Node
+from scripts.testing.cluster import Cluster, ContainerNode
 
 OUT = ROOT / "build" / "demo"
 EVENTS = "/tmp/rlhf-stack/events"  # noqa: S108  (inside the containers)
 DATA = "/tmp/rlhf-stack/demo"  # noqa: S108  (inside the containers)
-NODES = (Node("head", gpus=2), Node("worker", gpus=2))
+NODES = (ContainerNode("head", gpus=2), ContainerNode("worker", gpus=2))
 ENVIRONMENT = {
     "RLHF_STACK_EVENTS": EVENTS,
     "RLHF_STACK_VERIFY_SYNC": "1",
@@ -40,12 +37,12 @@ ENVIRONMENT = {
 }
 DASHBOARD = "http://127.0.0.1:8265"  # on the node itself
 SUBMIT = ("ray", "job", "submit", "--address", DASHBOARD)
-KEPT_LINES = 1000
-OF_THE_TEST = ("layout", "steps", "seed")  # options that the test of an image leaves as they are
+LOG_LINES = 1000
+LAYOUT, STEPS, SEED, TIMEOUT = "separate", 28, 0, 1800.0
 
 
 class Display:
-    """Progress as a bar on a terminal, elsewhere as lines; and the seconds of each phase."""
+    """Progress as a bar on a terminal, otherwise as lines; and the seconds of each phase."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -56,7 +53,7 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, text: str) -> Iterator[None]:
-        """Time what happens inside as phase ``name``."""
+        """Time the context as phase ``name``."""
         self.console.print(f"[bold]{name}[/bold]: {text}")
         start = time.monotonic()
         yield
@@ -64,13 +61,13 @@ class Display:
 
     @contextmanager
     def bar(self, total: int) -> Iterator["Bar"]:
-        """A bar of ``total`` training steps."""
+        """A progress bar of ``total`` training steps."""
         with self._progress:
             yield Bar(self._progress, total, self.console)
 
 
 class Bar:
-    """How far training is."""
+    """The progress of training."""
 
     def __init__(self, progress: Progress, total: int, console: Console) -> None:
         self._progress = progress
@@ -80,7 +77,7 @@ class Bar:
         self._done = 0
 
     def update(self, events: list[dict[str, Any]]) -> None:
-        """Show what ``events`` (all so far) say."""
+        """Show the progress from ``events`` (all so far)."""
         phases = {event["name"] for event in events if event["event"] == "phase"}
         rewards = [float(event["reward"]) for event in events if event["event"] == "step"]
         text = "training" if "models up" in phases else "starting engines and trainers"
@@ -94,40 +91,40 @@ class Bar:
 
 
 class JobLog:
-    """The job's output, kept in a file, its end in memory."""
+    """The job's output: all of it in a file, its last lines in memory."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("w", encoding="utf-8")
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.lines: deque[str] = deque(maxlen=LOG_LINES)
 
     def write(self, line: str) -> None:
-        """Take one line."""
+        """Append one line."""
         self._file.write(line + "\n")
         self._file.flush()
         self.lines.append(line)
 
     def cause(self) -> str:
-        """`cause` of the lines that are in memory."""
+        """`cause` of the lines in memory."""
         return cause(self.lines)
 
 
 def folder(cell: Cell) -> Path:
-    """Where the demo of a cell keeps its report and logs."""
+    """The folder of the report and logs of a cell's demo."""
     return OUT / cell.id
 
 
 def cause(lines: Sequence[str]) -> str:
-    """The line of a job's output that most likely says why it failed: the last exception."""
+    """The most likely reason for a job's failure in its output: the last exception."""
     errors = [
         line.strip() for line in lines if "Error:" in line or "Exception:" in line or "Mismatch:" in line
     ]
-    return errors[-1] if errors else (lines[-1].strip() if lines else "it printed nothing")
+    return errors[-1] if errors else (lines[-1].strip() if lines else "no output")
 
 
 def events_of(cluster: Cluster) -> list[dict[str, Any]]:
-    """All events of the run so far, oldest first; a line that is still being written is left out."""
+    """All events of the run so far, oldest first, without a line that is still being written."""
     command = ["sh", "-c", f"cat {EVENTS}/*.jsonl 2>/dev/null || true"]
     texts = [cluster.output(container, command) for container in cluster.containers]
     lines = [line for text in texts for line in text.split("\n")[:-1]]
@@ -135,21 +132,21 @@ def events_of(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def prepare(cluster: Cluster, steps: int, seed: int) -> None:
-    """Make model, tokenizer and prompts on every node; a `UserError` if nodes made different ones."""
+    """Create model, tokenizer and prompts on every node; a `UserError` if they differ between nodes."""
     make = f"python -m rlhf_stack.demo.tiny_model --out {DATA} --seed {seed} --steps {steps}"
     digest = f"find {DATA} -type f | sort | xargs sha256sum"
     with ThreadPoolExecutor() as pool:
-        made = set(
+        digests = set(
             pool.map(
                 lambda node: cluster.output(node, ["sh", "-c", f"{make} >&2 && {digest}"]), cluster.containers
             )
         )
-    if len(made) != 1:
-        raise UserError(f"the nodes made different models from seed {seed}")
+    if len(digests) != 1:
+        raise UserError(f"the nodes created different models from seed {seed}")
 
 
 def command(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
-    """The command that trains, as the image's own rlhf_stack gives it."""
+    """The training command, with the arguments from the image's own rlhf_stack."""
     code = (
         "import json, pathlib, rlhf_stack.demo.tiny_run as run; "
         f"print(json.dumps(run.train_arguments({layout!r}, pathlib.Path({DATA!r}), {steps}, {seed})))"
@@ -161,27 +158,27 @@ def command(cluster: Cluster, layout: str, steps: int, seed: int) -> list[str]:
 def train(
     cluster: Cluster, job: list[str], steps: int, display: Display, timeout: float, out: Path
 ) -> list[dict[str, Any]]:
-    """Submit the job, follow it, and return its events; a `UserError` says why it failed."""
+    """Submit the job, follow it, and return its events; a `UserError` gives the cause of a failure."""
     log = JobLog(out / "job.log")
     submit = [*SUBMIT, "--", *job]
     with display.bar(steps) as bar:
         code = cluster.follow(submit, log.write, lambda: bar.update(events_of(cluster)), timeout)
     if code:
-        raise UserError(f"training failed: {log.cause()} (all of it: {log.path.relative_to(ROOT)})")
+        raise UserError(f"training failed: {log.cause()} (full log: {log.path.relative_to(ROOT)})")
     return events_of(cluster)
 
 
 def by_phase(events: list[dict[str, Any]], submitted: float) -> dict[str, float]:
-    """Seconds until engines and trainers were up, and of training, from the events."""
+    """Seconds until engines and trainers had started, and seconds of training, from the events."""
     times = {event["name"]: float(event["time"]) for event in events if event["event"] == "phase"}
     up, end = times.get("models up", submitted), times.get("trained", submitted)
     return {"engines": up - submitted, "training": end - up}
 
 
-def demo(
+def train_on_nodes(
     cell: Cell, image: str, layout: str, steps: int, seed: int, timeout: float, display: Display
 ) -> dict[str, Any]:
-    """Train with the image on two nodes; returns the report."""
+    """Train with the image on two nodes and return the report."""
     with ExitStack() as stack:
         with display.phase("nodes", f"{len(NODES)} containers join as Ray nodes"):
             cluster = stack.enter_context(Cluster(connect(), image, NODES, ENVIRONMENT))
@@ -202,52 +199,35 @@ def demo(
 
 
 def save_logs(cluster: Cluster, out: Path) -> None:
-    """Keep what each node printed beside the report."""
+    """Write the output of each node next to the report."""
     for name, text in cluster.logs().items():
         (out / f"{name}.log").write_text(text, encoding="utf-8")
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.testing.demo", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
-    parser.add_argument(
-        "--layout",
-        default="separate",
-        help="separate: trainer and engines apart; which others there are, the image knows (hybrid, spread)",
-    )
-    parser.add_argument("--steps", type=int, default=28, help="optimiser steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="for the job (%(default)s)"
-    )
-    options = parser.parse_args()
-    if options.steps < 1:
-        raise UserError(f"--steps {options.steps}: expected at least 1")
-    matrix = load()
-    cell = find(matrix, options.cell or matrix.default)
+def run_demo(
+    cell: Cell, layout: str = LAYOUT, steps: int = STEPS, seed: int = SEED, timeout: float = TIMEOUT
+) -> None:
+    """Build a cell's image, train with it and print the report; ``timeout`` in seconds is for the job.
+
+    Layout, steps and seed other than the defaults are not the test of the image, and leave no record.
+    """
+    if steps < 1:
+        raise UserError(f"--steps {steps}: expected at least 1")
     if cell.accelerator.kind != "cpu":
         raise UserError(f"{cell.id} needs GPUs; the demo runs on the cpu cells")
     console = Console()
-    with turn(folder(cell), "a demo"):
+    with exclusive_lock(folder(cell), "a demo"):
         display = Display(console)
         with display.phase("build", f"{cell.tag}, cached layers are used"):
             image = image_build.build(cell)
-        is_a_test = all(getattr(options, name) == parser.get_default(name) for name in OF_THE_TEST)
-        keep = records.kept(cell.id, image, "demo") if is_a_test else nullcontext(records.Tally())
-        with keep as tally:
-            result = demo(cell, image, options.layout, options.steps, options.seed, options.timeout, display)
-            tally.passed, tally.failed = (1, 0) if result["weights_equal"] else (0, 1)
+        is_test = (layout, steps, seed) == (LAYOUT, STEPS, SEED)
+        record = records.recording(cell.id, image, "demo") if is_test else nullcontext(records.Tally())
+        with record as tally:
+            report = train_on_nodes(cell, image, layout, steps, seed, timeout, display)
+            tally.passed, tally.failed = (1, 0) if report["weights_equal"] else (0, 1)
         path = folder(cell) / "report.json"
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    demo_report.show(result, console)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    demo_report.show(report, console)
     console.print(f"report: {path.relative_to(ROOT)}")
-    if not result["weights_equal"]:
+    if not report["weights_equal"]:
         raise UserError("trainer and engines do not hold the same weights after the last sync")
-    return 0
-
-
-if __name__ == "__main__":
-    run(with_docker_errors(main))

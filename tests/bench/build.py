@@ -5,7 +5,7 @@
 The peer is what a user would write: the builder root, because DeepSpeed compiles its ops at first use; the
 headline pins of the cell and the requirements of OpenRLHF that install without CUDA, by `pip install`; then
 the packages removed again that keep the stack from starting. Its image stays tagged as ``PEER`` for
-``tests.bench.ready``. Ours is built as ``scripts.images.image_build`` builds it, in a context of its own; the tag of the
+``tests.bench.ready``. Ours is built by ``python -m scripts build``, in a context of its own; the tag of the
 cell does not move. A cell whose vLLM is compiled from source has no such peer: ours is measured alone.
 
 - *cold*: no layer and no downloaded package is reused, by either. The machine's network takes part in it.
@@ -32,7 +32,11 @@ from pathlib import Path
 
 from scripts.docker.client import connect, docker_command, need_space
 from scripts.errors import UserError, run
-from scripts.images import build_log, image_build, rootfs
+from scripts.images import build_log, rootfs
+from scripts.images.build import build_command, unpacked_size, write_secrets
+from scripts.images.context import place
+from scripts.images.inputs import Inputs, collect
+from scripts.images.pins import local_wheels
 from scripts.locks import index_config, lockfile
 from scripts.matrix.load import Cell, find, load
 from scripts.patches.pristine import fetch_pristine, locked_hashes
@@ -141,7 +145,7 @@ def timed(what: str, command: Sequence[str], log: Path) -> float:
 
 def size(tag: str) -> float:
     """The size of an image in 10^6 bytes."""
-    return image_build.size(connect().images.get(tag)) / 1e6
+    return unpacked_size(connect().images.get(tag)) / 1e6
 
 
 def compiled(log: Path) -> float:
@@ -150,11 +154,11 @@ def compiled(log: Path) -> float:
     return sum(stage.seconds or 0.0 for stage in build_log.stages(lines) if stage.name.endswith("source"))
 
 
-def measure_ours(given: image_build.Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
+def measure_ours(given: Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
     """Seconds: cold, the part of it that compiles, unchanged, with a change to what OpenRLHF's layer has."""
     file = given.folder / "Dockerfile"
     file.write_text(unseen(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
-    build = image_build.command(given, secrets, log.with_suffix(".id"))
+    build = build_command(given, secrets, log.with_suffix(".id"))
     build = [*build[:-1], f"--tag={OURS}", build[-1]]
     seconds = {"cold": timed("ours, cold", build, log), "compiled": compiled(log)}
     seconds["unchanged"] = timed("ours, unchanged", build, log)
@@ -168,10 +172,10 @@ def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Pat
     folder.mkdir()
     (folder / "wheels").mkdir()
     asked, openrlhf = requirements(cell)
-    for wheel in image_build.local_wheels(
+    for wheel in local_wheels(
         lockfile.path(cell).read_text(encoding="utf-8"), index_config.load().find_links
     ):
-        image_build.place(wheel, folder / "wheels" / wheel.name)
+        place(wheel, folder / "wheels" / wheel.name)
     for name in (item.name for item in cell.excluded if item.name in UNREACHABLE):
         place_empty(name, UNREACHABLE[name], folder / "wheels")
     text = peer_dockerfile(asked, openrlhf, unloadable(cell))
@@ -199,9 +203,9 @@ def main() -> int:
     config = index_config.load()
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="bench-") as temporary:
         folder = Path(temporary)
-        secrets = image_build.write_secrets(config, folder)
+        secrets = write_secrets(config, folder)
         peer = measure_peer(cell, folder / "peer", secrets, folder / "peer.log") if has_peer else {}
-        ours = measure_ours(image_build.inputs(cell, config, folder), secrets, folder / "ours.log")
+        ours = measure_ours(collect(cell, config, folder), secrets, folder / "ours.log")
     sizes = [size(OURS), *([size(PEER)] if has_peer else [])]
     roots = [size(rootfs.image(root)) for root in rootfs.roots(cell)]
     rows = [

@@ -26,7 +26,7 @@ from rich.console import Console
 from scripts.docker.client import check_space, connect, with_docker_errors
 from scripts.docker.registry import look
 from scripts.errors import UserError, run
-from scripts.images.image_build import size
+from scripts.images.build import unpacked_size
 from scripts.matrix.load import Cell, expand, find, load
 from scripts.paths import ROOT
 from scripts.release import catalogue, publish
@@ -109,7 +109,7 @@ def main() -> int:
     first = find(matrix, arguments.first or partner(second, images))
     if absent := [cell.id for cell in (first, second) if cell.id not in images]:
         raise UserError(f"{absent[0]} is not built")
-    need = sum(size(images[cell.id]) for cell in (first, second)) // 10**6
+    need = sum(unpacked_size(images[cell.id]) for cell in (first, second)) // 10**6
     check_space(ROOT, need, shutil.disk_usage(ROOT).free)
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="pull-") as temporary:
         folder = Path(temporary)

@@ -2,13 +2,14 @@
 
 from docker.models.images import Image
 
-from scripts.images.image_build import INPUTS, NAMESPACE, REVISION, size
+from scripts.images.build import unpacked_size
+from scripts.images.inputs import INPUTS, NAMESPACE, REVISION
 from scripts.matrix.load import Cell
 
 
 def test_size_is_within_the_budget(image: Image, cell: Cell) -> None:
     """All layers, unpacked."""
-    assert size(image) / 1e6 <= cell.size_budget_mb
+    assert unpacked_size(image) / 1e6 <= cell.size_budget_mb
 
 
 def test_user_is_not_root_and_is_a_number(image: Image) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from docker.models.images import Image
 
-from scripts.images.image_build import MARK
+from scripts.images.build import LEAK_MARKER
 
 CHUNK = 1 << 22
 
@@ -35,23 +35,23 @@ def test_the_search_finds_a_mark_that_is_there() -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         member = tarfile.TarInfo("run/secrets/ca")
-        member.size = len(MARK)
-        archive.addfile(member, io.BytesIO(MARK.encode()))
+        member.size = len(LEAK_MARKER)
+        archive.addfile(member, io.BytesIO(LEAK_MARKER.encode()))
     content = packed.getvalue()
-    assert holds(iter([content]), MARK.encode())
-    middle = content.index(MARK.encode()) + 5
-    assert holds(iter([content[:middle], content[middle:]]), MARK.encode())
-    assert not holds(iter([content[:middle]]), MARK.encode())
+    assert holds(iter([content]), LEAK_MARKER.encode())
+    middle = content.index(LEAK_MARKER.encode()) + 5
+    assert holds(iter([content[:middle], content[middle:]]), LEAK_MARKER.encode())
+    assert not holds(iter([content[:middle]]), LEAK_MARKER.encode())
 
 
 @pytest.mark.timeout(600)
 def test_no_layer_holds_a_secret_of_the_build(image: Image) -> None:
-    """bake marks each file that it gives to a build as a secret; the mark is in nothing that Docker saves."""
-    assert not holds(image.save(chunk_size=CHUNK), MARK.encode())
+    """Each secret of a build starts with a mark, which no file that Docker saves contains."""
+    assert not holds(image.save(chunk_size=CHUNK), LEAK_MARKER.encode())
 
 
 def test_history_and_configuration_hold_no_secret(image: Image) -> None:
     """Nor an argument that would have carried one, such as a proxy with a password."""
     text = json.dumps([image.history(), image.attrs])
-    assert MARK not in text
+    assert LEAK_MARKER not in text
     assert "_proxy=" not in text.lower()

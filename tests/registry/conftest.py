@@ -11,7 +11,8 @@ import pytest
 from docker.models.images import Image
 
 from scripts.git import DIRTY
-from scripts.images import image_build
+from scripts.images.context import quoted
+from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, image_labels
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.release.publish import Item
@@ -56,12 +57,12 @@ def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
         tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
         changed = msgspec.structs.replace(cell, release=release, tag=tag)
         labels = {
-            **image_build.labels(changed, "base", []),
-            image_build.REVISION: revision,
-            image_build.INPUTS: inputs,
+            **image_labels(changed, "base", []),
+            REVISION: revision,
+            INPUTS: inputs,
         }
-        labels |= {f"{image_build.NAMESPACE}.stand-in": stand_in} if stand_in else {}
-        lines = [f"LABEL {name}={image_build.quoted(value)}" for name, value in labels.items()]
+        labels |= {f"{NAMESPACE}.stand-in": stand_in} if stand_in else {}
+        lines = [f"LABEL {name}={quoted(value)}" for name, value in labels.items()]
         repository, _, name = tag.partition(":")
         client.api.import_image_from_data(layer(), repository=repository, tag=name, changes=lines)
         image = client.images.get(tag)

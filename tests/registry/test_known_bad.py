@@ -7,7 +7,7 @@ import docker
 import pytest
 from docker.models.images import Image
 
-from scripts.images import image_build
+from scripts.images.build import write_secrets
 from scripts.locks import index_config
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
@@ -36,7 +36,7 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
     """ZeRO-2 with accumulation is wrong, and nothing else is."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        secrets = image_build.write_secrets(index_config.load(), Path(folder))
+        secrets = write_secrets(index_config.load(), Path(folder))
         mounts = {str(path): {"bind": f"/run/secrets/{name}", "mode": "ro"} for name, path in secrets.items()}
         mounts |= {
             str(ROOT / "tests"): {"bind": "/opt/tests", "mode": "ro"},

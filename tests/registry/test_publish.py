@@ -16,7 +16,7 @@ from rich.console import Console
 
 from scripts.docker.registry import look
 from scripts.errors import UserError
-from scripts.images import image_build
+from scripts.images.inputs import INPUTS, digest_for
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.release import publish
@@ -156,7 +156,7 @@ def test_an_image_of_other_inputs_is_refused(
 
 def test_the_image_of_a_cell_is_what_a_build_of_it_is_given(image: Image, cell: Cell) -> None:
     """As publish asks; that it was built stands before every test here."""
-    assert image.labels[image_build.INPUTS] == image_build.digest(cell)
+    assert image.labels[INPUTS] == digest_for(cell)
 
 
 def test_without_a_passed_record_it_is_refused(

@@ -14,7 +14,7 @@ from docker.models.images import Image
 from rich.console import Console
 
 from scripts.docker.client import docker_command
-from scripts.images import image_build
+from scripts.images.build import write_secrets
 from scripts.locks import index_config
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
@@ -64,7 +64,7 @@ def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
     def build(tag: str, packages: str | None, with_secrets: bool) -> subprocess.CompletedProcess[str]:
         tags.append(tag)
         with tempfile.TemporaryDirectory() as folder:
-            secrets = image_build.write_secrets(index_config.load(), Path(folder)) if with_secrets else {}
+            secrets = write_secrets(index_config.load(), Path(folder)) if with_secrets else {}
             (Path(folder) / "context").mkdir()
             command = [
                 *docker_command(),

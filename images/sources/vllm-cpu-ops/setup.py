@@ -1,8 +1,8 @@
-"""Compile vLLM's CPU operators, and nothing else of it, into a wheel that owns ``vllm/_C``.
+"""Compile only vLLM's CPU operators, into a wheel that owns ``vllm/_C``.
 
-VLLM_SOURCE names vLLM's unpacked source distribution. Its own build asks CMake for torch, which wants a CUDA
-toolkit where torch is a CUDA build; torch's own extension builder asks for nothing. The Python part comes
-from vLLM's released wheel, so that the cells for CPUs and for GPUs carry the same.
+VLLM_SOURCE is the folder of vLLM's unpacked source distribution. Its own build finds torch with CMake, which
+requires a CUDA toolkit if torch is a CUDA build; torch's own extension builder does not. The Python code comes
+from vLLM's released wheel, so that CPU and GPU cells have the same.
 """
 
 import os
@@ -12,7 +12,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 SOURCES = ("activation", "attention", "cache", "layernorm", "pos_encoding", "pybind")
-# vLLM asks for AVX-512, which many machines have not: its operations are done by AVX2, on two registers each.
+# vLLM requires AVX-512, which many machines lack: AVX2 executes its operations on two registers each.
 HALVES = Path(__file__).with_name("two_halves.hpp")
 MACHINE = ("-march=x86-64-v3", "-mtune=generic", "-include", str(HALVES.resolve()))
 

@@ -1,6 +1,6 @@
-// The AVX-512 operations that vLLM 0.4.2's cpu_types.hpp names, each done on two AVX2 registers, so that its CPU
-// operators run on every x86-64-v3 machine. Included before anything else: its macros take the place of the
-// compiler's intrinsics, which a function without AVX-512 may not call.
+// The AVX-512 operations of vLLM 0.4.2's cpu_types.hpp, each implemented on two AVX2 registers, so that its CPU
+// operators run on every x86-64-v3 machine. Must be the first include: its macros replace the compiler's intrinsics,
+// which functions compiled without AVX-512 cannot call.
 #pragma once
 
 #include <immintrin.h>

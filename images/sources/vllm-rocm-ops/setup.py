@@ -1,8 +1,8 @@
-"""Compile vLLM's operators for ROCm, and nothing else of it, into a wheel that owns ``vllm/_C``.
+"""Compile only vLLM's operators for ROCm, into a wheel that owns ``vllm/_C``.
 
 It runs inside vLLM's unpacked source distribution, because torch translates the CUDA sources below the
-working directory to HIP. PYTORCH_ROCM_ARCH names the GPUs. The Python part comes from vLLM's released wheel,
-so that the cells for CPUs and for GPUs carry the same. It was never run: see the cell's `sources`.
+working directory to HIP. PYTORCH_ROCM_ARCH names the GPUs. The Python code comes from vLLM's released
+wheel, so that CPU and GPU cells have the same. This recipe was never run: see the cell's `sources`.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CUDAExtension
 
-# As CMakeLists.txt and cmake/utils.cmake of vLLM 0.4.2 have them for HIP.
+# The files and flags for HIP of CMakeLists.txt and cmake/utils.cmake of vLLM 0.4.2.
 SOURCES = (
     "cache_kernels.cu",
     "attention/attention_kernels.cu",

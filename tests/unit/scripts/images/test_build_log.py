@@ -45,4 +45,4 @@ def test_cause_prefers_the_telling_line() -> None:
 def test_cause_before_any_step_is_the_last_line() -> None:
     """The engine refused, or the command line is wrong."""
     assert cause("invalid argument\n") == "invalid argument"
-    assert cause("") == "the builder printed nothing"
+    assert cause("") == "the builder printed no output"

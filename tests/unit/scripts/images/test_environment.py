@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scripts.images import image_build
+from scripts.images.context import ACCELERATOR, IMAGES, write_environment
 from scripts.matrix.load import Setting, expand, load
 from scripts.matrix.model import Profile
 
-SCRIPT = image_build.IMAGES / "rootfs" / "usr" / "local" / "lib" / "rlhf-stack" / "environment"
+SCRIPT = IMAGES / "rootfs" / "usr" / "local" / "lib" / "rlhf-stack" / "environment"
 CELL = expand(load())[0]
-IMAGE = {image_build.ACCELERATOR: CELL.accelerator.kind}
+IMAGE = {ACCELERATOR: CELL.accelerator.kind}
 AWKWARD = 'it\'s $HOME "x" \\ = `y`'
 
 
@@ -31,9 +31,7 @@ def folder(tmp_path: Path) -> Path:
     )
     accelerator = msgspec.structs.replace(CELL.accelerator, profiles=profiles)
     settings = (setting("A", AWKWARD), setting("B", "1"), setting("API_KEY", "none"))
-    image_build.write_environment(
-        msgspec.structs.replace(CELL, accelerator=accelerator, env=settings), tmp_path
-    )
+    write_environment(msgspec.structs.replace(CELL, accelerator=accelerator, env=settings), tmp_path)
     return tmp_path
 
 
@@ -122,7 +120,7 @@ def test_an_unknown_profile_is_an_error_that_lists_the_known(folder: Path, name:
 
 def test_where_there_is_no_profile_the_error_says_none(tmp_path: Path) -> None:
     """As on an accelerator for which the matrix has none."""
-    image_build.write_environment(
+    write_environment(
         msgspec.structs.replace(CELL, accelerator=msgspec.structs.replace(CELL.accelerator, profiles=())),
         tmp_path,
     )
@@ -135,10 +133,8 @@ def test_every_cell_s_environment_is_read_back_as_the_matrix_has_it(tmp_path: Pa
     """With every profile of its accelerator."""
     for cell in expand(load()):
         folder = tmp_path / cell.id
-        image_build.write_environment(cell, folder)
-        defaults = {item.name: item.value for item in cell.env} | {
-            image_build.ACCELERATOR: cell.accelerator.kind
-        }
+        write_environment(cell, folder)
+        defaults = {item.name: item.value for item in cell.env} | {ACCELERATOR: cell.accelerator.kind}
         assert sets(folder, {}) == (defaults, [])
         for profile in cell.accelerator.profiles:
             found, told = sets(folder, {"RLHF_STACK_PROFILE": profile.name})

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from scripts.errors import UserError
-from scripts.images import image_build
+from scripts.images import inputs
+from scripts.images.inputs import NAMESPACE, image_labels, with_vendor_compiler
 from scripts.locks import lockfile, preflight, resolver
 from scripts.matrix.load import MATRIX, Cell, expand, find, load, parse, stand_ins
 from scripts.matrix.model import STAND_IN, Source
@@ -43,7 +44,7 @@ def test_a_package_that_is_nowhere_is_named_with_its_purpose_and_the_way_out(
     told = str(caught.value)
     assert told.startswith(f"{cell.id} cannot be made here without the wheels, which are torch: ")
     assert "torch==1+rocm" in told
-    assert told.endswith(f"python -m scripts.images.image_build {cell.id} --stand-in")
+    assert told.endswith(f"python -m scripts build {cell.id} --stand-in")
     client.images.get.assert_not_called()
 
 
@@ -97,10 +98,8 @@ def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> Non
 
 def test_a_stand_in_says_so_in_a_label_and_is_listed_in_no_other_cell() -> None:
     cell = find(load(), ROCM[0].id + STAND_IN)
-    assert image_build.labels(cell, "base", [])[f"{image_build.NAMESPACE}.stand-in"] == cell.stand_in
-    assert not any(
-        f"{image_build.NAMESPACE}.stand-in" in image_build.labels(other, "b", []) for other in expand(load())
-    )
+    assert image_labels(cell, "base", [])[f"{NAMESPACE}.stand-in"] == cell.stand_in
+    assert not any(f"{NAMESPACE}.stand-in" in image_labels(other, "b", []) for other in expand(load()))
 
 
 def test_a_cell_that_was_never_locked_is_no_stale_lock(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,12 +145,12 @@ def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
         return Done(len(asked) - 1)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(image_build, "docker_command", lambda: ["docker"])
-    assert image_build.toolchain(find(load(), load().default), "builder:1") == "builder:1"
-    tag = image_build.toolchain(cell, "builder:1")
+    monkeypatch.setattr(inputs, "docker_command", lambda: ["docker"])
+    assert with_vendor_compiler(find(load(), load().default), "builder:1") == "builder:1"
+    tag = with_vendor_compiler(cell, "builder:1")
     assert tag.startswith("builder:1-")
     assert {"--build-arg=BUILDER_BASE=builder:1", "--build-arg=VENDOR=vendor/dev:1", f"--tag={tag}"} <= set(
         asked[0]
     )
     with pytest.raises(UserError, match="the compiler of vendor/dev:1 cannot be taken: no such image"):
-        image_build.toolchain(cell, "builder:1")
+        with_vendor_compiler(cell, "builder:1")

@@ -9,13 +9,13 @@ import pytest
 from scripts.docker import registry
 from scripts.docker.registry import Remote
 from scripts.errors import UserError
-from scripts.images import image_build
+from scripts.images.inputs import INPUTS, REVISION, image_labels
 from scripts.matrix.load import Cell, expand, load
 from scripts.release import publish
 from scripts.testing import records
 
 CELL = next(cell for cell in expand(load()) if cell.is_default)
-LABELS = {**image_build.labels(CELL, "base", []), image_build.REVISION: "a" * 40, image_build.INPUTS: "given"}
+LABELS = {**image_labels(CELL, "base", []), REVISION: "a" * 40, INPUTS: "given"}
 IMAGE, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 THERE = Remote(MANIFEST, IMAGE, (("sha256:" + "a" * 64, 100), ("sha256:" + "b" * 64, 20)))
 
@@ -112,10 +112,10 @@ def passed(revision: str) -> dict[str, records.Record]:
         ({"io.rlhf-stacks.cell": "other"}, "is the tag of another image"),
         ({"io.rlhf-stacks.stand-in": "torch"}, "is a stand-in"),
         ({"org.opencontainers.image.version": "1-x"}, r"was built for another release \(1-x\)"),
-        ({image_build.REVISION: "abc-dirty"}, "was built from a dirty tree"),
-        ({image_build.INPUTS: "other"}, "was built from aaaaaaaaaaaa, a build is given other files now"),
+        ({REVISION: "abc-dirty"}, "was built from a dirty tree"),
+        ({INPUTS: "other"}, "was built from aaaaaaaaaaaa, a build is given other files now"),
         (
-            {image_build.REVISION: "", image_build.INPUTS: ""},
+            {REVISION: "", INPUTS: ""},
             "was built from no commit, a build is given other files now",
         ),
     ],

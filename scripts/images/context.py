@@ -1,0 +1,134 @@
+"""Lay out the build context of a cell from the matrix, the lock, the patched wheels and ``images/``."""
+
+import shutil
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+import msgspec
+
+from scripts.images import wheels
+from scripts.images.pins import local_wheels, pinned, repin, source_pin
+from scripts.locks import lockfile
+from scripts.locks.index_config import PipConfig
+from scripts.matrix.load import Cell, Setting
+from scripts.matrix.model import Layer
+from scripts.patches.pristine import fetch_pristine
+from scripts.patches.series import series_of
+from scripts.paths import ROOT
+
+IMAGES = ROOT / "images"
+CONTEXTS = ROOT / "build" / "context"
+PATCHED = ROOT / "build" / "wheels" / "patched"
+LAYERS = ("torch", "vllm", "ray", "openrlhf")  # stages of images/Dockerfile that the matrix fills
+ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.config.env_vars
+
+
+def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
+    """Write the build context of a cell to a folder of ``contexts`` and return the folder."""
+    folder = contexts / cell.id
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(IMAGES / "rootfs", folder / "rootfs")
+    shutil.copytree(IMAGES / "tools", folder / "tools")
+    place(_uv(), folder / "tools" / "uv")
+    lock_file = lockfile.path(cell)
+    lockfile.require(cell)
+    patched = wheels.make_wheels(series_of(cell), lock_file, PATCHED)
+    replacements = dict(pinned(wheel) for wheel in patched)
+    lock_text = lock_file.read_text(encoding="utf-8")
+    layers = lockfile.layers(lock_text, cell)
+    texts = {name: repin(text, replacements) for name, text in layers.items()}
+    for layer in cell.layers:
+        (folder / "wheels" / layer.name).mkdir(parents=True)
+        for wheel in local_wheels(texts[layer.name], [*config.find_links, PATCHED]):
+            place(wheel, folder / "wheels" / layer.name / wheel.name)
+        write(folder / "trim" / f"{layer.name}.txt", "".join(f"{t.action} {t.path}\n" for t in layer.trim))
+        _place_side_by_side(cell, layer, folder / "side_by_side" / layer.name)
+        _place_sources(cell, layer, lock_text, folder / "sources" / layer.name)
+    runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
+    place(runtime, folder / "wheels" / "stack" / runtime.name)
+    texts["stack"] = pinned(runtime)[1]
+    write(folder / "trim" / "stack.txt", "")
+    (folder / "side_by_side" / "stack").mkdir(parents=True)
+    for name, text in texts.items():
+        write(folder / "requirements" / f"{name}.txt", text)
+    pins = [block.split()[0] for text in texts.values() for block in lockfile.blocks(text)]
+    write(folder / "etc" / "constraints.txt", "".join(f"{pin}\n" for pin in pins))
+    shutil.copy(lock_file, folder / "etc" / "lock.txt")
+    cell_json = msgspec.json.format(msgspec.json.encode(cell), indent=2).decode()
+    write(folder / "etc" / "cell.json", cell_json + "\n")
+    write_environment(cell, folder / "etc")
+    write(folder / "Dockerfile", dockerfile(cell))
+    return folder
+
+
+def dockerfile(cell: Cell) -> str:
+    """Return images/Dockerfile with the env defaults of the cell appended."""
+    lines = [
+        f"# {setting.reason} ({setting.source})\nENV {setting.name}={quoted(setting.value)}"
+        for setting in cell.env
+    ]
+    text = (IMAGES / "Dockerfile").read_text(encoding="utf-8").rstrip()
+    return "\n".join([text, f"ENV {ACCELERATOR}={cell.accelerator.kind}", *lines]) + "\n"
+
+
+def quoted(value: str) -> str:
+    """Quote a value for ENV and LABEL of a Dockerfile, without expansion."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$")
+    return f'"{escaped}"'
+
+
+def write_environment(cell: Cell, folder: Path) -> None:
+    """Write the env defaults and profiles that the entrypoint and login shells read."""
+    header = f"# the accelerator of this image\n{ACCELERATOR}={cell.accelerator.kind}\n"
+    write(folder / "env", header + _settings_file(cell.env))
+    (folder / "profiles").mkdir(parents=True)
+    for profile in cell.accelerator.profiles:
+        write(folder / "profiles" / profile.name, _settings_file(profile.env))
+
+
+def place(source: Path, target: Path) -> None:
+    """Hard-link a file into the context, because wheels are large; copy it across file systems."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def write(target: Path, text: str) -> None:
+    """Write a file of the context."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def _settings_file(settings: Iterable[Setting]) -> str:
+    """Format settings for images/rootfs/usr/local/lib/rlhf-stack/environment, one line each."""
+    return "".join(f"# {' '.join(item.reason.split())}\n{item.name}={item.value}\n" for item in settings)
+
+
+def _uv() -> Path:
+    """Return the uv binary of this environment, which the build uses too."""
+    files = distribution("uv").files or []
+    return next(Path(str(file.locate())) for file in files if file.name == "uv" and file.parent.name == "bin")
+
+
+def _place_side_by_side(cell: Cell, layer: Layer, folder: Path) -> None:
+    """Place the layer's side-by-side wheels into a subfolder each, named like their folder in the image."""
+    folder.mkdir(parents=True)
+    for item in cell.side_by_side:
+        if item.layer == layer.name:
+            wheel = fetch_pristine(item.package, item.version, [item.sha256])
+            place(wheel, folder / item.folder / wheel.name)
+
+
+def _place_sources(cell: Cell, layer: Layer, lock_text: str, folder: Path) -> None:
+    """Place what the source builds of a layer need: the environment, and recipes with their pin."""
+    builds = [build for build in cell.build_from_source if build.package in layer.packages]
+    settings = [f"{setting.name}='{setting.value}'" for build in builds for setting in build.env]
+    write(folder / "env", "\n".join(settings) + "\n")
+    for build in builds:
+        if build.recipe:
+            shutil.copytree(IMAGES / "sources" / build.recipe, folder / build.recipe)
+            write(folder / build.recipe / "sdist.txt", source_pin(cell, build.package, lock_text))

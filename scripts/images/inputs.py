@@ -1,0 +1,115 @@
+"""The inputs of a build, and their digest: the same digest means the same image, bit for bit."""
+
+import functools
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from docker.models.images import Image
+
+from scripts.digests import sha256, sha256_file
+from scripts.docker.client import docker_command
+from scripts.errors import UserError
+from scripts.git import DIRTY
+from scripts.images import rootfs
+from scripts.images.context import CONTEXTS, IMAGES, PATCHED, lay_out
+from scripts.locking import exclusive_lock
+from scripts.locks import index_config
+from scripts.locks.index_config import PipConfig
+from scripts.matrix.load import Cell
+from scripts.patches.series import series_of
+
+NAMESPACE = "io.rlhf-stacks"
+INPUTS = f"{NAMESPACE}.inputs"  # the label with `Inputs.digest`
+REVISION = "org.opencontainers.image.revision"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The build context, the tags of the root filesystems, and the labels."""
+
+    folder: Path
+    runtime: str
+    builder: str
+    labels: Mapping[str, str]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The sha256, in hex, of all inputs: of a file its path, content and executable bit."""
+        files = {
+            str(path.relative_to(self.folder)): [sha256_file(path), os.access(path, os.X_OK)]
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
+        everything = {"files": files, "roots": [self.runtime, self.builder], "labels": self.labels}
+        return sha256(msgspec.json.encode(everything, order="sorted"))
+
+    def matches(self, image: Image) -> bool:
+        """Return whether ``image`` was built from these inputs, in a checkout without uncommitted files."""
+        dirty = image.labels.get(REVISION, "").endswith(DIRTY)
+        return image.labels.get(INPUTS) == self.digest and not dirty
+
+
+def collect(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Inputs:
+    """Lay out the build context in a folder of ``contexts`` and return the inputs of a build."""
+    runtime, builder = (rootfs.image(root) for root in rootfs.roots(cell))
+    applied = [f"{s.package}/{p.name}" for s in series_of(cell) for p in s.patches]
+    with exclusive_lock(PATCHED, "the layout of another build"):  # each writes rlhf_stack's wheel there
+        folder = lay_out(cell, config, contexts)
+    return Inputs(folder, runtime, with_vendor_compiler(cell, builder), image_labels(cell, runtime, applied))
+
+
+def digest_for(cell: Cell) -> str:
+    """Return `Inputs.digest` of a build of the cell from the current checkout."""
+    with build_lock(cell):
+        return collect(cell, index_config.load()).digest
+
+
+def build_lock(cell: Cell) -> AbstractContextManager[None]:
+    """Return a lock on the cell's folder of `CONTEXTS`."""
+    return exclusive_lock(CONTEXTS / "locks" / cell.id, f"a build of {cell.id}")
+
+
+def image_labels(cell: Cell, base_tag: str, applied: Iterable[str]) -> dict[str, str]:
+    """Return the labels of an image, without `REVISION` and `INPUTS`; ``applied`` are names of patches."""
+    versions = {f"{NAMESPACE}.version.{name}": version for name, version in sorted(cell.versions.items())}
+    return {
+        "org.opencontainers.image.title": cell.tag,
+        "org.opencontainers.image.description": "OpenRLHF on Ray and vLLM, tested on several nodes",
+        "org.opencontainers.image.version": f"{cell.release}-{cell.id}",
+        "org.opencontainers.image.licenses": "Apache-2.0",
+        "org.opencontainers.image.base.name": base_tag,
+        f"{NAMESPACE}.cell": cell.id,
+        f"{NAMESPACE}.accelerator": cell.accelerator.kind,
+        f"{NAMESPACE}.support.from": str(cell.support.since),
+        f"{NAMESPACE}.support.until": str(cell.support.until),
+        f"{NAMESPACE}.verified": cell.tested.verified,
+        f"{NAMESPACE}.unverified": cell.tested.unverified,
+        f"{NAMESPACE}.patches": " ".join(applied),
+        **({f"{NAMESPACE}.stand-in": cell.stand_in} if cell.stand_in else {}),
+        **versions,
+    }
+
+
+def with_vendor_compiler(cell: Cell, builder: str) -> str:
+    """Return the tag of the builder root, with the vendor's compiler if the cell takes it from an image."""
+    vendor = next((source.image for source in cell.sources if source.image), None)
+    if vendor is None:
+        return builder
+    tag = f"{builder}-{sha256(vendor)[:12]}"
+    arguments = [f"--build-arg=BUILDER_BASE={builder}", f"--build-arg=VENDOR={vendor}", f"--tag={tag}"]
+    done = subprocess.run(
+        [*docker_command(), "build", *arguments, str(IMAGES / "vendor")],
+        env={**os.environ, "DOCKER_BUILDKIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        error = done.stderr.strip().splitlines()[-1]
+        raise UserError(f"the compiler of {vendor} cannot be copied to the builder: {error}")
+    return tag
