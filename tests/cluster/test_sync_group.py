@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from datetime import timedelta
 
 import pytest
@@ -122,11 +123,21 @@ def test_auto_takes_gloo_without_gpus_and_every_rank_says_why(capfd):
 
 
 @pytest.mark.timeout(90)
-def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (sync.SyncError("unhandled system error"), "unhandled system error"),
+        (AssertionError(), "AssertionError"),
+        (AttributeError("ncclCommInitRankConfig"), "ncclCommInitRankConfig"),
+        (OSError(), "OSError"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, capfd, error, reason):
     def pretended(members, _device):
         """Stands for an NCCL group, which this machine cannot have: rank 1 cannot join, the others wait."""
         if members.rank == 1:
-            raise sync.SyncError("unhandled system error")
+            raise error
         members.connect_to_store().wait(["what rank 1 never sets"], timedelta(seconds=60))
 
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
@@ -142,7 +153,47 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
         return group.name, tensor.tolist()
 
     assert together(exchange) == dict.fromkeys(range(WORLD), ("gloo", [0.0] * 3))
-    assert "rank 1 on 127.0.0.1: unhandled system error" in capfd.readouterr().out
+    assert f"rank 1 on 127.0.0.1: {reason}" in capfd.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
+    """It fails while a sync over gloo is in progress, and closes the group that it still joins."""
+    begun, published, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        def close(self):
+            closed.set()
+
+    def pretended(members, _device):
+        begun.wait(60)
+        members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
+        published.set()
+        return Late()
+
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "30")
+    monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(
+        backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
+    )
+    monkeypatch.setattr(backend, "_nccl", pretended)
+
+    def exchange(rank, port):
+        group = join(rank, port, "auto")
+        tensor = torch.full((3,), 7 if rank == 0 else 0, dtype=torch.uint8)
+        with group.syncing():
+            begun.set()
+            if rank == 0:
+                assert published.wait(60)
+            held = group.buffers.for_bucket(3, 0)
+            held.copy_(tensor) if rank == 0 or group.in_place else None
+            transfer = group.start([held], "bucket 1 of 1")
+            transfer.finish()
+            if rank:
+                transfer.release()
+        return group.name, held.tolist(), closed.wait(30)
+
+    assert together(exchange, seconds=100) == dict.fromkeys(range(WORLD), ("gloo", [7] * 3, True))
 
 
 @pytest.mark.timeout(60)

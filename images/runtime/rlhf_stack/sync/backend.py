@@ -62,7 +62,7 @@ def create_group(host: str, port: int, rank: int, world: int, device: Any, backe
     check_backend(backend, with_ray=False)
     members = Members(host, port, rank, world)
     if backend == "auto":
-        return backend_selection.select_group(members, lambda: _nccl(members, device))
+        return backend_selection.select_group(members, lambda separate: _nccl(separate, device))
     if backend == "nccl" and devices.is_gpu():
         return _nccl(members, device)
     if backend == "nccl" and rank == 0:

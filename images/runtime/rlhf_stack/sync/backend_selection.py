@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
-from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
 from rlhf_stack.sync.membership import Members
@@ -39,41 +38,64 @@ def nccl_obstacle(ranks: Sequence[RankDevice], describe: Callable[[int], str]) -
     return ""
 
 
-def select_group(members: Members, join_nccl: Callable[[], WeightGroup]) -> WeightGroup:
+def select_group(members: Members, join_nccl: Callable[[Members], WeightGroup]) -> WeightGroup:
     """Return a group of the backend that works, the same on every rank; each rank logs which one and why.
 
     ``join_nccl`` joins an NCCL group. If it fails or takes longer than a minute on any rank, all use gloo.
     """
     devices_json = members.exchange("facts", json.dumps(asdict(_own_device())), _deadline())
     reason = nccl_obstacle([RankDevice(**json.loads(text)) for text in devices_json], members.describe)
-    group: WeightGroup | None = None
+    own = members.describe(members.rank)
     if not reason:
-        seconds = min(PROBE_SECONDS, env_vars.sync_timeout() / 2)
-        probe = Background(lambda: _probe(join_nccl))
-        late = f"no broadcast over NCCL finished within {seconds:g} s"
-        group, problem = probe.result() if probe.done(seconds) else (None, late)
+        trial = NcclTrial(members.separate("nccl trial"), join_nccl)
+        problem = trial.problem(min(PROBE_SECONDS, env_vars.sync_timeout() / 2))
         problems = members.exchange("tried", problem, _deadline())
         reason = "; ".join(f"{members.describe(rank)}: {text}" for rank, text in enumerate(problems) if text)
-    own = members.describe(members.rank)
-    if group is None or reason:
-        run_log.info(f"weight sync, {own}: auto selects gloo: {reason}")
-        return GlooGroup(members)
-    run_log.info(f"weight sync, {own}: auto selects nccl: a broadcast reached all ranks")
-    return group
+        if trial.group is not None and not reason:
+            run_log.info(f"weight sync, {own}: auto selects nccl: a broadcast reached all ranks")
+            return trial.group
+        trial.abandon()
+    run_log.info(f"weight sync, {own}: auto selects gloo: {reason}")
+    return GlooGroup(members)
 
 
-def _probe(join_nccl: Callable[[], WeightGroup]) -> tuple[WeightGroup | None, str]:
-    """Return the NCCL group and why a test broadcast in it failed ("" if it succeeded)."""
-    import torch
+class NcclTrial:
+    """A broadcast over NCCL in the background, among ``members`` that nothing else uses.
 
-    try:
-        group = join_nccl()
-        sent = torch.arange(PROBE_BYTES, dtype=torch.uint8, device=group.device)
-        received = sent.clone() if group.rank == 0 else torch.zeros_like(sent)
-        group.start([received], "a test broadcast").finish()
-    except (SyncError, RuntimeError, OSError) as error:
-        return None, str(error).splitlines()[0]
-    return group, "" if bool(torch.equal(received, sent)) else "a test broadcast delivered different bytes"
+    It runs in this process: another one would need memory for a second CUDA context beside the engine's.
+    """
+
+    def __init__(self, members: Members, join: Callable[[Members], WeightGroup]) -> None:
+        self.group: WeightGroup | None = None
+        self._abandoned = False
+        self._probe = Background(lambda: self._run(members, join))
+
+    def problem(self, seconds: float) -> str:
+        """Wait at most ``seconds``; return why the trial failed, "" if it succeeded."""
+        if self._probe.done(seconds):
+            return self._probe.result()
+        return f"no broadcast over NCCL finished within {seconds:g} s"
+
+    def abandon(self) -> None:
+        """Abort the trial and close its group, now or as soon as joining it returns."""
+        self._abandoned = True
+        if self.group is not None:
+            self.group.close()
+
+    def _run(self, members: Members, join: Callable[[Members], WeightGroup]) -> str:
+        import torch
+
+        try:
+            self.group = group = join(members)
+            if self._abandoned:
+                group.close()
+                return "abandoned"
+            sent = torch.arange(PROBE_BYTES, dtype=torch.uint8, device=group.device)
+            received = sent.clone() if group.rank == 0 else torch.zeros_like(sent)
+            group.start([received], "a test broadcast").finish()
+            return "" if torch.equal(received, sent) else "a test broadcast delivered different bytes"
+        except Exception as error:  # whatever failed, every rank must hear of it and use gloo
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _own_device() -> RankDevice:
@@ -93,8 +115,8 @@ def _nccl_problem() -> str:
         return "" if torch.distributed.is_nccl_available() else "torch was built without it"
     try:
         NCCLLibrary()
-    except (OSError, RuntimeError, AttributeError) as error:
-        return str(error).splitlines()[0]
+    except Exception as error:  # of a library of any version: assertions and missing symbols too
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ""
 
 

@@ -120,6 +120,10 @@ class GlooGroup:
         """See `WeightGroup`."""
         return self._members.syncing()
 
+    def close(self) -> None:
+        """See `WeightGroup`: gloo closes its connections when nothing refers to the group."""
+        self._group, self.buffers = None, Buffers(self.device, pinned=False)
+
     def _lead(
         self, parts: Sequence["torch.Tensor"], slot: int
     ) -> tuple[Callable[[], None], Callable[[], None]]:

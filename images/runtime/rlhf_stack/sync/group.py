@@ -46,6 +46,9 @@ class WeightGroup(Protocol):
     def describe(self, rank: int) -> str:
         """Return a rank's number and node, for logs and errors."""
 
+    def close(self) -> None:
+        """Abort what is in progress and release connections and memory; the group cannot be used again."""
+
 
 class Buffers:
     """A process's `SLOTS` buffers, reused by every sync; each grows to the largest bucket."""

@@ -1,5 +1,6 @@
 """The ranks of a sync group: their rendezvous, and the diagnosis of which rank caused a failed transfer."""
 
+import copy
 import os
 import socket
 import time
@@ -63,6 +64,18 @@ class Members:
 
         limit = timedelta(seconds=self._seconds)
         return dist.TCPStore(self._host, self._port, None, False, limit, wait_for_workers=False)
+
+    def separate(self, name: str) -> "Members":
+        """Return the same ranks with another connection and keys of their own, under ``name``.
+
+        A failure among these ranks does not reach those that use ``self``, and the other way round.
+        """
+        import torch.distributed as dist
+
+        separated = copy.copy(self)
+        separated.store = dist.PrefixStore(name, self.connect_to_store())
+        separated._sync, separated._diagnosed, separated._failure_query = 0, False, None
+        return separated
 
     @contextmanager
     def syncing(self) -> Iterator[None]:

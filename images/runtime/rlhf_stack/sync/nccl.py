@@ -83,6 +83,10 @@ class _StreamGroup:
         """See `WeightGroup`."""
         return self._members.syncing()
 
+    def close(self) -> None:
+        """See `WeightGroup`."""
+        raise NotImplementedError
+
     def _failure(self, what: str, error: RuntimeError) -> SyncError:
         return self._members.failure(f"nccl, {what}", error)
 
@@ -112,10 +116,13 @@ class NcclGroup(_StreamGroup):
         """See `WeightGroup`."""
         self._communicator.broadcast(tensor, src=src, stream=stream)
 
-    def _failure(self, what: str, error: RuntimeError) -> SyncError:
-        """Return the error, and abort NCCL's operations on this GPU."""
-        failure = super()._failure(what, error)
+    def close(self) -> None:
+        """See `WeightGroup`: NCCL's operations on this GPU are aborted."""
         self._communicator.destroy()
+
+    def _failure(self, what: str, error: RuntimeError) -> SyncError:
+        failure = super()._failure(what, error)
+        self.close()
         return failure
 
 
@@ -144,3 +151,9 @@ class TorchNcclGroup(_StreamGroup):
         import torch.distributed as dist
 
         dist.broadcast(tensor, src, group=self._group)
+
+    def close(self) -> None:
+        """See `WeightGroup`: torch aborts the communicator."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self._group)

@@ -49,26 +49,33 @@ class Probe:
 
     def transfer(self, host: str, port: int, rank: int, world: int, size: int) -> Outcome:
         """Join a group as ``rank``; rank 0, on ``host``, sends about ``size`` bytes in several dtypes."""
-        import torch
-
         start = time.monotonic()
         group = sync.create_group(host, port, rank, world, devices.current_device(), self._backend)
         connected = time.monotonic() - start
-        sent = torch.cat([tensor.view(torch.uint8) for tensor in bucket(size)]).to(group.device)
-        held = group.buffers.for_bucket(sent.numel(), 0)
-        if rank == 0:
-            held.copy_(sent)
-        elif group.in_place:  # else these are rank 0's
-            held.zero_()
-        taken = []
-        for _ in range(REPEATS):
-            with group.syncing():
-                _send(group, held[:1], "the first byte of the bucket")  # all begin together
-                start = time.monotonic()
-                _send(group, held, "the bucket")
-                taken.append(time.monotonic() - start)
-        equal = torch.equal(sent, held)
-        return Outcome(connected, min(taken), sent.numel(), equal)
+        try:
+            return Outcome(connected, *_measure(group, size))
+        finally:
+            group.close()
+
+
+def _measure(group: WeightGroup, size: int) -> tuple[float, int, bool]:
+    """Send about ``size`` bytes `REPEATS` times; the best seconds, the bytes, whether they are correct."""
+    import torch
+
+    sent = torch.cat([tensor.view(torch.uint8) for tensor in bucket(size)]).to(group.device)
+    held = group.buffers.for_bucket(sent.numel(), 0)
+    if group.rank == 0:
+        held.copy_(sent)
+    elif group.in_place:  # else these are rank 0's
+        held.zero_()
+    taken = []
+    for _ in range(REPEATS):
+        with group.syncing():
+            _send(group, held[:1], "the first byte of the bucket")  # all begin together
+            start = time.monotonic()
+            _send(group, held, "the bucket")
+            taken.append(time.monotonic() - start)
+    return min(taken), sent.numel(), torch.equal(sent, held)
 
 
 def _send(group: WeightGroup, part: "torch.Tensor", what: str) -> None:
