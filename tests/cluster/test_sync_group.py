@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +14,7 @@ from ports import free_port
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import backend, backend_selection
+from rlhf_stack.sync import backend, backend_selection, membership
 from rlhf_stack.sync.membership import Members
 
 WORLD = 3
@@ -173,6 +174,7 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
 
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "30")
     monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(
         backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
     )
@@ -185,6 +187,7 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
             begun.set()
             if rank == 0:
                 assert published.wait(60)
+                time.sleep(1)  # the others look for a failure 10 times meanwhile
             held = group.buffers.for_bucket(3, 0)
             held.copy_(tensor) if rank == 0 or group.in_place else None
             transfer = group.start([held], "bucket 1 of 1")
