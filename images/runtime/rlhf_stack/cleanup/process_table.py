@@ -1,6 +1,6 @@
-"""The processes of this machine (of this container, where it is one), and what they are to Ray.
+"""Reads the processes of this machine or container, and their role in Ray.
 
-A process that belongs to somebody else shows its command at most: its environment is None then.
+The environment of another user's process is not readable and therefore None.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ HELPERS = (
     "ray.util.client.server",
     "ray/autoscaler/_private/monitor.py",
 )
-JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in what Ray's job server starts, and in all that this starts
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job server for the driver and inherited by its children
 ZOMBIE = "Z"
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process; ``started``, in clock ticks since the machine booted, and ``pid`` name it for good."""
+    """A process, identified by ``pid`` and ``started`` (clock ticks since boot)."""
 
     pid: int
     parent: int
@@ -41,7 +41,7 @@ class Process:
 
     @property
     def role(self) -> str:
-        """What it is to Ray, as far as its command and its environment tell."""
+        """Its role in Ray, derived from its command and environment."""
         first = self.command[0] if self.command else ""
         if first.startswith("ray::"):
             return HELPER if first.strip() in AGENTS else WORKER
@@ -53,20 +53,20 @@ class Process:
 
     @property
     def session(self) -> str | None:
-        """The Ray session that its command names, such as "session_2026-11-21_18-46-39_814375_9"."""
+        """The Ray session in its command, such as "session_2026-11-21_18-46-39_814375_9"; None if none."""
         found = SESSION.search(" ".join(self.command))
         return found[0] if found else None
 
     @property
     def line(self) -> str:
-        """Its command in one line, for people."""
+        """Its command in one line."""
         return " ".join(" ".join(self.command).split())
 
 
 def snapshot(proc: Path = PROC) -> list[Process]:
-    """Every process that can be seen, by number; one that ends meanwhile is left out.
+    """Read all visible processes, ordered by pid; those that end meanwhile are omitted.
 
-    So are those of other containers, which the host's own processes see.
+    On a host, the processes of containers are omitted too.
     """
     found, ours = [], _container(proc / "self")
     for folder in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
@@ -77,7 +77,7 @@ def snapshot(proc: Path = PROC) -> list[Process]:
 
 
 def descendants(of: Iterable[int], processes: Iterable[Process]) -> set[int]:
-    """``of`` and all that descends from them."""
+    """The pids ``of`` and those of all their descendants."""
     below: dict[int, list[int]] = {}
     for process in processes:
         below.setdefault(process.parent, []).append(process.pid)
@@ -92,7 +92,7 @@ def descendants(of: Iterable[int], processes: Iterable[Process]) -> set[int]:
 
 
 def gcs_address(processes: Iterable[Process]) -> str | None:
-    """The address of the cluster that a raylet of this machine is part of, or None without one."""
+    """The GCS address of the raylet of this machine; None without a raylet."""
     for process in processes:
         found = GCS_ADDRESS.search(process.line) if process.role == RAYLET else None
         if found:
@@ -101,7 +101,7 @@ def gcs_address(processes: Iterable[Process]) -> str | None:
 
 
 def declared_resources(processes: Iterable[Process]) -> dict[str, float]:
-    """The resources that the raylet of this machine was started with, such as ``GPU``; empty without one.
+    """The resources that the raylet of this machine declares, such as ``GPU``; empty without a raylet.
 
     ``memory`` and ``object_store_memory`` are in bytes.
     """
@@ -114,7 +114,7 @@ def declared_resources(processes: Iterable[Process]) -> dict[str, float]:
 
 
 def _read(folder: Path) -> Process:
-    # After the command in brackets, which may have any character: state, parent, ... and, as 20th, the start.
+    # Fields after the command in brackets, which may contain any character: state, parent, ..., start (20th).
     status = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     command = (folder / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
     return Process(
@@ -129,7 +129,7 @@ def _read(folder: Path) -> Process:
 
 
 def _container(folder: Path) -> str | None:
-    """What tells the processes of one container from those of another; None if it may not be read."""
+    """The PID namespace of a process, which identifies its container; None if not readable."""
     try:
         return str((folder / "ns" / "pid").readlink())
     except PermissionError:

@@ -1,4 +1,4 @@
-"""What a dead run left on this node: of this user, in this container, and of a run of Ray that is over."""
+"""Finds what a dead run left on this node: processes and segments of this user in this container."""
 
 import os
 import re
@@ -9,23 +9,19 @@ from pathlib import Path
 from rlhf_stack.cleanup import process_table, terminate
 from rlhf_stack.cleanup.process_table import Process
 
-OF_A_WORKER = "RAY_RAYLET_PID"  # Ray gives it to its workers, and they to what they start
-STARTING = "ray/_private/workers/"  # a worker that has not its name yet
-SHM = Path("/dev/shm")  # noqa: S108  (where segments are)
-# The names of segments: multiprocessing's (of vLLM's queues and torch's loaders), torch's, NCCL's and vLLM's.
+WORKER_MARK = "RAY_RAYLET_PID"  # set by Ray for its workers, and inherited by their children
+STARTING = "ray/_private/workers/"  # in the command of a worker that has not renamed itself yet
+SHM = Path("/dev/shm")  # noqa: S108  (the location of segments)
+# Names of segments: of multiprocessing (vLLM's queues, torch's data loaders), torch, NCCL and vLLM.
 SEGMENT = re.compile(r"(psm_|sem\.mp-|torch_\d+_|nccl-|mp-)\w*|\S+-cpushm_\d+")
-OWN_SHM = (
-    "shm"  # what Docker calls the /dev/shm of one container; another container's segments lie in no such one
-)
-ENDING_SECONDS = 5.0
-FIRST_CONTAINER = (
-    "pid:[4026531836]"  # the kernel's number for the machine itself, where every process is seen
-)
+OWN_SHM = "shm"  # the mount source of a /dev/shm that Docker created for this container alone
+EXIT_SECONDS = 5.0
+HOST_PIDS = "pid:[4026531836]"  # the kernel's initial PID namespace, in which every process is visible
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of shared memory; ``age`` in seconds since it was last changed."""
+    """A shared-memory file; ``size`` in bytes, ``age`` in seconds since its last change."""
 
     path: str
     size: int
@@ -34,25 +30,25 @@ class Segment:
 
 
 def orphaned_workers(table: Sequence[Process], uid: int) -> list[Process]:
-    """The workers of Ray, and what they started, of ``uid``, that no living worker of a living raylet holds.
+    """The Ray workers of ``uid`` and their children without a live worker of a live raylet as ancestor.
 
-    Whatever Ray's workers start carries `OF_A_WORKER`, also when it is handed to another parent.
+    Children of Ray workers inherit `WORKER_MARK`, even if they get another parent.
     """
     raylets = {p.pid for p in table if p.role == process_table.RAYLET and p.state != process_table.ZOMBIE}
     used = process_table.descendants((p.pid for p in table if _in_use(p, raylets)), table)
     return [
         p
         for p in table
-        if p.pid not in used and p.uid == uid and p.state != process_table.ZOMBIE and _of_a_worker(p)
+        if p.pid not in used and p.uid == uid and p.state != process_table.ZOMBIE and _is_from_worker(p)
     ]
 
 
 def stale_session_processes(
     table: Sequence[Process], uid: int, age: Mapping[int, float], least: float
 ) -> list[Process]:
-    """The processes of ``uid`` that serve a session of Ray of which no raylet and no `ray start` lives here.
+    """The server processes of ``uid`` whose Ray session has neither a raylet nor a running `ray start`.
 
-    ``age`` in seconds, by number; one younger than ``least`` may belong to a node that is starting.
+    ``age`` in seconds by pid; a process younger than ``least`` may belong to a node that is starting.
     """
     alive = {p.session for p in table if p.role == process_table.RAYLET}
     starting = {p.pid for p in table if "start" in p.command and "ray" in " ".join(p.command)}
@@ -69,20 +65,22 @@ def stale_session_processes(
     ]
 
 
-def unused_segments(segments: Iterable[Segment], held: set[str], uid: int, least: float) -> list[Segment]:
-    """The segments of ``uid`` that no process has open or mapped, older than ``least`` seconds."""
-    return [s for s in segments if s.uid == uid and s.path not in held and s.age >= least]
+def unused_segments(
+    segments: Iterable[Segment], open_paths: set[str], uid: int, least: float
+) -> list[Segment]:
+    """The segments of ``uid`` at least ``least`` seconds old that no process has open or mapped."""
+    return [s for s in segments if s.uid == uid and s.path not in open_paths and s.age >= least]
 
 
 def process_ages(table: Iterable[Process]) -> dict[int, float]:
-    """For each process how long ago it started, in seconds."""
+    """The seconds since the start of each process, by pid."""
     up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     tick = os.sysconf("SC_CLK_TCK")
     return {process.pid: up - process.started / tick for process in table}
 
 
 def segments(now: float, folder: Path = SHM) -> list[Segment]:
-    """The segments whose names are those of the stack; ``now`` in unix seconds."""
+    """The segments with names that the stack uses; ``now`` in Unix seconds."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if SEGMENT.match(path.name):
@@ -92,26 +90,26 @@ def segments(now: float, folder: Path = SHM) -> list[Segment]:
 
 
 def open_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> set[str] | None:
-    """The files under /dev/shm that a process has open or mapped; None if not every process can be asked.
+    """The files in /dev/shm that a process has open or mapped; None if not all processes are visible.
 
-    It can where /dev/shm is this container's own, or where this is the machine itself.
+    They are if /dev/shm belongs to this container only, or if this is the host.
     """
-    if not (_shm_is_own(proc) or str((proc / "self" / "ns" / "pid").readlink()) == FIRST_CONTAINER):
+    if not (_shm_is_own(proc) or str((proc / "self" / "ns" / "pid").readlink()) == HOST_PIDS):
         return None
     found: set[str] = set()
     for process in table:
         if process.state == process_table.ZOMBIE:
-            continue  # it holds nothing any more, and only root may ask it
+            continue  # it has released its files, and only root may read them
         folder = proc / str(process.pid)
         try:
             links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
             mapped = (folder / "maps").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            continue  # it ended meanwhile
+            continue  # it has ended
         except PermissionError:
-            # One that has let go of its memory answers to root alone until it is over. Another user's holds
-            # no segment that only we may open.
-            if process.uid == os.getuid() and not terminate.exits_within(process, ENDING_SECONDS):
+            # A process that has released its memory is readable by root only until it ends. A process of
+            # another user cannot have a segment of ours open.
+            if process.uid == os.getuid() and not terminate.exits_within(process, EXIT_SECONDS):
                 return None
             continue
         found |= {link for link in links if link.startswith(str(SHM))}
@@ -128,12 +126,12 @@ def _shm_is_own(proc: Path) -> bool:
 
 
 def _in_use(process: Process, raylets: set[int]) -> bool:
-    """Whether a living raylet is the parent of a process for a reason: a worker, or a part of the node."""
+    """Whether a live raylet is the parent of the process, which is a worker or a helper of the node."""
     if process.parent not in raylets:
         return False
     known = process.role in (process_table.WORKER, process_table.HELPER)
     return known or any(STARTING in word for word in process.command)
 
 
-def _of_a_worker(process: Process) -> bool:
-    return process.role == process_table.WORKER or OF_A_WORKER in (process.variables or {})
+def _is_from_worker(process: Process) -> bool:
+    return process.role == process_table.WORKER or WORKER_MARK in (process.variables or {})

@@ -1,4 +1,4 @@
-"""End processes for certain, and only those that were meant: by a handle that no other process can get."""
+"""Terminates exactly the given processes, by pidfd, so that a reused pid is never signalled."""
 
 import os
 import select
@@ -12,9 +12,9 @@ TERM_SECONDS = 5.0
 
 
 def terminate_processes(processes: Iterable[Process], seconds: float = TERM_SECONDS) -> list[int]:
-    """Ask each to end, and kill what has not within ``seconds``; the numbers of those that were ended.
+    """Send SIGTERM, and SIGKILL after ``seconds``; return the pids of the processes that ended.
 
-    A process that ended before, or whose number has gone to another since, is left alone.
+    A process that has already ended is skipped, also if its pid has been reused.
     """
     handles = {process.pid: handle for process in processes if (handle := _handle(process)) is not None}
     try:
@@ -30,7 +30,7 @@ def terminate_processes(processes: Iterable[Process], seconds: float = TERM_SECO
 
 
 def exits_within(process: Process, seconds: float) -> bool:
-    """Whether a process, which is not asked to, is over within ``seconds``."""
+    """Whether a process ends within ``seconds`` without being signalled."""
     handle = _handle(process)
     if handle is None:
         return True

@@ -10,7 +10,7 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
-from rlhf_stack.planning import cluster_spec as of_cluster
+from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
 CONFIG = "config.json"
@@ -94,10 +94,10 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     if sum(ways) != 1:
         raise UserError("describe the machines by exactly one of --nodes N, --cluster FILE and --ray ADDRESS")
     if options.cluster:
-        return of_cluster.read(options.cluster)
+        return cluster_spec.read_machines(options.cluster)
     if options.ray:
         return ray_machines(options.ray, options.gpu_memory)
-    return of_cluster.uniform_machines(
+    return cluster_spec.uniform_machines(
         options.nodes, options.gpus, options.gpu_memory, options.cpus, options.memory
     )
 
@@ -105,7 +105,7 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
 def ray_machines(address: str, gpu_memory: float) -> list[Machine]:
     """Return the machines of the Ray cluster at ``address``; `UserError` if it does not respond."""
     with connected(address):
-        return of_cluster.running(gpu_memory)
+        return cluster_spec.ray_machines(gpu_memory)
 
 
 def read_shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:

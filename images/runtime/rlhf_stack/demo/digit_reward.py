@@ -1,4 +1,4 @@
-"""A rule as reward, for OpenRLHF's ``--reward.remote_url``: the share of digits in the response."""
+"""A reward function for OpenRLHF's ``--reward.remote_url``: the share of digits in the response."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ SPECIAL = ("<eos>", "<pad>", "<bos>")
 
 
 def share_of_digits(response: str) -> float:
-    """Between 0 and 1; an empty response has none."""
+    """The share of digits in ``response``, from 0 to 1; 0 for an empty response."""
     for token in SPECIAL:
         response = response.replace(token, "")
     return sum(character.isdigit() for character in response) / max(len(response), 1)
@@ -19,7 +19,7 @@ def share_of_digits(response: str) -> float:
 def reward_func(
     queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any
 ) -> "dict[str, torch.Tensor | dict[str, torch.Tensor]]":
-    """OpenRLHF's interface: ``queries`` are prompt and response, ``prompts`` the beginning of each."""
+    """The interface of OpenRLHF: ``queries`` are prompt and response, ``prompts`` their prompts."""
     import torch
 
     del labels

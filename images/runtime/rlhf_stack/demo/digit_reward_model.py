@@ -1,8 +1,8 @@
-"""A reward model made by hand: it gives the share of digits in prompt and response.
+"""A reward model with constructed weights: its score is the share of digits in prompt and response.
 
-One layer of Qwen2. The first number of an embedding is the share of digits in its token, the second a
-constant. Queries and keys are zero, so attention takes the mean over all tokens so far; the value head
-reads it.
+It has one Qwen2 layer. The first element of an embedding is the share of digits in its token, the second a
+constant. Queries and keys are zero, so attention averages over all tokens so far; the value head reads the
+average.
 """
 
 from pathlib import Path
@@ -11,14 +11,14 @@ from typing import Any
 from rlhf_stack.demo.digit_reward import share_of_digits
 
 HIDDEN = 64
-SHARE, CONSTANT, MEAN = 0, 1, 2  # what the first numbers of the hidden state are
-WEIGHT = 4.0  # of the constant, which keeps the norms, and so the result, linear within 3 %
+SHARE, CONSTANT, MEAN = 0, 1, 2  # meaning of the first elements of the hidden state
+WEIGHT = 4.0  # of the constant: keeps the norms, and so the result, linear within 3 %
 
 
 def make(out: Path, tokenizer: Any, vocabulary: int) -> None:
-    """Write the model as OpenRLHF's reward models are stored: a backbone and ``value_head.weight``.
+    """Write the model in OpenRLHF's format for reward models: a backbone and ``value_head.weight``.
 
-    A model may use more tokens (``vocabulary``) than its tokenizer has; those have no text.
+    ``vocabulary`` may exceed the size of the tokenizer; the additional tokens have no text.
     """
     import torch
     from safetensors.torch import save_file

@@ -1,7 +1,7 @@
-"""A model, a tokenizer and prompts small enough to train on two cores, made on the spot from a seed.
+"""Creates a model, a tokenizer and prompts, small enough to train on two cores, from a seed.
 
-``python -m rlhf_stack.demo.tiny_model --out DIR --seed 0`` writes DIR/model, DIR/prompts.jsonl and, for an OpenRLHF
-whose reward is a model's, DIR/reward; `rlhf_stack.demo.tiny_run` is how ``train_ppo_ray`` is called on them.
+``python -m rlhf_stack.demo.tiny_model --out DIR --seed 0`` writes DIR/model, DIR/prompts.jsonl and, for an
+OpenRLHF that needs a reward model, DIR/reward; `tiny_run` has the arguments of ``train_ppo_ray`` for them.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def make(out: Path, seed: int, steps: int, layers: int = 2) -> None:
 
 
 def prompts(seed: int, count: int) -> Iterator[str]:
-    """``count`` short questions."""
+    """Generate ``count`` short questions."""
     choose = random.Random(seed)  # noqa: S311
     for _ in range(count):
         yield f"{choose.choice(NAMES)} {choose.randrange(60)} + {choose.randrange(60)}? Answer:"
 
 
 def make_model(out: Path, seed: int, layers: int, heads: int) -> Any:
-    """Write model and tokenizer, and return the tokenizer; the same seed gives the same weights."""
+    """Write the model and its tokenizer, and return the tokenizer; weights depend only on the seed."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlhf_stack.demo.tiny_model", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=28, help="training steps that the prompts must last for")
+    parser.add_argument("--steps", type=int, default=28, help="number of training steps to write prompts for")
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

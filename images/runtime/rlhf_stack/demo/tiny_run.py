@@ -1,6 +1,6 @@
-"""How OpenRLHF's ``train_ppo_ray`` is called on what `rlhf_stack.demo.tiny_model` wrote.
+"""The arguments of OpenRLHF's ``train_ppo_ray`` for the files of `rlhf_stack.demo.tiny_model`.
 
-Its command line has changed over its releases: an entry of `GENERATIONS` for each that a cell carries.
+They differ between releases: `GENERATIONS` has an entry for each kind of command line in the cells.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ RESPONSE = 16
 
 @dataclass(frozen=True)
 class Generation:
-    """Releases of OpenRLHF that are called alike, from ``since`` on.
+    """Releases of OpenRLHF, from ``since`` on, with the same command line.
 
-    ``layouts`` are arguments for two nodes with two GPUs each; ``heads`` are those of the model, which its
-    vLLM has limits for; with ``reward_model`` the reward is a model's and not a function's.
+    ``layouts`` are arguments for two nodes with two GPUs each. ``heads`` is the number of attention heads of
+    the model, which vLLM limits. ``reward_model``: the reward comes from a model, not a function.
     """
 
     since: tuple[int, int]
@@ -33,7 +33,7 @@ class Generation:
 
 
 def installed(release: str | None = None) -> Generation:
-    """The generation of ``release``, by default the OpenRLHF that is installed."""
+    """The generation of ``release``, by default of the installed OpenRLHF."""
     found = release or version("openrlhf")
     major, minor = (int(part) for part in found.split(".")[:2])
     return next(one for one in GENERATIONS if one.since <= (major, minor))
@@ -42,7 +42,7 @@ def installed(release: str | None = None) -> Generation:
 def train_arguments(
     layout: str, directory: Path, steps: int, seed: int, release: str | None = None
 ) -> list[str]:
-    """The arguments for ``steps`` optimiser steps on what `rlhf_stack.demo.tiny_model.make` wrote to ``directory``.
+    """The arguments for ``steps`` optimiser steps on the files of `tiny_model` in ``directory``.
 
     ``directory`` must be the same path on every node. ValueError if this OpenRLHF has no such ``layout``.
     """
@@ -56,7 +56,7 @@ def train_arguments(
 
 
 def _sections(directory: Path, steps: int, seed: int) -> list[str]:
-    """Flags in sections, critic-free advantages, a function as reward."""
+    """Flags in sections, advantages without a critic, a reward function."""
     return [
         *("--actor.model_name_or_path", str(directory / "model")),
         *("--data.prompt_dataset", str(directory / "prompts.jsonl")),
@@ -82,7 +82,7 @@ def _sections(directory: Path, steps: int, seed: int) -> list[str]:
 
 
 def _flat(directory: Path, steps: int, seed: int) -> list[str]:
-    """Flags without sections, a critic, a model as reward."""
+    """Flags without sections, a critic, a reward model."""
     return [
         *("--pretrain", str(directory / "model"), "--critic_pretrain", str(directory / "model")),
         *("--reward_pretrain", str(directory / "reward")),
@@ -103,12 +103,12 @@ GENERATIONS = (
     Generation(
         since=(0, 11),
         layouts={
-            # actor: one node with two GPUs; one engine, tensor-parallel over the two GPUs of the other node
+            # actor on both GPUs of a node, one engine with tensor parallelism 2 on the other node
             "separate": [
                 *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2"),
                 *("--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"),
             ],
-            # everything on the same four GPUs of two nodes; an engine a node, asleep while the actor trains
+            # all roles on the same four GPUs; an engine per node, asleep while the actor trains
             "hybrid": [
                 *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"),
                 *("--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"),
@@ -121,7 +121,7 @@ GENERATIONS = (
     Generation(
         since=(0, 5),
         layouts={
-            # actor with reference, critic with reward model, and two engines: a GPU each
+            # actor with reference, critic with reward model, and two engines, on one GPU each
             "separate": [
                 *("--actor_num_nodes", "1", "--actor_num_gpus_per_node", "1"),
                 *("--ref_num_nodes", "1", "--ref_num_gpus_per_node", "1", "--colocate_actor_ref"),
@@ -129,7 +129,7 @@ GENERATIONS = (
                 *("--reward_num_nodes", "1", "--reward_num_gpus_per_node", "1", "--colocate_critic_reward"),
                 *("--vllm_num_engines", "2"),
             ],
-            # actor with reference on a GPU of each node, critic with reward model and an engine on the others
+            # actor with reference on one GPU per node, critic with reward model and an engine on the others
             "spread": [
                 *("--actor_num_nodes", "2", "--actor_num_gpus_per_node", "1"),
                 *("--ref_num_nodes", "2", "--ref_num_gpus_per_node", "1", "--colocate_actor_ref"),
@@ -139,7 +139,7 @@ GENERATIONS = (
             ],
         },
         arguments=_flat,
-        heads=1,  # of 64: vLLM 0.4's attention on a CPU knows no smaller one
+        heads=1,  # of dimension 64, the smallest that vLLM 0.4's attention supports on a CPU
         reward_model=True,
     ),
 )

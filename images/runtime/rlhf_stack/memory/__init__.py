@@ -1,4 +1,7 @@
-"""How many bytes a run needs on each GPU and on its host: pure functions of shapes, lengths and settings."""
+"""Estimates the bytes that a run needs on each GPU and host: pure functions of shapes, lengths and settings.
+
+May import only ``config`` and ``errors``.
+"""
 
 from rlhf_stack.memory.activations import Pass, forward_peak, saved_activations, training_peak
 from rlhf_stack.memory.engine import EngineSettings, KvCache, kv_cache

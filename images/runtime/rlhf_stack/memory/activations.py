@@ -1,8 +1,7 @@
-"""What a forward pass keeps for its backward pass on one GPU, and the most that a pass needs at a time.
+"""Estimates the activation memory of a pass on one GPU: saved for the backward pass, and at its peak.
 
-All numbers are bytes, for a Hugging Face decoder in 16 bits with a gated MLP and RMS norms, whose logits
-OpenRLHF turns into 32-bit log-probabilities. What is saved is compared with torch's own saved tensors by
-``tests/image/test_memory.py``.
+All results are bytes, for a 16-bit Hugging Face decoder with a gated MLP and RMS norms, whose logits OpenRLHF
+converts to 32-bit log-probabilities. ``tests/image/test_memory.py`` compares them with torch's allocations.
 """
 
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro batch on a GPU: ``sequences`` of ``length`` tokens each.
+    """A pass of one micro batch on a GPU: ``sequences`` of ``length`` tokens each.
 
-    ``checkpointing`` keeps the input of each layer alone. ``split`` ranks share each sequence (ring
-    attention) or each layer (tensor parallelism). ``value_head``: a number for each token and no logits.
-    ``half_precision_logits``: they stay in 16 bits (OpenRLHF 0.5).
+    ``checkpointing``: only the input of each layer is saved. ``split``: ranks that share each sequence (ring
+    attention) or each layer (tensor parallelism). ``value_head``: the output is a scalar per token instead of
+    logits. ``half_precision_logits``: logits stay in 16 bits (OpenRLHF 0.5).
     """
 
     sequences: int
@@ -32,30 +31,30 @@ class Pass:
 
     @property
     def tokens(self) -> int:
-        """Tokens on this GPU at a time."""
+        """Tokens of the micro batch on this GPU."""
         return -(-self.sequences * self.length // self.split)
 
 
 def saved_activations(shape: Shape, work: Pass) -> int:
-    """What is kept between the forward and the backward pass."""
+    """Bytes saved from the forward pass for the backward pass."""
     layer = _boundary(shape, work) if work.checkpointing else _layer(shape, work)
     return shape.layers * layer + _norm(shape, work) + _boundary(shape, work) + _head(shape, work)
 
 
 def training_peak(shape: Shape, work: Pass) -> int:
-    """The most that forward and backward pass need at a time beside the states of the model.
+    """Peak bytes of forward and backward pass, without the model states.
 
-    It is reached either where the gradient of the logits is made, or in a layer that is computed again.
+    The peak is either at the gradient of the logits or in the recomputation of a layer.
     """
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
     head = logits * (3 * BYTES_16BIT if work.half_precision_logits else 3 * BYTES_32BIT)
-    again = _layer(shape, work) if work.checkpointing else 0
+    recomputed = _layer(shape, work) if work.checkpointing else 0
     gradient = work.tokens * BYTES_16BIT * (2 * shape.mlp_width + shape.hidden)
-    return saved_activations(shape, work) + max(head, again + gradient - _head(shape, work))
+    return saved_activations(shape, work) + max(head, recomputed + gradient - _head(shape, work))
 
 
 def forward_peak(shape: Shape, work: Pass) -> int:
-    """The most that a pass without gradients needs at a time."""
+    """Peak bytes of a pass without gradients."""
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
     head = logits * (2 * BYTES_16BIT if work.half_precision_logits else 2 * BYTES_32BIT)
     layer = work.tokens * BYTES_16BIT * (3 * shape.mlp_width + 5 * shape.hidden)
@@ -63,17 +62,17 @@ def forward_peak(shape: Shape, work: Pass) -> int:
 
 
 def _boundary(shape: Shape, work: Pass) -> int:
-    """The hidden numbers between two layers."""
+    """The hidden states between two layers."""
     return BYTES_16BIT * work.tokens * shape.hidden
 
 
 def _norm(shape: Shape, work: Pass) -> int:
-    """An RMS norm: its input in 32 bits and what it made of it in 16, and a number for each token."""
+    """The tensors of an RMS norm: input in 32 bits, output in 16 bits, one scalar per token."""
     return work.tokens * ((BYTES_32BIT + BYTES_16BIT) * shape.hidden + BYTES_32BIT)
 
 
 def _layer(shape: Shape, work: Pass) -> int:
-    """All that one layer keeps."""
+    """The saved tensors of one layer."""
     tokens, queries, keys = work.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * (_norm(shape, work) + _boundary(shape, work))
     attention = BYTES_16BIT * tokens * (2 * queries + 2 * keys) + BYTES_32BIT * tokens * shape.heads
@@ -84,14 +83,14 @@ def _layer(shape: Shape, work: Pass) -> int:
 
 
 def _scores(shape: Shape, work: Pass) -> int:
-    """The table of scores that only eager attention keeps: in 32 bits and again in 16."""
+    """The attention scores, which only eager attention saves: in 32 bits and in 16 bits."""
     if work.attention != EAGER:
         return 0
     return (BYTES_32BIT + BYTES_16BIT) * work.sequences * shape.heads * work.length**2 // work.split
 
 
 def _head(shape: Shape, work: Pass) -> int:
-    """The logits, or a number for each token."""
+    """The logits, or one scalar per token."""
     if work.value_head:
         return BYTES_32BIT * work.tokens
     return work.tokens * shape.vocabulary * (BYTES_16BIT if work.half_precision_logits else BYTES_32BIT)

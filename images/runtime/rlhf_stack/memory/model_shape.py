@@ -1,7 +1,7 @@
-"""The sizes of a model that decide how much memory it needs, from its config.json or typed.
+"""The dimensions of a model that determine its memory, from its config.json or from text.
 
-The families whose layers are known here are decoders with gated MLPs and RMS norms. Of another family the
-number of parameters is read from the weights beside the config.json, or typed.
+The supported families are decoders with gated MLPs and RMS norms. For any other family, the number of
+parameters is read from the safetensors files next to the config.json, or given in the text.
 """
 
 import json
@@ -13,25 +13,25 @@ from typing import Any
 
 from rlhf_stack.errors import UserError
 
-BIASED = ("qwen2", "qwen2_moe")  # query, key and value have a bias, whatever the config says
-NORMED = ("qwen3", "qwen3_moe")  # query and key are normalised by head
+BIASED = ("qwen2", "qwen2_moe")  # query, key and value have a bias, even if the config has no attention_bias
+NORMED = ("qwen3", "qwen3_moe")  # query and key are normalised per head
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("mixtral", "qwen3_moe")
-TIED = ("gemma", "gemma2", "gemma3_text")  # where the config leaves it out; elsewhere that means untied
-HEADER = struct.Struct("<Q")  # a safetensors file begins with the length of its JSON header
-LIMIT = 100_000_000  # bytes of such a header, as the format allows
+TIED = ("gemma", "gemma2", "gemma3_text")  # if the config does not say; other families are untied by default
+HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
+LIMIT = 100_000_000  # bytes: maximum length of the header
 
 
 class ShapeError(UserError):
-    """A model whose sizes cannot be had; the text says what to do."""
+    """The dimensions of a model are unavailable or invalid; the message includes the remedy."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. ``parameters`` counts each stored number once; 0 means: by formula.
+    """The dimensions of a decoder. ``parameters`` is the number of stored parameters; 0: computed by formula.
 
-    ``intermediate`` is the MLP's, or that of one expert; ``experts`` is 0 for a dense model, and ``active``
-    of them see each token.
+    ``intermediate`` is the width of the MLP, or of one expert. ``experts`` is 0 for a dense model; each token
+    uses ``active`` of them.
     """
 
     layers: int
@@ -50,12 +50,12 @@ class Shape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the table of tokens."""
+        """Parameters of the token embedding."""
         return self.vocabulary * self.hidden
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer, by formula."""
+        """Parameters of one layer, computed by formula."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys
         attention += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.head_norm
@@ -74,17 +74,17 @@ class Shape:
 
     @property
     def value_head_params(self) -> int:
-        """Parameters with a value head (a number for each token) in place of the language model's."""
+        """Parameters of the model with a value head (a scalar per token) instead of the LM head."""
         return self.total - (0 if self.tied else self.embedding) + self.hidden
 
     @property
     def mlp_width(self) -> int:
-        """Intermediate numbers that a token makes in a layer."""
+        """Intermediate activations per token and layer."""
         return self.intermediate * (self.active if self.experts else 1)
 
 
 def read_shape(path: Path) -> Shape:
-    """The shape of the model in a folder, or in a config.json; `ShapeError` if it cannot be told."""
+    """Read the shape from a model folder or a config.json; `ShapeError` if it cannot be determined."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -97,28 +97,28 @@ def read_shape(path: Path) -> Shape:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stored: int = 0) -> Shape:
-    """The shape that a Hugging Face ``config`` describes; ``stored`` is how many parameters it has, if known.
+    """The shape of a Hugging Face ``config``; ``stored`` is the number of stored parameters, 0 if unknown.
 
-    `ShapeError` names the sizes that it lacks, or a family that is not known here.
+    `ShapeError` names the missing dimension, or the unsupported family.
     """
     config = config.get("text_config") or config
     if not isinstance(config, Mapping):
-        raise ShapeError(f"{name}: text_config is no object")
+        raise ShapeError(f"{name}: text_config is not an object")
     family = str(config.get("model_type", ""))
     if family not in (*DENSE, *EXPERTS) and not stored:
         raise ShapeError(
-            f"{name}: how a model of type {family or 'unknown'} is built is not known here, and its weights "
-            f"(*.safetensors) are not beside it to be counted; known: {', '.join((*DENSE, *EXPERTS))}. "
-            f"{HOW_TO_TYPE}"
+            f"{name}: model type {family or 'unknown'} is not supported, and there are no weights "
+            f"(*.safetensors) next to it to count; supported: {', '.join((*DENSE, *EXPERTS))}. "
+            f"{REMEDY}"
         )
     heads = _size(config, name, "num_attention_heads")
     hidden = _size(config, name, "hidden_size")
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    narrow = experts and config.get("moe_intermediate_size")
+    expert_width = experts and config.get("moe_intermediate_size")
     return Shape(
         layers=_size(config, name, "num_hidden_layers"),
         hidden=hidden,
-        intermediate=int(narrow or _size(config, name, "intermediate_size")),
+        intermediate=int(expert_width or _size(config, name, "intermediate_size")),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
@@ -132,14 +132,14 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
     )
 
 
-HOW_TO_TYPE = (
-    "Type its sizes: --model NAME=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,"
-    "vocabulary:152064 (and head_dim, tied, experts, active, parameters where they matter)"
+REMEDY = (
+    "Give its dimensions: --model NAME=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,"
+    "vocabulary:152064 (optional: head_dim, tied, experts, active, parameters)"
 )
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape in a text such as ``layers:28,hidden:3584,...``; `ShapeError` says what is wrong with it."""
+    """Parse a text such as ``layers:28,hidden:3584,...``; `ShapeError` names the invalid part."""
     known = [field.name for field in fields(Shape)]
     values: dict[str, int] = {}
     for part in text.split(","):
@@ -149,15 +149,15 @@ def parse_shape(text: str) -> Shape:
         try:
             values[name] = int(float(value))
         except (ValueError, OverflowError):
-            raise ShapeError(f"{part!r}: {value!r} is no number") from None
+            raise ShapeError(f"{part!r}: {value!r} is not a number") from None
         if values[name] < 0:
-            raise ShapeError(f"{part!r}: a size is not negative")
+            raise ShapeError(f"{part!r}: a dimension must not be negative")
     values.setdefault("kv_heads", values.get("heads", 0))
     if values.get("heads") and "hidden" in values:
         values.setdefault("head_dim", values["hidden"] // values["heads"])
     needed = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
-    if lacking := [name for name in needed if not values.get(name)]:
-        raise ShapeError(f"{text!r} lacks {', '.join(lacking)}. {HOW_TO_TYPE}")
+    if missing := [name for name in needed if not values.get(name)]:
+        raise ShapeError(f"{text!r}: missing {', '.join(missing)}. {REMEDY}")
     return Shape(
         layers=values["layers"],
         hidden=values["hidden"],
@@ -178,12 +178,12 @@ def parse_shape(text: str) -> Shape:
 def _size(config: Mapping[str, Any], name: str, key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise ShapeError(f"{name}: {key} is {value!r}, and a number is needed. {HOW_TO_TYPE}")
+        raise ShapeError(f"{name}: {key} is {value!r}, expected a positive integer. {REMEDY}")
     return value
 
 
 def _stored(file: Path) -> int:
-    """How many numbers a safetensors file holds, by its header alone."""
+    """The number of parameters in a safetensors file, from its header."""
     with file.open("rb") as opened:
         start = opened.read(HEADER.size)
         length = HEADER.unpack(start)[0] if len(start) == HEADER.size else LIMIT + 1
@@ -192,7 +192,7 @@ def _stored(file: Path) -> int:
         try:
             header = json.loads(opened.read(length))
         except ValueError:
-            raise ShapeError(f"{file}: its header cannot be read") from None
+            raise ShapeError(f"{file}: invalid safetensors header") from None
     count = 0
     for name, tensor in header.items():
         if name != "__metadata__":

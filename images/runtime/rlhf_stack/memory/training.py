@@ -1,26 +1,25 @@
-"""What DeepSpeed keeps for one model on one rank: weights, gradients, optimiser states and its buffers.
+"""Estimates the model states that DeepSpeed holds on one rank: weights, gradients, optimiser and buffers.
 
-All numbers are bytes. They follow DeepSpeed with 16-bit weights and Adam as OpenRLHF configures it, whose
-"auto" values become DeepSpeed's own defaults, and are compared with the tensors of a real engine by
-``tests/image/test_memory.py``.
+All results are bytes, for DeepSpeed with 16-bit weights and Adam as OpenRLHF configures it: its "auto" values
+become DeepSpeed's defaults. ``tests/image/test_memory.py`` compares them with a DeepSpeed engine.
 """
 
 from dataclasses import dataclass
 
 BYTES_16BIT, BYTES_32BIT = 2, 4  # bytes of a 16-bit and of a 32-bit number
-MOMENTS = 2  # Adam's, for each parameter
-BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size
-LIVE = 1_000_000_000  # numbers: its stage3_max_live_parameters
-SUBGROUP = 1_000_000_000  # numbers: its sub_group_size, which ZeRO-3 steps at a time
+MOMENTS = 2  # of Adam, per parameter
+BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
+LIVE = 1_000_000_000  # elements: its stage3_max_live_parameters
+SUBGROUP = 1_000_000_000  # elements: its sub_group_size, the unit of a ZeRO-3 optimiser step
 
 
 @dataclass(frozen=True)
 class Zero:
-    """How a model is spread over ``ranks`` data-parallel ranks.
+    """The ZeRO configuration of a model over ``ranks`` data-parallel ranks.
 
-    ``offload`` is of the optimiser to the host, ``offload_weights`` of the weights of a model that is not
-    trained. ``fp32_gradients``: they are summed in 32 bits. ``shards``: ranks that hold the weights of
-    ZeRO-3 together (ZeRO++ hpZ keeps a second copy among so many), 1 for none.
+    ``offload``: the optimiser is on the host; ``offload_weights``: so are the weights of an untrained model.
+    ``fp32_gradients``: gradients are accumulated in 32 bits. ``shards``: size of the group that holds the
+    secondary copy of the weights in ZeRO++ hpZ, 1 without it.
     """
 
     stage: int
@@ -34,9 +33,9 @@ class Zero:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes on one GPU, and on the host for one rank.
+    """The model states of one rank: bytes on the GPU, and on the ``host``.
 
-    ``buffers`` are there while a pass runs, ``step`` while the optimiser steps.
+    ``buffers`` exist during a pass, ``step`` during an optimiser step.
     """
 
     weights: int = 0
@@ -48,17 +47,17 @@ class ModelStates:
 
     @property
     def held(self) -> int:
-        """What stays between steps of training."""
+        """Bytes on the GPU between training steps."""
         return self.weights + self.gradients + self.optimizer
 
 
 def shard_size(count: int, ranks: int) -> int:
-    """The largest part of ``count`` things that are split among ``ranks``."""
+    """The size of the largest shard of ``count`` elements over ``ranks``."""
     return -(-count // ranks)
 
 
 def model_states(parameters: int, zero: Zero, trained: int | None = None) -> ModelStates:
-    """For a model of ``parameters`` of which ``trained`` are trained: all if None, none if 0."""
+    """The states of a model with ``parameters``, of which ``trained`` are trained: None all, 0 none."""
     trained = parameters if trained is None else trained
     weights = _weights(parameters, zero)
     if not trained:
@@ -70,25 +69,25 @@ def model_states(parameters: int, zero: Zero, trained: int | None = None) -> Mod
             weights, BYTES_16BIT * trained, BYTES_32BIT * trained * (1 + MOMENTS), 0, BYTES_32BIT * trained
         )
     own = shard_size(trained, zero.ranks)
-    kept = BYTES_32BIT * own * (1 + MOMENTS)
-    wide = BYTES_32BIT if zero.fp32_gradients else BYTES_16BIT
-    gradients = BYTES_16BIT * trained if zero.stage == 1 else wide * own
+    optimizer = BYTES_32BIT * own * (1 + MOMENTS)
+    gradient_bytes = BYTES_32BIT if zero.fp32_gradients else BYTES_16BIT
+    gradients = BYTES_16BIT * trained if zero.stage == 1 else gradient_bytes * own
     bucket = BYTES_16BIT * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
     buffers = bucket + _live(parameters, zero)
     if zero.offload:
-        here = 0 if zero.stage == 3 else gradients
-        return ModelStates(weights, here, 0, buffers, 0, kept + (BYTES_32BIT + BYTES_16BIT) * own)
+        on_gpu = 0 if zero.stage == 3 else gradients
+        return ModelStates(weights, on_gpu, 0, buffers, 0, optimizer + (BYTES_32BIT + BYTES_16BIT) * own)
     step = BYTES_32BIT * (min(own, SUBGROUP) if zero.stage == 3 else own)
-    return ModelStates(weights, gradients, kept, buffers, step)
+    return ModelStates(weights, gradients, optimizer, buffers, step)
 
 
 def _weights(parameters: int, zero: Zero) -> int:
     if zero.stage < 3:
         return BYTES_16BIT * parameters
-    second = shard_size(parameters, zero.shards) if zero.shards > 1 else 0
-    return BYTES_16BIT * (shard_size(parameters, zero.ranks) + second)
+    secondary = shard_size(parameters, zero.shards) if zero.shards > 1 else 0
+    return BYTES_16BIT * (shard_size(parameters, zero.ranks) + secondary)
 
 
 def _live(parameters: int, zero: Zero) -> int:
-    """Weights that ZeRO-3 has gathered at a time."""
+    """Bytes of the weights that ZeRO-3 gathers at a time."""
     return BYTES_16BIT * min(parameters, LIVE) if zero.stage == 3 else 0

@@ -1,8 +1,11 @@
-"""A run on a cluster before it starts: where everything lands, what it needs, and what to change."""
+"""Plans a run before it starts: its placement, its memory, and the settings to change.
+
+May import every package except ``cli``, ``demo`` and ``diagnostics``.
+"""
 
 from rlhf_stack.planning.advice import Advice, advise
 from rlhf_stack.planning.assessment import Assessment, PlannedGpu, PlannedNode, assess
-from rlhf_stack.planning.cluster_spec import Machine, read, running, uniform_machines
+from rlhf_stack.planning.cluster_spec import Machine, ray_machines, read_machines, uniform_machines
 
 __all__ = [
     "Advice",
@@ -12,7 +15,7 @@ __all__ = [
     "PlannedNode",
     "advise",
     "assess",
-    "read",
-    "running",
+    "ray_machines",
+    "read_machines",
     "uniform_machines",
 ]

@@ -1,4 +1,4 @@
-"""What to change so that a run fits: each change alone, then together; and a layout alike on all nodes."""
+"""Finds changes with which a run fits, one alone or several together, and a layout identical on all nodes."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from rlhf_stack.planning.cluster_spec import Machine
 LOWEST_UTILIZATION = 0.3
 STEP = 0.05
 
-FLAGS = {  # what sets a thing before OpenRLHF 0.9, and from it on
+FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
     "checkpointing": ("--gradient_checkpointing", "--actor.gradient_checkpointing_enable"),
     "train_batch": ("--micro_train_batch_size", "--train.micro_batch_size"),
     "rollout_batch": ("--micro_rollout_batch_size", "--rollout.micro_batch_size"),
@@ -34,7 +34,7 @@ FLAGS = {  # what sets a thing before OpenRLHF 0.9, and from it on
 
 @dataclass(frozen=True)
 class Advice:
-    """Flags to add or to replace, what they do, and the run with them; ``enough`` if it then fits."""
+    """Flags to add or replace, their effect, and the run with them; ``enough``: that run fits."""
 
     flags: tuple[str, ...]
     reason: str
@@ -43,15 +43,15 @@ class Advice:
 
 
 def flag(run: Run, name: str, *values: object) -> str:
-    """The flag of this OpenRLHF that sets ``name``, with its value; empty if it has none."""
+    """The flag of the run's OpenRLHF for the setting ``name``, with its values; empty if there is none."""
     text = FLAGS[name][0 if run.flat else 1]
     return " ".join([text, *map(str, values)]) if text else ""
 
 
 def advise(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
-    """Changes by which the run of ``found`` fits: those that are enough alone, else the fewest, in order.
+    """Changes with which the run of ``found`` fits: single ones if any suffices, else one combination.
 
-    Empty if it fits already, or if none of the changes that are known here helps.
+    Empty if the run already fits, or if no known change suffices.
     """
     if not found.problems:
         return []
@@ -65,9 +65,9 @@ def advise(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, 
 
 
 def symmetric_layout(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Advice | None:
-    """A layout with the same GPUs for each role and the same engines on every node, near to what was asked.
+    """The layout closest to the request in which every node has the same ranks and engines.
 
-    None if the nodes differ, if engines share the trainer's GPUs, or if there is none that fits.
+    None if the nodes differ, if engines share the trainer's GPUs, or if no such layout fits.
     """
     engines = run.request.engines
     sizes = {(machine.gpus, machine.cpus, machine.gpu_memory) for machine in machines}
@@ -75,25 +75,25 @@ def symmetric_layout(run: Run, machines: Sequence[Machine], shapes: Mapping[str,
         return None
     count, gpus = len(machines), machines[0].gpus
     groups = run.request.groups
-    asked = [*(group.size / count for group in groups), engines.count * engines.size / count]
-    for parts in sorted(_splits(gpus, len(groups), engines.size), key=lambda parts: _distance(parts, asked)):
+    wanted = [*(group.size / count for group in groups), engines.count * engines.size / count]
+    for parts in sorted(_splits(gpus, len(groups), engines.size), key=lambda parts: _distance(parts, wanted)):
         changed = _resized(run, count, parts)
         found = assess(changed, machines, shapes)
         if not found.problems and _is_even(found):
             named = [f"{part} for {group.name}" for part, group in zip(parts, groups, strict=False)]
-            text = f"the same on each of {count} nodes: {', '.join(named)} and {parts[-1]} GPUs for engines"
+            text = f"on each of {count} nodes: {', '.join(named)} and {parts[-1]} GPUs for engines"
             return Advice(_layout_flags(changed), text, changed, True)
     return None
 
 
 def _is_even(found: Assessment) -> bool:
-    """Whether every node has as many ranks and workers of each kind."""
+    """Whether every node has the same number of ranks and workers of each kind."""
     kinds = [sorted(name.split()[0] for gpu in node.gpus for name in gpu.holds) for node in found.nodes]
     return all(kind == kinds[0] for kind in kinds)
 
 
 def _together(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
-    """Changes one after the other, each kept if it helps, until the run fits."""
+    """Add changes one by one, keeping those that reduce the excess, until the run fits."""
     run, flags, reasons = found.run, dict[str, None](), list[str]()
     peak = _excess(found)
     for _ in range(len(FLAGS)):
@@ -112,7 +112,7 @@ def _together(found: Assessment, machines: Sequence[Machine], shapes: Mapping[st
 
 
 def _excess(found: Assessment) -> int:
-    """By how many bytes GPUs and hosts are too small, and engines lack room for one sequence."""
+    """The bytes missing on GPUs and hosts, and in caches that cannot hold one sequence."""
     missing = sum(
         max(0, gpu.peak - node.machine.gpu_memory)
         for node in found.nodes
@@ -128,12 +128,12 @@ def _excess(found: Assessment) -> int:
 
 
 def _last(flags: Mapping[str, None]) -> tuple[str, ...]:
-    """Of flags that were given twice the last."""
+    """The flags, with the last value of each."""
     return tuple({text.split()[0]: text for text in flags}.values())
 
 
 def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
-    """Flags, what they do, and the run with them: the cheapest first."""
+    """Flags, their effect and the changed run, ordered by cost."""
 
     def change(
         name: str, reason: str, changed: Run, *values: object
@@ -143,31 +143,31 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
 
     shared = run.request.engines is not None and run.request.engines.shares is not None
     if shared and not run.engine_sleeps:
-        reason = "engines give their memory back while the trainer computes"
+        reason = "engines release their memory while the trainer computes"
         yield from change("engine_sleeps", reason, replace(run, engine_sleeps=True))
     if shared and not run.trainer_sleeps and not run.zero.offload:
-        reason = "the trainer's optimiser is on the host while engines generate"
+        reason = "the trainer moves its optimiser to the host while engines generate"
         yield from change("trainer_sleeps", reason, replace(run, trainer_sleeps=True))
     if not run.checkpointing:
-        reason = "layers are computed again in the backward pass instead of kept: about a third more time"
+        reason = "activations are recomputed in the backward pass instead of saved: about a third more time"
         yield from change("checkpointing", reason, replace(run, checkpointing=True))
     if run.train_batch > 1 and run.tokens is None:
         half = run.train_batch // 2
         yield from change("train_batch", "fewer sequences at a time", replace(run, train_batch=half), half)
     if run.rollout_batch > 1 and run.rollout_tokens is None:
         half = run.rollout_batch // 2
-        reason = "fewer sequences at a time while experience is made"
+        reason = "fewer sequences at a time in the rollout"
         yield from change("rollout_batch", reason, replace(run, rollout_batch=half), half)
     if run.zero.stage < 3:
-        reason = "weights are split among the ranks, and gathered layer by layer"
+        reason = "weights are sharded over the ranks and gathered layer by layer"
         yield from change("stage", reason, replace(run, zero=replace(run.zero, stage=3)), 3)
     if not run.zero.offload:
-        reason = "the optimiser works on the host: slower steps, and much host memory"
+        reason = "the optimiser runs on the host: slower steps and more host memory"
         yield from change("offload", reason, replace(run, zero=replace(run.zero, offload=True)))
     if shared and run.utilization - STEP >= LOWEST_UTILIZATION:
         less = round(run.utilization - STEP, 2)
         yield from change(
-            "utilization", "a smaller cache beside the trainer", replace(run, utilization=less), less
+            "utilization", "a smaller KV cache next to the trainer", replace(run, utilization=less), less
         )
     yield from _engine_changes(run)
     if run.length > 1024:
@@ -176,7 +176,7 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
 
 
 def _engine_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
-    """Engines of twice the GPUs, and half as many."""
+    """Half as many engines, each over twice the GPUs."""
     engines = run.request.engines
     if engines and engines.count % 2 == 0:
         wider = replace(engines, count=engines.count // 2, size=engines.size * 2)
@@ -186,15 +186,15 @@ def _engine_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
 
 
 def _splits(gpus: int, groups: int, size: int) -> Iterator[tuple[int, ...]]:
-    """All ways to give each group at least one GPU of a node, and engines of ``size`` GPUs the rest."""
+    """All divisions of a node: at least one GPU per group, the rest for engines of ``size`` GPUs."""
     for parts in itertools.product(range(1, gpus + 1), repeat=groups):
         rest = gpus - sum(parts)
         if rest > 0 and rest % size == 0:
             yield (*parts, rest)
 
 
-def _distance(parts: Sequence[int], asked: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    return sum(abs(part - want) for part, want in zip(parts, asked, strict=True)), tuple(parts)
+def _distance(parts: Sequence[int], wanted: Sequence[float]) -> tuple[float, tuple[int, ...]]:
+    return sum(abs(part - goal) for part, goal in zip(parts, wanted, strict=True)), tuple(parts)
 
 
 def _resized(run: Run, nodes: int, parts: Sequence[int]) -> Run:
@@ -209,7 +209,7 @@ def _resized(run: Run, nodes: int, parts: Sequence[int]) -> Run:
 
 
 def _layout_flags(run: Run) -> tuple[str, ...]:
-    """The flags of the layout of ``run``: roles of one group have its size."""
+    """The flags for the layout of ``run``; roles of a group have the size of the group."""
     sizes = {group.name: group for group in run.request.groups}
     found: dict[str, None] = {}
     for role in run.roles:

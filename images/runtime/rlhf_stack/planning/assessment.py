@@ -1,4 +1,4 @@
-"""Whether a run can go on a cluster: where everything lands, what each GPU and host needs, what is wrong."""
+"""Assesses whether a run fits a cluster: its placement, the memory of each GPU and host, and problems."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from rlhf_stack.planning.upstream_placement_flat import upstream_layout_flat
 
 @dataclass
 class PlannedGpu:
-    """A GPU with what is on it, such as "actor 0" or "engine 1", and the most bytes of each phase."""
+    """A GPU, what it ``holds``, such as "actor 0" or "engine 1", and the peak bytes of each phase."""
 
     index: int
     holds: list[str] = field(default_factory=list)
@@ -23,16 +23,16 @@ class PlannedGpu:
 
     @property
     def peak(self) -> int:
-        """The most at any time."""
+        """Peak bytes of both phases."""
         return max(self.training, self.generating)
 
 
 @dataclass
 class PlannedNode:
-    """A machine with its GPUs, and what this run needs of its host.
+    """A machine with its GPUs and the host resources that the run needs.
 
-    ``memory_running`` and ``memory_loading`` are bytes of the host: while it runs, and until the weights of
-    all ranks are on GPUs.
+    ``memory_running`` and ``memory_loading`` are bytes of host memory: during the run, and while the weights
+    are loaded.
     """
 
     machine: Machine
@@ -43,15 +43,15 @@ class PlannedNode:
 
     @property
     def memory_needed(self) -> int:
-        """Bytes of the host, at most."""
+        """Peak bytes of host memory."""
         return max(self.memory_running, self.memory_loading)
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """All that is known of a run before it starts. ``problems`` is empty if it can go.
+    """The assessment of a run before it starts; ``problems`` is empty if it fits.
 
-    ``ours`` is None where nothing could be placed.
+    ``ours`` is the placement of this distribution, None if there is none; ``upstream`` that of OpenRLHF.
     """
 
     run: Run
@@ -65,12 +65,12 @@ class Assessment:
 
     @property
     def gpus_needed(self) -> int:
-        """GPUs in all; roles that share one count once."""
+        """The number of GPUs that the run needs."""
         return self.run.request.size
 
 
 def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Assessment:
-    """Where ``run`` lands on ``machines``, and what is wrong with it; ``shapes`` by the model's name."""
+    """Assess ``run`` on ``machines``; ``shapes`` by the name of the model."""
     free = [machine.free for machine in machines]
     per_role = needs(run, shapes)
     smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
@@ -87,8 +87,8 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         problems += _too_small(nodes)
     if engine and smallest and not engine.fits:
         problems.append(
-            f"an engine's cache has room for {engine.tokens} tokens and one sequence has {run.length}: of "
-            f"{engine.budget / GIB:.1f} GiB of each GPU its weights take {engine.weights / GIB:.1f} and its "
+            f"an engine's KV cache has room for {engine.tokens} tokens, but one sequence has {run.length}: "
+            f"of {engine.budget / GIB:.1f} GiB per GPU, the weights need {engine.weights / GIB:.1f} and the "
             f"largest step {engine.working / GIB:.1f}"
         )
     notes = _notes(run, upstream, smallest, any(machine.memory for machine in machines))
@@ -105,7 +105,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
 
 
 def _placed(run: Run, free: Sequence[FreeNode]) -> tuple[Plan | None, UpstreamLayout, str]:
-    """What this distribution does, what upstream does, and why nothing can be placed, if so."""
+    """The placement of this distribution, that of upstream, and the error if the run cannot be placed."""
     upstream = (
         upstream_layout_flat(free, run.request) if run.flat else upstream_layout(free, run.request, run.order)
     )
@@ -118,7 +118,7 @@ def _placed(run: Run, free: Sequence[FreeNode]) -> tuple[Plan | None, UpstreamLa
 def _fill(
     run: Run, nodes: list[PlannedNode], placed: Plan, per_role: Mapping[str, Need], engine: KvCache | None
 ) -> None:
-    """Put every rank and every worker on a GPU of its node, in order, and count what they need."""
+    """Assign every rank and worker to a GPU of its node, in order, and add up their memory."""
     waiting = {index: iter(node.gpus) for index, node in enumerate(nodes)}
     slots = {
         name: [(index, next(waiting[index])) for index in bundles]
@@ -153,19 +153,19 @@ def _fill(
             _count(run, gpu, loads.get(id(gpu), []), taken.get(id(gpu)))
 
 
-def _count(run: Run, gpu: PlannedGpu, here: Sequence[Need], engine: KvCache | None) -> None:
-    """Roles of one GPU hold what they have at the same time, and compute one after the other."""
-    contexts = CONTEXT * (len(here) + (1 if engine else 0))
+def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | None) -> None:
+    """Compute the peak of a GPU: its roles hold memory at the same time, but compute sequentially."""
+    contexts = CONTEXT * (len(roles) + (1 if engine else 0))
     budget = engine.budget if engine else 0
     awake = 0 if run.engine_sleeps else budget
-    gpu.generating = CONTEXT * len(here) + budget + sum(need.asleep for need in here)
-    if here:
-        gpu.training = contexts + awake + sum(need.held for need in here)
-        gpu.training += max(need.working for need in here)
+    gpu.generating = CONTEXT * len(roles) + budget + sum(need.asleep for need in roles)
+    if roles:
+        gpu.training = contexts + awake + sum(need.held for need in roles)
+        gpu.training += max(need.working for need in roles)
 
 
 def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
-    """GPUs and hosts that need more than they have: one line for those that are alike."""
+    """A line for each kind of GPU or host without enough memory."""
     found: dict[str, list[str]] = {}
     for node in nodes:
         memory = node.machine.gpu_memory
@@ -186,15 +186,15 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _mismatches(run: Run) -> list[str]:
-    """Roles that share GPUs and must be of one size, which upstream checks only when it has started."""
+    """Check sizes that must match for roles that share GPUs; upstream checks them only after the start."""
     ranks = {role.name: role for role in run.roles}
     found = []
     for one, other in ((ACTOR, REF), (CRITIC, REWARD)):
         together = {one, other} <= ranks.keys() and ranks[one].group == ranks[other].group == one
         if together and ranks[one].ranks != ranks[other].ranks:
             found.append(
-                f"{one} and {other} share GPUs and have {ranks[one].ranks} and {ranks[other].ranks} ranks: "
-                "give both the same number of nodes and of GPUs"
+                f"{one} and {other} share GPUs but have {ranks[one].ranks} and {ranks[other].ranks} ranks: "
+                "give both the same number of nodes and GPUs"
             )
     engines = run.request.engines
     if engines and engines.shares:
@@ -202,7 +202,7 @@ def _mismatches(run: Run) -> list[str]:
         if engines.count * engines.size != size:
             found.append(
                 f"{engines.count} engines of {engines.size} GPUs share the {size} GPUs of {engines.shares}, "
-                "and must use all of them"
+                "but must use all of them"
             )
     return found
 
@@ -212,7 +212,7 @@ def _heads(run: Run, shapes: Mapping[str, Shape]) -> list[str]:
     shape = shapes[run.engine_model]
     if engines and shape.heads % engines.size:
         return [
-            f"vLLM cannot split {shape.heads} heads among {engines.size} GPUs: take a size that divides them"
+            f"vLLM cannot split {shape.heads} heads over {engines.size} GPUs: use a size that divides them"
         ]
     return []
 
@@ -220,13 +220,13 @@ def _heads(run: Run, shapes: Mapping[str, Shape]) -> list[str]:
 def _notes(run: Run, upstream: UpstreamLayout, gpu_memory: int, memory: bool) -> list[str]:
     found = []
     if not gpu_memory:
-        found.append("the memory of a GPU is not known (--gpu-memory): whether it is enough was not judged")
+        found.append("GPU memory was not checked: its size is unknown (--gpu-memory)")
     if not memory:
-        found.append("the memory of the hosts is not known (--memory): whether it is enough was not judged")
+        found.append("host memory was not checked: its size is unknown (--memory)")
     if upstream.pending:
-        found.append(f"OpenRLHF as released would wait for ever for the GPUs of {upstream.pending}")
+        found.append(f"OpenRLHF as released would wait without a deadline for the GPUs of {upstream.pending}")
     if run.zero.stage != 3 and any(role.offloaded for role in run.roles):
-        found.append("offloading the reference or reward model does nothing below ZeRO stage 3")
+        found.append("offloading the reference or reward model has no effect below ZeRO stage 3")
     if run.request.engines is None:
-        found.append("no engines: the actor generates by itself, which was not counted")
+        found.append("no engines: the actor itself generates, and its memory for that was not counted")
     return found

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: typed, from a YAML file, or what a running Ray cluster has."""
+"""The machines to plan on: from options, from a YAML file, or from a running Ray cluster."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ EXAMPLE = "nodes: [{count: 2, gpus: 8, gpu_memory: 80, cpus: 96, memory: 1000}]"
 
 @dataclass(frozen=True)
 class Machine:
-    """A node. ``gpu_memory`` is bytes of each GPU and ``memory`` of the host; 0: not known."""
+    """A node. ``gpu_memory`` is in bytes per GPU, ``memory`` in bytes of the host; 0: unknown."""
 
     address: str
     gpus: int
@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def free(self) -> FreeNode:
-        """What of it can be placed on."""
+        """The free resources of the machine."""
         gpus = self.gpus if self.free_gpus is None else self.free_gpus
         return FreeNode(
             self.address, gpus, self.cpus if self.free_cpus is None else self.free_cpus, self.gpus
@@ -35,13 +35,13 @@ class Machine:
 
 
 def uniform_machines(count: int, gpus: int, gpu_memory: float, cpus: float, memory: float) -> list[Machine]:
-    """``count`` equal machines; memory in GiB. Without a number of CPUs there are enough of them."""
+    """``count`` equal machines; memory in GiB; ``cpus`` 0: enough CPUs for the GPUs."""
     sizes = {"count": count, "gpus": gpus, "gpu_memory": gpu_memory, "cpus": cpus, "memory": memory}
     return _machines([sizes], "the command line")
 
 
-def read(path: Path) -> list[Machine]:
-    """The machines in a YAML file such as `EXAMPLE`; memory in GiB. `UserError` says what is wrong with it."""
+def read_machines(path: Path) -> list[Machine]:
+    """Read machines from a YAML file such as `EXAMPLE`, memory in GiB; `UserError` if it is invalid."""
     import yaml
 
     try:
@@ -56,16 +56,18 @@ def read(path: Path) -> list[Machine]:
     return _machines(entries, str(path))
 
 
-def of_ray(table: Sequence[Mapping[str, Any]], free: Sequence[FreeNode], gpu_memory: float) -> list[Machine]:
-    """The living nodes in what ``ray.nodes()`` returns, with what is ``free`` on each now.
+def machines_of_nodes(
+    table: Sequence[Mapping[str, Any]], free: Sequence[FreeNode], gpu_memory: float
+) -> list[Machine]:
+    """The live nodes of ``table``, the result of ``ray.nodes()``, with the ``free`` resources of each.
 
-    Ray does not tell how large a GPU is: ``gpu_memory`` in GiB does. Of a host's memory it tells what was
-    free when it started.
+    Ray does not report the memory of GPUs, so ``gpu_memory`` gives it in GiB. As memory of a host Ray reports
+    what was free at its start.
     """
-    left = {node.address: node for node in free}
+    free_nodes = {node.address: node for node in free}
     found = []
     for entry in table:
-        node = left.get(entry["NodeManagerAddress"])
+        node = free_nodes.get(entry["NodeManagerAddress"])
         if entry["Alive"] and node is not None:
             resources = entry["Resources"]
             found.append(
@@ -83,13 +85,13 @@ def of_ray(table: Sequence[Mapping[str, Any]], free: Sequence[FreeNode], gpu_mem
     return sorted(found, key=lambda machine: order[machine.address])
 
 
-def running(gpu_memory: float) -> list[Machine]:
-    """The nodes of the Ray cluster that this process is connected to; ``gpu_memory`` of a GPU in GiB."""
+def ray_machines(gpu_memory: float) -> list[Machine]:
+    """The machines of the connected Ray cluster; ``gpu_memory`` in GiB per GPU."""
     import ray
 
     from rlhf_stack.placement import reservation
 
-    return of_ray(ray.nodes(), reservation.free_nodes(), gpu_memory)
+    return machines_of_nodes(ray.nodes(), reservation.free_nodes(), gpu_memory)
 
 
 def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]:
@@ -97,13 +99,13 @@ def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]
     for entry in entries:
         if unknown := entry.keys() - SIZES.keys() - {"address"}:
             raise UserError(
-                f"{where}: a node has {', '.join(SIZES)} and address, and no {', '.join(unknown)}"
+                f"{where}: unknown {', '.join(unknown)}; a node has {', '.join(SIZES)} and address"
             )
         sizes = {}
         for name, default in SIZES.items():
             value = entry.get(name, default)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise UserError(f"{where}: {name} is {value!r}, and a number of at least 0 is needed")
+                raise UserError(f"{where}: {name} is {value!r}, expected a number of at least 0")
             sizes[name] = float(value)
         count, gpus = int(sizes["count"]), int(sizes["gpus"])
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""A report as a screen of text, and as JSON values."""
+"""Shows an assessment as terminal output and as JSON values."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,18 +15,18 @@ from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import Need
 
 WIDTH = 24  # characters of a bar
-SHOWN = 16  # nodes that are drawn
+SHOWN = 16  # maximum number of nodes in the output
 COLOURS = {"actor": "green", "ref": "cyan", "critic": "magenta", "reward": "yellow", "engine": "blue"}
 
 
 def print_assessment(
     console: Console, assessment: Assessment, advice: Sequence[Advice], layout: Advice | None
 ) -> None:
-    """Print everything."""
+    """Print the assessment, the advice and the symmetric layout."""
     for node in assessment.nodes[:SHOWN]:
         console.print(_node(node))
     if len(assessment.nodes) > SHOWN:
-        console.print(f"and {len(assessment.nodes) - SHOWN} more nodes (--json has them)")
+        console.print(f"and {len(assessment.nodes) - SHOWN} more nodes (see --json)")
     console.print(_needs(assessment))
     console.print(_engine(assessment))
     for line in _summary(assessment):
@@ -38,13 +38,13 @@ def print_assessment(
     for one in advice:
         console.print(Text(f"try: {' '.join(one.flags)}  ({one.reason})", style="yellow"))
     if layout and layout.run != assessment.run:
-        console.print(Text(f"a layout alike on all nodes: {' '.join(layout.flags)}  ({layout.reason})"))
+        console.print(Text(f"a layout identical on all nodes: {' '.join(layout.flags)}  ({layout.reason})"))
     verdict = "this run does not fit" if assessment.problems else "this run fits"
     console.print(Text(verdict, style="bold red" if assessment.problems else "bold green"))
 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
-    """Print machines with nothing on them: what is there to plan on."""
+    """Print machines without a run."""
     for machine in machines:
         console.print(_node(PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)])))
     total = sum(machine.gpus for machine in machines)
@@ -52,7 +52,7 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
 
 
 def as_json(assessment: Assessment, advice: Sequence[Advice], layout: Advice | None) -> dict[str, Any]:
-    """The report as JSON values; ``rlhf-stack plan --help`` says what they mean."""
+    """The assessment as JSON values; ``rlhf-stack plan --help`` explains them."""
     run = assessment.run
     return {
         "fits": not assessment.problems,
@@ -74,12 +74,12 @@ def as_json(assessment: Assessment, advice: Sequence[Advice], layout: Advice | N
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB."""
+    """Format bytes in GiB."""
     return f"{size / GIB:.1f}"
 
 
 def _node(node: PlannedNode) -> Panel:
-    """One machine: a line for each GPU."""
+    """A machine, with a line per GPU."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for gpu in node.gpus:
         table.add_row(f"GPU {gpu.index}", _holds(gpu), _bar(gpu, node.machine.gpu_memory))
@@ -101,7 +101,7 @@ def _holds(gpu: PlannedGpu) -> Text:
 
 
 def _bar(gpu: PlannedGpu, memory: int) -> Text:
-    """How full a GPU is at most."""
+    """A bar of the peak memory of a GPU."""
     if not gpu.holds:
         return Text("")
     if not memory:
@@ -133,7 +133,7 @@ def _needs(assessment: Assessment) -> Table:
 
 
 def _count(parameters: int) -> str:
-    """A number of parameters."""
+    """Format a number of parameters."""
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
@@ -143,22 +143,22 @@ def _engine(assessment: Assessment) -> Group | Text:
         return Text("")
     where = f" on the GPUs of {engines.shares}" if engines.shares else ""
     lines = [
-        f"{engines.count} engines of {engines.size} GPUs{where}, of each GPU {gib(cache.budget)} GiB "
+        f"{engines.count} engines of {engines.size} GPUs{where}, {gib(cache.budget)} GiB of each GPU "
         f"(utilization {assessment.run.utilization:g}): weights {gib(cache.weights)}, largest step "
         f"{gib(cache.working)}, cache {gib(cache.cache)}",
-        f"room for {cache.tokens} tokens: {cache.concurrency:.1f} sequences of {assessment.run.length} at a time",
+        f"{cache.tokens} tokens in the cache: {cache.concurrency:.1f} sequences of {assessment.run.length}",
     ]
     return Group(*(Text(line) for line in lines))
 
 
 def _summary(assessment: Assessment) -> list[Text]:
-    there = sum(len(node.gpus) for node in assessment.nodes)
-    lines = [Text(f"{assessment.gpus_needed} GPUs needed, {there} there")]
+    available = sum(len(node.gpus) for node in assessment.nodes)
+    lines = [Text(f"{assessment.gpus_needed} GPUs needed, {available} available")]
     count = len(assessment.upstream.engines)
-    across = f"{len(assessment.upstream.straddling)} of {count} engines straddle nodes"
+    straddling = f"{len(assessment.upstream.straddling)} of {count} engines straddle nodes"
     if count and assessment.ours:
         ours = f"{len(assessment.ours.straddling)} of {len(assessment.ours.engines)}"
-        lines.append(Text(f"OpenRLHF as released: {across}; placed by rlhf_stack: {ours}"))
+        lines.append(Text(f"OpenRLHF as released: {straddling}; placed by rlhf_stack: {ours}"))
     return lines
 
 

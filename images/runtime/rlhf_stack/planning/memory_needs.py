@@ -1,4 +1,4 @@
-"""What each role of a run needs on each of its GPUs, and each of its processes on the host."""
+"""Estimates the memory of each role of a run, per rank on its GPU and on its host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from rlhf_stack.memory.training import BYTES_16BIT, shard_size
 from rlhf_stack.openrlhf.run_spec import ACTOR, Role, Run
 from rlhf_stack.planning.cluster_spec import GIB
 
-CONTEXT = 3 * GIB // 4  # of a CUDA process: context, kernels and NCCL's buffers; assumed, not measured
-PROCESS = 2 * GIB  # of host memory for a process with torch loaded; assumed, not measured
+CONTEXT = 3 * GIB // 4  # of a CUDA process: context, kernels, NCCL buffers; assumed, not measured
+PROCESS = 2 * GIB  # host memory of a process that imported torch; assumed, not measured
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes for one rank of a role, and how many ``parameters`` its model has.
+    """The bytes that one rank of a role needs, and the number of ``parameters`` of its model.
 
-    ``activations`` and ``buffers`` are there while it computes, ``step`` while its optimiser steps.
-    ``asleep`` is what it holds while engines generate; ``loading`` is of the host, until its weights are on
-    the GPU.
+    ``activations`` and ``buffers`` exist during a pass, ``step`` during an optimiser step. ``asleep`` is held
+    on the GPU while engines generate; ``host`` and ``loading`` are on the host, ``loading`` only until the
+    weights are on the GPU.
     """
 
     role: str
@@ -44,17 +44,17 @@ class Need:
 
     @property
     def held(self) -> int:
-        """What stays while other roles of its GPU compute."""
+        """Bytes held while other roles on the GPU compute."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def working(self) -> int:
-        """What computing takes beside it."""
+        """Further bytes needed while the role computes."""
         return max(self.activations + self.buffers, self.step)
 
 
 def need(run: Run, role: Role, shape: Shape) -> Need:
-    """The need of one rank of ``role``, whose model has ``shape``."""
+    """The memory of one rank of ``role``, whose model has ``shape``."""
     parameters = shape.value_head_params if role.value_head else shape.total
     own = shard_size(parameters, run.parallel)
     trained = _trained(run, role, shape, own)
@@ -81,21 +81,21 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
 
 
 def needs(run: Run, shapes: Mapping[str, Shape]) -> dict[str, Need]:
-    """The need of each role by its name; ``shapes`` by the model's name in the command line."""
+    """The memory per rank of each role, by role name; ``shapes`` by the name of the model."""
     return {role.name: need(run, role, shapes[role.model]) for role in run.roles}
 
 
 def engine_cache(run: Run, shapes: Mapping[str, Shape], gpu_memory: int) -> KvCache | None:
-    """The cache of an engine of this run on GPUs of ``gpu_memory`` bytes, if it has engines."""
+    """The KV cache of an engine of the run on GPUs of ``gpu_memory`` bytes; None without engines."""
     engines = run.request.engines
     if engines is None:
         return None
-    asked = EngineSettings(engines.size, run.utilization, run.length)
-    return kv_cache(shapes[run.engine_model], asked, gpu_memory)
+    settings = EngineSettings(engines.size, run.utilization, run.length)
+    return kv_cache(shapes[run.engine_model], settings, gpu_memory)
 
 
 def _trained(run: Run, role: Role, shape: Shape, own: int) -> int:
-    """The parameters of a rank that are trained: all, none, or LoRA's, beside every matrix of the layers."""
+    """The trained parameters of a rank: all, none, or the LoRA adapters of every linear layer."""
     if not role.trained:
         return 0
     if not run.lora:
@@ -108,10 +108,10 @@ def _trained(run: Run, role: Role, shape: Shape, own: int) -> int:
 
 def _activations(run: Run, role: Role, shape: Shape) -> int:
     rollout = _pass(run, role, run.rollout_batch, run.rollout_tokens)
-    without = forward_peak(shape, rollout)
+    inference = forward_peak(shape, rollout)
     if not role.trained:
-        return without
-    return max(without, training_peak(shape, _pass(run, role, run.train_batch, run.tokens)))
+        return inference
+    return max(inference, training_peak(shape, _pass(run, role, run.train_batch, run.tokens)))
 
 
 def _pass(run: Run, role: Role, sequences: int, tokens: int | None) -> Pass:

@@ -1,4 +1,4 @@
-"""Settings of a run that fit its cluster and cost least, each with its reason."""
+"""Chooses the fastest settings of a run that fit its cluster, each with a reason."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag with its value, or a variable of the environment; one that is ``dropped`` has to go."""
+    """A flag with its value, or an environment variable; ``dropped``: it must be removed."""
 
     text: str
     reason: str
@@ -27,13 +27,13 @@ class Setting:
 
     @property
     def is_variable(self) -> bool:
-        """Whether it is one of the environment."""
+        """Whether this is an environment variable."""
         return not self.text.startswith("-")
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The run with all ``settings``; ``problems`` are those that remain."""
+    """The run with the chosen ``settings``, and the ``problems`` that remain."""
 
     run: Run
     settings: tuple[Setting, ...]
@@ -41,12 +41,12 @@ class Tuned:
 
     @property
     def fits(self) -> bool:
-        """Whether it can go."""
+        """Whether the run fits."""
         return not self.problems
 
 
 def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Tuned:
-    """``run`` with the settings that are right for its models, lengths and ``machines``."""
+    """Choose the settings of ``run`` for its models, lengths and ``machines``."""
 
     def problems(candidate: Run) -> tuple[str, ...]:
         return assess(candidate, machines, shapes).problems
@@ -66,7 +66,7 @@ def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> 
 
 
 def apply_settings(command: Sequence[str], tuned: Tuned) -> list[str]:
-    """The words of ``command`` with the settings of ``tuned`` in it, in place of what it said before."""
+    """The words of ``command`` with the settings of ``tuned`` in place of its own."""
     words = list(command)
     variables = []
     for setting in tuned.settings:
@@ -81,7 +81,7 @@ def apply_settings(command: Sequence[str], tuned: Tuned) -> list[str]:
 
 def _without(words: Sequence[str], name: str) -> list[str]:
     """``words`` without a flag and its value."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skipping = False
     for word in words:
         if word == name:
@@ -92,12 +92,12 @@ def _without(words: Sequence[str], name: str) -> list[str]:
             skipping = False
         else:
             skipping = False
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def _candidates(run: Run) -> Iterator[Run]:
-    """The run with its batches at their least, from what costs least time to what needs least memory."""
+    """Variants of the run with batch size 1, from the fastest to the one that needs least memory."""
     shared = run.request.engines is not None and run.request.engines.shares is not None
     small = replace(run, train_batch=1, rollout_batch=1)
     stage = max(2, run.zero.stage)
@@ -117,23 +117,23 @@ def _candidates(run: Run) -> Iterator[Run]:
 
 
 def _settings(before: Run, after: Run) -> Iterator[Setting]:
-    """What was chosen, also where the command line said so already."""
+    """The chosen settings, including those that the command line already has."""
     yield Setting(
         flag(after, "train_batch", after.train_batch),
-        f"the most sequences of {after.length} tokens that fit in a training step of a GPU",
+        f"the largest number of sequences of {after.length} tokens that fits in a training step",
     )
     yield Setting(
         flag(after, "rollout_batch", after.rollout_batch),
-        "the most that fit while log-probabilities are computed",
+        "the largest number that fits in the computation of log-probabilities",
     )
     yield Setting(flag(after, "stage", after.zero.stage), _why_stage(after))
-    recompute = "activations do not fit otherwise: about a third more time"
-    enough = "there is room: nothing needs to be computed twice"
+    recompute = "activations do not fit otherwise; costs about a third more time"
+    enough = "activations fit: no recomputation needed"
     yield Setting(
         flag(after, "checkpointing"), recompute if after.checkpointing else enough, not after.checkpointing
     )
-    offload = "the optimiser fits on no GPU: it works on the host"
-    on_gpu = "the optimiser fits on the GPUs, where it is faster"
+    offload = "the optimiser does not fit on the GPUs: it runs on the host"
+    on_gpu = "the optimiser fits on the GPUs, which are faster"
     yield Setting(flag(after, "offload"), offload if after.zero.offload else on_gpu, not after.zero.offload)
     yield from _engine_settings(after)
     yield from _attention_settings(before, after)
@@ -141,8 +141,8 @@ def _settings(before: Run, after: Run) -> Iterator[Setting]:
 
 def _why_stage(run: Run) -> str:
     if run.zero.stage < 3:
-        return "weights fit on each GPU: no need to gather them layer by layer"
-    return "weights, gradients and optimiser are split among the ranks"
+        return "weights fit on each GPU: no gathering layer by layer"
+    return "weights, gradients and optimiser are sharded over the ranks"
 
 
 def _engine_settings(run: Run) -> Iterator[Setting]:
@@ -151,37 +151,42 @@ def _engine_settings(run: Run) -> Iterator[Setting]:
         return
     if not run.flat:
         room = (
-            "what the trainer leaves of a GPU"
+            "the memory that the trainer leaves on a GPU"
             if engines.shares
-            else "the rest is for what vLLM does not count"
+            else "the rest is for allocations that vLLM does not count"
         )
         yield Setting(flag(run, "utilization", f"{run.utilization:g}"), room)
     if engines.shares:
-        yield Setting(flag(run, "engine_sleeps"), "engines give their memory back while the trainer computes")
+        yield Setting(flag(run, "engine_sleeps"), "engines release their memory while the trainer computes")
         if not run.zero.offload:
             yield Setting(
-                flag(run, "trainer_sleeps"), "the trainer gives its optimiser's back while they generate"
+                flag(run, "trainer_sleeps"),
+                "the trainer releases the memory of its optimiser while engines generate",
             )
     elif env_vars.accelerator() == "cuda":
-        yield Setting(flag(run, "sync", "nccl"), "weights go from GPU to GPU")
+        yield Setting(flag(run, "sync", "nccl"), "weights are sent from GPU to GPU")
     elif env_vars.accelerator() is not None:
-        yield Setting(flag(run, "sync", "gloo"), "what is safe on every network of this accelerator")
+        yield Setting(flag(run, "sync", "gloo"), "works on every network with this accelerator")
     if not run.engine_sleeps and env_vars.accelerator() == "cuda":
-        yield Setting(ALLOCATOR, "less of a GPU is lost between blocks; not with sleep mode, which it breaks")
+        yield Setting(ALLOCATOR, "less memory fragmentation; incompatible with sleep mode")
 
 
 def _attention_settings(before: Run, run: Run) -> Iterator[Setting]:
     if run.flat:
         has = run.attention == FLASH
-        reason = "flash-attn is installed: no table of scores" if has else "flash-attn is not installed"
+        reason = (
+            "flash-attn is installed: attention scores are not stored"
+            if has
+            else "flash-attn is not installed"
+        )
         yield Setting(flag(run, "attention"), reason, dropped=not has)
     elif run.attention == FLASH or before.attention.startswith("flash"):
         reason = "flash-attn is installed" if run.attention == FLASH else "flash-attn is not installed"
-        yield Setting(flag(run, "attention", run.attention), f"{reason}: no table of scores either way")
+        yield Setting(flag(run, "attention", run.attention), f"{reason}: scores are not stored either way")
 
 
 def _attention(run: Run) -> str:
-    """The attention to be had here: what was asked for, unless that needs a package that is absent."""
+    """The attention implementation: the configured one, unless it needs a missing package."""
     if find_spec("flash_attn") is not None:
         return FLASH
     if not run.attention.startswith("flash"):

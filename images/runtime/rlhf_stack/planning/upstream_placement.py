@@ -1,8 +1,8 @@
-"""What pristine OpenRLHF on Ray would do: Ray's own order of equal bundles, foretold without a cluster.
+"""Model of the placement of unpatched OpenRLHF on Ray, which predicts it without a cluster.
 
-Ray's PACK policy sorts a group's bundles by ``std::sort``, which is not stable: equal bundles keep their
-order up to 16 of them, and above are permuted, always in the same way. Then the node with the largest free
-share of what a bundle asks takes as many bundles as fit, in that order, and so on. Source:
+Ray's PACK policy sorts the bundles of a group with ``std::sort``, which is not stable: up to 16 equal bundles
+keep their order, more are permuted, always in the same way. The node with the largest free share of the
+resources of a bundle then takes as many bundles as fit, in that order; the next node follows. Source:
 ``bundle_scheduling_policy.cc`` and ``scorer.cc`` of Ray 2.9.3 to 2.60.0, and libstdc++'s ``stl_algo.h``.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from rlhf_stack.placement.model import ENGINES, FreeNode, Request, chunks
 
-INSERTION_SORT = 16  # libstdc++ sorts so few elements by insertion, which is stable
+INSERTION_SORT = 16  # libstdc++ sorts up to 16 elements by insertion, which is stable
 
 
 @dataclass(frozen=True)
 class UpstreamLayout:
-    """Nodes by index. ``pending`` is the first group for which Ray would wait for ever, None if all fit."""
+    """A predicted placement, nodes by index; ``pending`` is the first group that does not fit, or None."""
 
     bundles: dict[str, tuple[int, ...]]
     engines: tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ class UpstreamLayout:
 
 
 def std_sort_order(count: int) -> list[int]:
-    """In which order libstdc++'s ``std::sort`` leaves ``count`` equal elements."""
+    """The order in which libstdc++'s ``std::sort`` leaves ``count`` equal elements."""
     order = list(range(count))
     ranges = [(0, count)]
     while ranges:
@@ -50,22 +50,22 @@ def _partition(order: list[int], first: int, last: int) -> int:
 
 
 def pack(nodes: Sequence[FreeNode], count: int) -> tuple[int, ...] | None:
-    """The node of each of ``count`` bundles of a GPU and a CPU in a PACK group; None if they do not fit now.
+    """The node of each of ``count`` bundles of a GPU and a CPU in a PACK group; None if they do not fit.
 
-    Of equal nodes Ray takes any one first (by their random ids); here it is the one with the lower index.
+    Among equal nodes, Ray's choice depends on their random ids; the model takes the lowest index.
     """
     waiting = std_sort_order(count)
     placed: dict[int, int] = {}
-    left = dict(enumerate(nodes))
+    free = dict(enumerate(nodes))
     while waiting:
-        candidates = [index for index, node in left.items() if node.gpus >= 1 and node.cpus >= 1]
+        candidates = [index for index, node in free.items() if node.gpus >= 1 and node.cpus >= 1]
         if not candidates:
             return None
-        best = max(candidates, key=lambda index: (_score(left[index]), -index))
-        room = int(min(left[best].gpus, left[best].cpus))
+        best = max(candidates, key=lambda index: (_score(free[index]), -index))
+        room = int(min(free[best].gpus, free[best].cpus))
         placed |= dict.fromkeys(waiting[:room], best)
         waiting = waiting[room:]
-        del left[best]
+        del free[best]
     return tuple(placed[index] for index in range(count))
 
 
@@ -75,37 +75,37 @@ def _score(node: FreeNode) -> float:
 
 
 def upstream_layout(nodes: Sequence[FreeNode], request: Request, order: Sequence[str]) -> UpstreamLayout:
-    """Where OpenRLHF 0.11.2 as released puts everything: a PACK group at a time, engines cut by node.
+    """The placement of OpenRLHF 0.11.2 as released: one PACK group after the other, engines cut by node.
 
-    ``order`` is that in which it makes the groups and `ENGINES`. Groups of one GPU a node have no placement
-    group upstream; they are foretold as if they had.
+    ``order`` is the order in which it creates the groups and `ENGINES`. Groups of one GPU per node have no
+    placement group upstream; the model treats them as if they had one.
     """
     engines = request.engines
     shares = engines.shares if engines else None
     sizes = {group.name: group.size for group in request.groups}
     sizes[ENGINES] = engines.count * engines.size if engines else 0
-    left = list(nodes)
+    free = list(nodes)
     found: dict[str, tuple[int, ...]] = {}
     pending = None
     for name in order:
-        placed = pack(left, sizes[name])
+        placed = pack(free, sizes[name])
         if placed is None:
             pending = name
             break
         found[name] = placed
         for index in set(placed):
             taken = placed.count(index)
-            node = left[index]
-            left[index] = replace(node, gpus=node.gpus - taken, cpus=node.cpus - taken)
+            node = free[index]
+            free[index] = replace(node, gpus=node.gpus - taken, cpus=node.cpus - taken)
     cut = _engines(found.get(shares or ENGINES, ()), engines.count, engines.size) if engines else ()
     straddling = tuple(index for index, nodes_of in enumerate(cut) if len(set(nodes_of)) > 1)
     return UpstreamLayout(found, cut, straddling, pending)
 
 
 def _engines(bundles: Sequence[int], count: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Upstream's ``get_bundle_indices``: bundles by node, nodes as they first come, cut into engines.
+    """Upstream's ``get_bundle_indices``: bundles grouped by node in order of first use, cut into engines.
 
-    An engine of one GPU takes the bundle of its own number instead.
+    An engine of one GPU takes the bundle with its own index instead.
     """
     if size == 1:
         return tuple(chunks(bundles, 1))[:count]

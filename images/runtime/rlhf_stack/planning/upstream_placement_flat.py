@@ -1,8 +1,8 @@
-"""Where OpenRLHF 0.5 on Ray puts a run: a group of whole-node bundles for each role, one for each engine.
+"""Model of the placement of unpatched OpenRLHF 0.5 on Ray: one placement group per role and per engine.
 
-Its groups are STRICT_SPREAD, with one bundle of all GPUs of a node in it; an engine of several GPUs has a
-PACK group of its own. Ranks of a role of one GPU a node, and engines of one GPU, have no group: Ray puts each
-where it likes, here on the first node with room.
+The group of a role is STRICT_SPREAD, with one bundle per node for all its GPUs there; an engine of several
+GPUs has a PACK group. Roles with one GPU per node and engines of one GPU have no group: Ray chooses any node,
+the model the first one with room.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,28 @@ from rlhf_stack.planning.upstream_placement import UpstreamLayout, pack
 
 
 def upstream_layout_flat(nodes: Sequence[FreeNode], request: Request) -> UpstreamLayout:
-    """The layout of ``request``, whose groups are made in their order and then its engines."""
-    left = list(nodes)
+    """The placement of ``request``: its groups in order, then its engines."""
+    free = list(nodes)
     bundles: dict[str, tuple[int, ...]] = {}
     for group in request.groups:
-        placed = _spread(left, group) if group.gpus_per_node > 1 else _first(left, group.size)
+        placed = _spread(free, group) if group.gpus_per_node > 1 else _first(free, group.size)
         if placed is None:
             return UpstreamLayout(bundles, (), (), group.name)
         bundles[group.name] = placed
-        left = _less(left, placed)
+        free = _less(free, placed)
     engines: list[tuple[int, ...]] = []
     count, size = (request.engines.count, request.engines.size) if request.engines else (0, 1)
     for _ in range(count):
-        placed = pack(left, size) if size > 1 else _first(left, 1)
+        placed = pack(free, size) if size > 1 else _first(free, 1)
         if placed is None:
             return UpstreamLayout(bundles, tuple(engines), _across(engines), ENGINES)
         engines.append(placed)
-        left = _less(left, placed)
+        free = _less(free, placed)
     return UpstreamLayout(bundles, tuple(engines), _across(engines))
 
 
 def _spread(nodes: Sequence[FreeNode], group: Group) -> tuple[int, ...] | None:
-    """The node of each rank: one bundle a node, on the nodes with the largest share left."""
+    """The node of each rank: one bundle per node, on the nodes with the largest free share."""
     size = group.gpus_per_node
     room = [index for index, node in enumerate(nodes) if node.bundles >= size]
     if len(room) < group.nodes:

@@ -1,4 +1,4 @@
-"""rlhf_stack.cleanup.stale_resources and reaping: what is left of a dead run, and that nothing else is touched."""
+"""rlhf_stack.cleanup: what a dead run left is found and ended, and nothing else."""
 
 import os
 import subprocess
@@ -143,10 +143,10 @@ def test_a_process_that_is_ending_holds_nothing(tmp_path: Path, monkeypatch: pyt
         raise PermissionError(folder)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    monkeypatch.setattr(stale_resources, "ENDING_SECONDS", 0.1)
+    monkeypatch.setattr(stale_resources, "EXIT_SECONDS", 0.1)
     assert stale_resources.open_segments([one], tmp_path) is None
     child.kill()
-    monkeypatch.setattr(stale_resources, "ENDING_SECONDS", 30.0)
+    monkeypatch.setattr(stale_resources, "EXIT_SECONDS", 30.0)
     assert stale_resources.open_segments([one], tmp_path) == set()
     child.wait()
     assert stale_resources.open_segments([one], tmp_path) == set()

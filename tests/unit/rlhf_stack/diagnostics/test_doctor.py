@@ -1,4 +1,4 @@
-"""rlhf_stack.diagnostics.doctor: what the checks say of facts, and how the facts of this machine are collected."""
+"""rlhf_stack.diagnostics.doctor: the checks, the comparison of nodes, and the facts of this machine."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""rlhf_stack.diagnostics.installed_patches: what is installed against what this distribution was built with."""
+"""rlhf_stack.diagnostics.installed_patches: whether the installed packages have the patches."""
 
 import json
 

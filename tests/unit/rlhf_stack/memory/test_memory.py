@@ -178,10 +178,10 @@ def test_typed_sizes_are_those_of_the_config() -> None:
     ("text", "said"),
     [
         ("7b", "expected NAME:NUMBER"),
-        ("layers:x", "no number"),
-        ("layers:-1", "not negative"),
-        ("layers:2,hidden:64", "lacks intermediate, heads"),
-        ("layers:inf", "no number"),
+        ("layers:x", "is not a number"),
+        ("layers:-1", "must not be negative"),
+        ("layers:2,hidden:64", "missing intermediate, heads"),
+        ("layers:inf", "is not a number"),
     ],
 )
 def test_typed_sizes_that_are_wrong_are_named(text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""rlhf_stack.planning: where a run lands, what its GPUs need, what is wrong, and what mends it."""
+"""rlhf_stack.planning: the placement of a run, its memory, its problems and their remedies."""
 
 import io
 import json
@@ -96,7 +96,7 @@ def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
 def test_what_cannot_be_placed_is_a_problem_with_the_planners_reason() -> None:
     found = assess(run(), uniform_machines(1, 8, 80, 64, 500), SHAPES)
     assert found.ours is None
-    assert "12 GPUs are asked for and 8 are free" in found.problems[0]
+    assert "12 GPUs are requested and 8 are free" in found.problems[0]
     assert all(not gpu.holds for gpu in found.nodes[0].gpus)
 
 
@@ -112,14 +112,14 @@ def test_a_cache_without_room_for_one_sequence_is_a_problem() -> None:
 
 def test_heads_that_do_not_divide_are_a_problem() -> None:
     found = assess(run(engines=Engines(1, 4)), uniform_machines(2, 8, 80, 64, 500), SHAPES)
-    assert found.problems == ("vLLM cannot split 14 heads among 4 GPUs: take a size that divides them",)
+    assert found.problems == ("vLLM cannot split 14 heads over 4 GPUs: use a size that divides them",)
 
 
 def test_roles_that_share_gpus_must_be_of_one_size() -> None:
     asked = run()
     uneven = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], ranks=4)))
     assert (
-        "actor and ref share GPUs and have 8 and 4 ranks"
+        "actor and ref share GPUs but have 8 and 4 ranks"
         in assess(uneven, uniform_machines(2, 8, 80, 64, 0), SHAPES).problems[0]
     )
 
@@ -131,11 +131,11 @@ def test_an_unknown_memory_is_a_note_and_not_a_verdict() -> None:
     assert any("--gpu-memory" in note for note in found.notes)
 
 
-def test_offloading_below_stage_3_is_told_to_do_nothing() -> None:
+def test_offloading_below_stage_3_is_reported_to_have_no_effect() -> None:
     asked = run()
     offloaded = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], offloaded=True)))
     assert any(
-        "does nothing below" in note
+        "has no effect below" in note
         for note in assess(offloaded, uniform_machines(2, 8, 80, 0, 0), SHAPES).notes
     )
 
@@ -263,7 +263,7 @@ def test_machines_come_from_yaml(tmp_path: Path) -> None:
     file.write_text(
         "nodes:\n- {count: 2, gpus: 8, gpu_memory: 80, cpus: 96, memory: 1000}\n- {gpus: 0, address: head}\n"
     )
-    found = cluster_spec.read(file)
+    found = cluster_spec.read_machines(file)
     assert [machine.address for machine in found] == ["node-1", "node-2", "head"]
     assert found[0] == Machine("node-1", 8, 96.0, 80 * GIB, 1000 * GIB)
     assert found[2].gpus == 0
@@ -274,7 +274,7 @@ def test_machines_come_from_yaml(tmp_path: Path) -> None:
     [
         ("nodes: 3", "expected a list of nodes"),
         ("[1]", "expected a list of nodes"),
-        ("nodes: [{gpu: 8}]", "no gpu"),
+        ("nodes: [{gpu: 8}]", "unknown gpu"),
         ("nodes: [{gpus: many}]", "gpus is 'many'"),
         ("nodes: [{gpus: -1}]", "gpus is -1"),
         ("nodes: []", "no nodes"),
@@ -285,7 +285,7 @@ def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, said: 
     file = tmp_path / "nodes.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as raised:
-        cluster_spec.read(file)
+        cluster_spec.read_machines(file)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -305,7 +305,7 @@ def test_machines_come_from_a_running_ray() -> None:
         {"Alive": False, "NodeManagerAddress": "10.0.0.3", "Resources": {"GPU": 8.0}},
     ]
     free = [FreeNode("10.0.0.1", 0, 4, 0), FreeNode("10.0.0.2", 2, 30, 8)]
-    found = cluster_spec.of_ray(table, free, 80)
+    found = cluster_spec.machines_of_nodes(table, free, 80)
     assert [machine.address for machine in found] == ["10.0.0.1", "10.0.0.2"]
     assert found[1].free == FreeNode("10.0.0.2", 2, 30, 8)
     assert (found[1].gpus, found[1].gpu_memory, found[1].memory) == (8, 80 * GIB, 5)

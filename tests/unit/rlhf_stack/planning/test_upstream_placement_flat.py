@@ -1,4 +1,4 @@
-"""rlhf_stack.planning.upstream_placement_flat: what OpenRLHF 0.5 on Ray does, with layouts that were measured."""
+"""rlhf_stack.planning.upstream_placement_flat: predictions against measured layouts."""
 
 import pytest
 from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, Request

@@ -2,8 +2,8 @@
 
 The module's docstring is the text of ``--help``; its first line is also the entry in the list of commands.
 ``add_options(parser)`` declares the options; ``run(options)`` returns the exit code: 0, or 1 if the command
-found a problem. Wrong usage raises `rlhf_stack.errors.UserError`. Imports at the top of a module must be light,
-because ``rlhf-stack --help`` imports every module.
+found a problem. Wrong usage raises `rlhf_stack.errors.UserError`. Imports at the top of a module must be
+light, because ``rlhf-stack --help`` imports every module.
 """
 
 import argparse

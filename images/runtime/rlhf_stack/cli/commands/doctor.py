@@ -1,8 +1,8 @@
 """Diagnose this node and its cluster: versions, patches, variables, GPUs, shared memory, limits, leftovers.
 
 If a Ray node runs on this machine, checks and compares all nodes of its cluster; otherwise checks this
-machine, also outside the images. Changes nothing. Known-bad combinations come from a database with a source for each
-entry; --log explains a log with it, --freeze checks the packages of another environment.
+machine, also outside the images. Changes nothing. Known-bad combinations come from a database, with a source
+for each entry; --log explains a log with it, --freeze checks the packages of another environment.
 
   rlhf-stack doctor                          this node and its cluster
   rlhf-stack doctor --local --all            only this node, with notes and passed checks

@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
-    """Whether the cluster requires a token; `UserError` if it must but cannot, or if this machine has none."""
+    """Whether the cluster requires a token; `UserError` if Ray supports none or this machine has none."""
     if options.auth == "none" or (options.auth == "auto" and environment.get(auth_token.MODE) == "disabled"):
         return False
     if not auth_token.is_supported():

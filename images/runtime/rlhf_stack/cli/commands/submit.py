@@ -170,8 +170,8 @@ def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], 
 def _lost(job: str, address: str, why: str) -> UserError:
     return UserError(
         f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
-        "too, and a restarted head does not know them: submit the command again, with the flag that loads its "
-        f"last checkpoint. If only the connection was lost: ray job logs -f {job}"
+        "too, and a restarted head does not know them: submit the command again, with the flag that loads "
+        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}"
     )
 
 

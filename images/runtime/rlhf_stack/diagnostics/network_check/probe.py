@@ -66,12 +66,12 @@ def _measure(group: WeightGroup, size: int) -> tuple[float, int, bool]:
     held = group.buffers.for_bucket(sent.numel(), 0)
     if group.rank == 0:
         held.copy_(sent)
-    elif group.in_place:  # else these are rank 0's
+    elif group.in_place:  # otherwise the buffer is that of rank 0
         held.zero_()
     taken = []
     for _ in range(REPEATS):
         with group.syncing():
-            _send(group, held[:1], "the first byte of the bucket")  # all begin together
+            _send(group, held[:1], "the first byte of the bucket")  # all ranks start together
             start = time.monotonic()
             _send(group, held, "the bucket")
             taken.append(time.monotonic() - start)
