@@ -68,7 +68,7 @@ def main() -> None:
         max_model_len=256,
         gpu_memory_utilization=0.1,
     )
-    startup.wait(engines)
+    startup.wait_for_engine_startup(engines)
     pinned = [engine.__ray_call__.remote(pin, core) for engine, core in zip(engines, cores, strict=True)]
     ray.get(pinned, timeout=DEADLINE)
     with socket.socket() as listener:

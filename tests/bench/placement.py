@@ -27,8 +27,8 @@ def requests(nodes: int) -> dict[str, Request]:
     half = nodes // 2
     actor = Group("actor", half, GPUS)
     return {
-        "separate, TP 4": Request((actor,), Engines(half * 2, 4), block=8),
-        "shared, TP 4": Request((Group("actor", nodes, GPUS),), Engines(nodes * 2, 4, "actor"), block=8),
+        "separate, TP 4": Request((actor,), Engines(half * 2, 4), tp_sp_size=8),
+        "shared, TP 4": Request((Group("actor", nodes, GPUS),), Engines(nodes * 2, 4, "actor"), tp_sp_size=8),
         "engines of two nodes": Request((actor,), Engines(half // 2, 16)),
     }
 

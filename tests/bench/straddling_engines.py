@@ -43,7 +43,7 @@ def main() -> None:
         gpu_memory_utilization=0.5,
         own_pg=own,
     )
-    startup.wait(engines)
+    startup.wait_for_engine_startup(engines)
     for other in engines[:index] + engines[index + 1 :]:
         end(other)
     print(json.dumps(ask(engines[index])))

@@ -1,7 +1,7 @@
-"""The gradient that a step of DeepSpeed really applies, on each rank of a group over gloo.
+"""Measures the gradient that a step of DeepSpeed applies, on each rank of a group over gloo.
 
-gradient.py RANK WORLD PORT: prints JSON, by "stage/accumulation", the norm of what one step of plain SGD
-takes off the parameters, and at "0/0" that of one process that has the whole batch and no DeepSpeed.
+gradient.py RANK WORLD PORT: prints JSON with the norm of the change of the parameters by one step of plain SGD,
+by "stage/accumulation", and at "0/0" that of one process with the whole batch and without DeepSpeed.
 """
 
 import json
@@ -25,15 +25,15 @@ from torch import nn  # noqa: E402
 
 STAGES, ACCUMULATIONS = (0, 1, 2, 3), (1, 4)
 SAMPLES, WIDTH, RATE = 16, 24, 1.0
-# As the trainers of the images have it: over gloo, ZeRO-3 waits for each weight, by whichever way there is.
+# As in the images' trainers: over gloo, ZeRO-3 gathers weights sequentially, by DeepSpeed's option or our patch.
 SEQUENTIAL = {"stage3_allgather_sequential": True}
 if not SEQUENTIAL.keys() <= DeepSpeedZeroConfig.model_fields.keys():
-    zero3_gather.in_turn()
+    zero3_gather.serialize_allgather()
     SEQUENTIAL = {}
 
 
 def model() -> nn.Module:
-    """The same on every rank and for every configuration."""
+    """Return the network, the same on every rank and for every configuration."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 1)
@@ -41,37 +41,37 @@ def model() -> nn.Module:
 
 
 def batch() -> torch.Tensor:
-    """All samples of one step; those that come later are larger, so that none can be lost unnoticed."""
+    """Return all samples of one step; later samples are larger, so that the loss of any is noticed."""
     torch.manual_seed(1)
     return torch.randn(SAMPLES, WIDTH) * torch.arange(1, SAMPLES + 1)[:, None] / SAMPLES
 
 
 def loss(network: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    """A mean over the samples."""
+    """Return a mean over the samples."""
     return (network(samples) ** 2).mean()
 
 
 def applied(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-    """The norm of what the step took off."""
+    """Return the norm of the change by the step, divided by the learning rate."""
     return float(torch.cat([(a - b).flatten() for a, b in zip(before, after, strict=True)]).norm()) / RATE
 
 
 def alone() -> float:
-    """One process, the whole batch, no DeepSpeed."""
+    """Return the norm for one process with the whole batch and without DeepSpeed."""
     network = model()
     loss(network, batch()).backward()
     return float(torch.cat([p.grad.flatten() for p in network.parameters()]).norm())
 
 
 def weights(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
-    """Whole parameters, also where ZeRO has cut them up."""
+    """Return the whole parameters, also if ZeRO partitions them."""
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id")):
         return [parameter.detach().clone() for parameter in parameters]
 
 
 def step(stage: int, accumulation: int) -> float:
-    """This rank's share of the batch, in as many micro batches."""
+    """Train on this rank's share of the batch in ``accumulation`` micro batches; return the applied norm."""
     network = model()
     micro = SAMPLES // WORLD // accumulation
     config = {

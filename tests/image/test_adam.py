@@ -38,9 +38,9 @@ def test_torch_s_adamw_equals_deepspeed_s(
 
     if cell["accelerator"]["kind"] != "cpu":
         pytest.skip("DeepSpeed's operator runs on a GPU here")
-    of_deepspeed = trained(deepspeed_ops.adam(offload), seed=0)
-    monkeypatch.setattr(deepspeed_ops, "adam_operator", lambda _: False)
-    substitute = deepspeed_ops.adam(offload)
+    of_deepspeed = trained(deepspeed_ops.adam_class(offload), seed=0)
+    monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
+    substitute = deepspeed_ops.adam_class(offload)
     assert isinstance(substitute, functools.partial)
     of_torch = trained(substitute, seed=0)
     torch.testing.assert_close(of_torch, of_deepspeed, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ from functools import partial
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.compat import deepspeed_ops
-from rlhf_stack.engine import actor, startup
+from rlhf_stack.engine import startup, worker_extension
 from rlhf_stack.sync import gloo
 
 
@@ -23,9 +23,9 @@ def install():
     devices.current_device = devices.torch_device = cpu
     devices.set_device = choose_gloo
     devices.synchronize = devices.empty_cache = devices.current_stream = lambda: None
-    deepspeed_ops.adam = adam
+    deepspeed_ops.adam_class = adam
     gloo.Buffers = partial(pageable, gloo.Buffers)
-    actor.WORKERS["cpu"] = actor.WORKERS["cuda"]
+    worker_extension.WORKERS["cpu"] = worker_extension.WORKERS["cuda"]
     startup.join = partial(join, startup.join)
 
 

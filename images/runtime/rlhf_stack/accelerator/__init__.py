@@ -1,1 +1,4 @@
-"""TODO."""
+"""GPUs of this process and machine: device calls, visible-device variables, and AMD detection.
+
+May import ``config`` and ``errors``.
+"""

@@ -1,8 +1,8 @@
-"""AMD GPUs for Ray: how many there are, which ones it may hand out, and how a process is restricted to some.
+"""AMD GPUs for Ray: detection, the GPUs that Ray may assign, and the restriction of a process to some.
 
-Ray's patched accelerator managers call this. What Ray sets is ``CUDA_VISIBLE_DEVICES``, which vLLM 0.4.2 sets
-for its workers too, and HIP's own variable alike; ``ROCR_VISIBLE_DEVICES`` is left to the user, because it
-renumbers the GPUs under everything else.
+Ray's patched accelerator managers call this. Ray sets ``CUDA_VISIBLE_DEVICES``, as vLLM 0.4.2 does for its
+workers, and HIP's own variable to the same value. ``ROCR_VISIBLE_DEVICES`` is left to the user, because it
+renumbers the GPUs for both.
 """
 
 import contextlib
@@ -21,52 +21,52 @@ SMI_SECONDS = 30.0
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 COMPUTES = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 CARD = re.compile(r"^card\d+,", re.MULTILINE)
-PRODUCT_KEYS = ("GPU ID", "Device ID")  # of ROCm 5 and of ROCm 6
+PRODUCT_KEYS = ("GPU ID", "Device ID")  # of ROCm 5 and ROCm 6
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def is_here() -> bool:
-    """Whether Ray's GPUs are AMD's: as the image says, or because ``rocm-smi`` lists some."""
+def is_rocm() -> bool:
+    """Report whether the GPUs of this machine are AMD's: by the image, or because some are detected."""
     return env_vars.accelerator() == "rocm" or count() > 0
 
 
 def count() -> int:
-    """The GPUs that ``rocm-smi`` lists, or the kernel where that is absent, fails, hangs or prints none."""
-    return cards(_smi("-i", "--csv")) or kernel_count()
+    """Count GPUs by ``rocm-smi``, or by the kernel where it is absent, fails, hangs or lists none."""
+    return count_cards(_smi("-i", "--csv")) or kernel_count()
 
 
 def product() -> str | None:
-    """The PCI device id of the first GPU, such as "0x74a1", or None where ``rocm-smi`` tells none."""
-    return first_product(_smi("--showid", "--json"))
+    """Return the PCI device id of the first GPU, such as "0x74a1"; None if ``rocm-smi`` reports none."""
+    return parse_product(_smi("--showid", "--json"))
 
 
 def visible_ids() -> list[str] | None:
-    """The GPUs of this node that Ray may hand out, or None for all; none where two variables disagree.
+    """Return the GPUs of this node that Ray may assign, None for all; empty if two variables disagree.
 
-    That is a warning and not an error, because Ray asks when it is imported, also for work without GPUs.
+    A disagreement is a warning and not an error, because Ray calls this at import, even without GPU work.
     """
     try:
         return visible_devices.node_ids(os.environ)
-    except visible_devices.Disagreement as error:
+    except visible_devices.VisibleDevicesError as error:
         logger.warning("no GPU of this node can be used: %s", error)
         return []
 
 
-def show(ids: list[str]) -> None:
-    """Restrict this process to the GPUs ``ids`` that Ray assigned to it, unless the user said not to.
+def restrict_process(ids: list[str]) -> None:
+    """Restrict this process to the GPUs ``ids`` that Ray assigned, unless a NOSET variable forbids it.
 
-    HIP's own variable says the same: it wins where it is set, and torch 2.4 counts by it alone.
+    HIP's own variable is set as well: it takes precedence, and torch 2.4 counts by it alone.
     """
-    if not visible_devices.left_alone(os.environ):
-        os.environ |= visible_devices.restricted(ids, "rocm")
+    if not visible_devices.noset_enabled(os.environ):
+        os.environ |= visible_devices.environment_for(ids, "rocm")
 
 
 def join_ray(address: str | None, gpus: int) -> None:
-    """Connect vLLM to the running Ray cluster, or start one of this machine with ``gpus`` GPUs.
+    """Connect vLLM to the running Ray cluster, or start one on this machine with ``gpus`` GPUs.
 
-    A running cluster takes no ``num_gpus``, and a new one of an older Ray finds no AMD GPU by itself.
+    A running cluster accepts no ``num_gpus``, and an older Ray detects no AMD GPU when it starts one.
     """
     import ray
 
@@ -80,24 +80,24 @@ def join_ray(address: str | None, gpus: int) -> None:
         ray.init(ignore_reinit_error=True, num_gpus=gpus)
 
 
-def cards(listing: str) -> int:
-    """The GPUs in the table of ``rocm-smi -i --csv``, whatever warnings stand around it."""
+def count_cards(listing: str) -> int:
+    """Count the GPUs in the output of ``rocm-smi -i --csv``, ignoring warnings around the table."""
     return len(set(CARD.findall(listing)))
 
 
-def first_product(listing: str) -> str | None:
-    """The PCI device id of card 0 in what ``rocm-smi --showid --json`` printed."""
+def parse_product(listing: str) -> str | None:
+    """Return the PCI device id of card 0 in the output of ``rocm-smi --showid --json``."""
     for line in listing.splitlines():
         try:
             card = json.loads(line)["card0"]
             return next(str(card[key]) for key in PRODUCT_KEYS if key in card)
         except (ValueError, LookupError, TypeError, StopIteration):
-            continue  # a warning: they come on the same output
+            continue  # a warning: they share the output
     return None
 
 
 def kernel_count() -> int:
-    """The nodes of the amdkfd driver's topology that compute; one of a GPU that is not ours is unreadable."""
+    """Count the compute nodes in the amdkfd driver's topology; those of other containers are unreadable."""
     found = 0
     for file in TOPOLOGY.glob("*/properties"):
         with contextlib.suppress(OSError):

@@ -1,1 +1,4 @@
-"""``ray start`` done right on one machine: what is declared is what is there, and nobody else gets in."""
+"""The Ray cluster of a run: ``ray start``, connections, readiness, and records shared through the GCS.
+
+May import ``compat``, ``accelerator``, ``telemetry``, ``config`` and ``errors``.
+"""

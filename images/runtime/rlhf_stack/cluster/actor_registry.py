@@ -1,6 +1,7 @@
-"""Who an actor is that Ray has lost: Ray's own error has its id, at best an address, and no rank or engine.
+"""Names of actors that Ray has lost: Ray's error gives an id, at best an address, but no rank or engine.
 
-Each actor that holds a model leaves a record of itself when it starts; whoever gets the error reads it.
+Each actor that holds a model stores a record of itself when it starts. The process that receives Ray's error
+looks the record up.
 """
 
 import re
@@ -11,84 +12,86 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.compat import ray_private
 
-# How gloo, NCCL and sockets say that the other end of a collective has gone.
+# What gloo, NCCL and sockets report when the other end of a collective is gone.
 CUT_OFF = re.compile(r"(?i)connection (closed|reset|refused)|broken pipe|remote process exited|timed out")
-NOTICE_SECONDS = 30.0  # in which Ray learns that a process or a node has died
+NOTICE_SECONDS = 30.0  # within which Ray notices that a process or a node has died
 POLL_SECONDS = 0.5
 
 
 class PeerError(RuntimeError):
-    """An actor of the run is dead or cannot be reached; the text says which one, and where it was."""
+    """An actor of the run is dead or unreachable; the message names the actor and its node."""
 
 
-def introduce(who: str) -> None:
-    """This process goes by ``who`` ("engine 0") in errors, if it is an actor of Ray."""
+def register_actor(who: str) -> None:
+    """Store a record of this process under the name ``who`` ("engine 0"), if it is a Ray actor."""
     import ray
 
     if not ray.is_initialized():
         return
     context = ray.get_runtime_context()
     if (actor := context.get_actor_id()) is not None:
-        gcs_kv.put(_key(actor), here(who) | {"actor": actor, "job": str(context.get_job_id())})
+        gcs_kv.put_record(_key(actor), own_record(who) | {"actor": actor, "job": str(context.get_job_id())})
 
 
-def introduce_rank(actor: Any, rank: int) -> None:
-    """This process is ``rank`` of the role whose models are of the class of ``actor``."""
-    introduce(f"rank {rank} of {type(actor).__name__}")
+def register_rank(actor: Any, rank: int) -> None:
+    """Register this process as ``rank`` of the role that the class of ``actor`` implements."""
+    register_actor(f"rank {rank} of {type(actor).__name__}")
 
 
 @contextmanager
-def named(what: str = "") -> Iterator[None]:
-    """Around a wait for actors: Ray's error for one that is lost becomes a `PeerError`, which says who it is.
+def translate_actor_errors(what: str = "") -> Iterator[None]:
+    """Turn Ray's error for a lost actor, raised in this context, into a `PeerError` that names the actor.
 
-    ``what`` was done, for the error. One that died of an error in its own constructor says what happened. An
-    actor that was cut off from another in a collective knows an address at best: the dead are named with it.
+    ``what`` is the operation, for the message. An actor whose own constructor failed keeps Ray's error, which
+    has the cause. An actor that was cut off in a collective knows an address at best, so the message lists
+    the lost actors of the job.
     """
     import ray
 
     try:
         yield
-    except PeerError as error:  # from a wait within this one, here or in another process
+    except PeerError as error:  # from a nested wait, here or in another process
         cause = getattr(error, "cause", error)
         raise PeerError(_text(what, str(cause))) from error
     except ray.exceptions.RayActorError as error:
         if error.actor_init_failed:
             raise
-        raise PeerError(_text(what, lost(error))) from error
+        raise PeerError(_text(what, describe_lost_actor(error))) from error
     except ray.exceptions.RayTaskError as error:
         reason = str(error.cause).strip().partition("\n")[0]
-        if not CUT_OFF.search(reason) or not (dead := _dead()):
+        if not CUT_OFF.search(reason) or not (lost := _lost_actors()):
             raise
-        why = f"{' and '.join(dead)} died, and others were cut off: {reason}"
+        why = f"{' and '.join(lost)} died, and others were cut off: {reason}"
         raise PeerError(_text(what, why)) from error
 
 
-def here(who: str) -> dict[str, str]:
-    """What `describe` needs of this process, which goes by ``who``."""
+def own_record(who: str) -> dict[str, str]:
+    """Return the record of this process, named ``who``, in the form that `describe` takes."""
     import ray
 
     return {"who": who, "host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
 
 
-def lost(error: Any) -> str:
-    """A sentence on the actor of Ray's ``RayActorError``, or of a task's error that has one as its cause."""
+def describe_lost_actor(error: Any) -> str:
+    """Describe the actor of a ``RayActorError``, or of a task error whose cause is one, in a sentence."""
     import ray
 
     state = "is dead"
     if isinstance(error, getattr(ray.exceptions, "ActorUnavailableError", ())):  # newer than Ray 2.12.0
         state = "cannot be reached, and Ray cannot tell yet whether it is dead"
     reason = str(getattr(error, "cause", error)).strip().splitlines()[-1].strip()
-    return f"{_who(getattr(error, 'actor_id', None))} {state}: {reason}"
+    return f"{_name(getattr(error, 'actor_id', None))} {state}: {reason}"
 
 
-def of(reference: Any) -> str:
-    """The actor that owes the result of a call to it, and its node."""
-    return _who(reference.task_id().actor_id().hex())
+def describe_callee(reference: Any) -> str:
+    """Describe the actor, and its node, that computes the result ``reference`` of a call."""
+    return _name(reference.task_id().actor_id().hex())
 
 
 def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
-    """An actor and its node by its ``record``; ``ranks`` are those of an engine's workers, in any order."""
+    """Describe an actor and its node from its ``record`` and the records of its engine's ``ranks``."""
     text = f"{record['who']} on node {record['host']} ({record['address']})"
     places = [
         f"rank {rank['rank']}" + ("" if rank["host"] == record["host"] else f" on node {rank['host']}")
@@ -97,16 +100,17 @@ def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
     return f"{text} with its {', '.join(places)}" if places else text
 
 
-def _dead() -> list[str]:
-    """The actors of this job's models that are dead, as soon as Ray knows of one."""
+def _lost_actors() -> list[str]:
+    """Describe the dead actors of this job, as soon as Ray reports one."""
     import ray
-    from ray._private import state
 
     job = str(ray.get_runtime_context().get_job_id())
-    records = [record for record in gcs_kv.under(_key("")) if record["job"] == job]
+    records = [record for record in gcs_kv.list_records(_key("")) if record["job"] == job]
     end = time.monotonic() + NOTICE_SECONDS
     while True:
-        states = {record["actor"]: state.actors(record["actor"]).get("State") for record in records}
+        states = {
+            record["actor"]: ray_private.actor_state(record["actor"]).get("State") for record in records
+        }
         dead = [describe(record, []) for record in records if states[record["actor"]] == "DEAD"]
         if dead or time.monotonic() > end:
             return dead
@@ -121,26 +125,24 @@ def _key(actor: str) -> str:
     return f"actor/{actor}"
 
 
-def _who(actor: str | None) -> str:
-    """The actor by what it told of itself, else by what Ray knows of it."""
+def _name(actor: str | None) -> str:
+    """Describe an actor by its own record, otherwise by what Ray knows."""
     import ray
 
     if actor is None:
         return "an actor"
     try:
-        found = gcs_kv.under(_key(actor))
+        found = gcs_kv.list_records(_key(actor))
         if found:
             (record,) = found
-            return describe(record, gcs_kv.under(f"{record['job']}/{record['who']} rank "))
-        return _by_ray(actor)
+            return describe(record, gcs_kv.list_records(f"{record['job']}/{record['who']} rank "))
+        return _name_from_ray(actor)
     except ray.exceptions.RayError as error:  # the head is gone as well
-        return f"actor {actor} (Ray's head does not say who it is: {error})"
+        return f"actor {actor} (Ray's head does not report its name: {error})"
 
 
-def _by_ray(actor: str) -> str:
-    from ray._private import state
-
-    known = state.actors(actor)
-    if not known:
+def _name_from_ray(actor: str) -> str:
+    state = ray_private.actor_state(actor)
+    if not state:
         return f"actor {actor}"
-    return f"{known['ActorClassName']} on {known['Address']['IPAddress'] or 'a node that it did not reach'}"
+    return f"{state['ActorClassName']} on {state['Address']['IPAddress'] or 'a node that it did not reach'}"

@@ -1,40 +1,39 @@
-"""The token that a Ray cluster asks of everyone, where that Ray knows it (2.52 and later)."""
+"""The token that a Ray cluster requires of each client, with Ray 2.52 and later."""
 
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_stack.compat import ray_private
 from rlhf_stack.errors import UserError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 DEFAULT = Path(".ray", "auth_token")  # below the home directory
-HOW = f"copy it to ~/{DEFAULT} of this machine, or start the container with -e {TOKEN}=..."
+REMEDY = f"copy it to ~/{DEFAULT} of this machine, or start the container with -e {TOKEN}=..."
 
 
-def is_known() -> bool:
-    """Whether the Ray that is installed has tokens; not asked of Ray itself, whose import takes seconds."""
-    from importlib.util import find_spec
-
-    spec = find_spec("ray")
-    return bool(
-        spec and spec.origin and Path(spec.origin).with_name("_private").joinpath("authentication").is_dir()
-    )
+def is_supported() -> bool:
+    """Report whether the installed Ray supports tokens."""
+    return ray_private.has_token_authentication()
 
 
 def path(environment: Mapping[str, str]) -> Path:
-    """The file in which the token is."""
+    """Return the file of the token."""
     return Path(environment.get(TOKEN_PATH) or Path(environment.get("HOME", "/"), DEFAULT))
 
 
-def is_here(environment: Mapping[str, str]) -> bool:
-    """Whether this machine has one."""
+def is_available(environment: Mapping[str, str]) -> bool:
+    """Report whether this machine has a token."""
     return bool(environment.get(TOKEN)) or path(environment).is_file()
 
 
 def ensure(environment: Mapping[str, str]) -> bool:
-    """Whether a token had to be made: then it is in `path`, for its owner alone. `UserError` if that fails."""
-    if is_here(environment):
+    """Create the token in `path`, readable by its owner only, unless one is available.
+
+    Returns whether it was created. Raises `UserError` if the file cannot be written.
+    """
+    if is_available(environment):
         return False
     file = path(environment)
     try:
@@ -44,13 +43,13 @@ def ensure(environment: Mapping[str, str]) -> bool:
             opened.write(secrets.token_hex(32))
     except OSError as error:
         raise UserError(
-            f"no token can be written to {file} ({error.strerror}): set {TOKEN}, or {TOKEN_PATH} to a file"
+            f"cannot write the token to {file} ({error.strerror}): set {TOKEN}, or {TOKEN_PATH} to a file"
         ) from None
     return True
 
 
-def use(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a client of a cluster on this machine adds to its environment: the mode, if there is a token."""
-    if MODE in environment or not is_known() or not is_here(environment):
+def client_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a client adds to its environment: the token mode, if this machine has a token."""
+    if MODE in environment or not is_supported() or not is_available(environment):
         return {}
     return {MODE: "token"}

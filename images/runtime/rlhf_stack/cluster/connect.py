@@ -1,11 +1,11 @@
-"""The running Ray cluster that this machine belongs to, for commands that ask it something."""
+"""Connections of commands to a running Ray cluster."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.cluster.host import wait_for
+from rlhf_stack.cluster.host import wait_for_port
 from rlhf_stack.cluster.start_command import with_port
 from rlhf_stack.errors import UserError
 
@@ -13,29 +13,32 @@ ANSWER_SECONDS = 10.0
 
 
 def connect(address: str = "auto") -> None:
-    """Be a driver of the cluster, by default of this machine; a `UserError` if none answers."""
+    """Connect as a driver to the cluster at ``address``, by default that of this machine.
+
+    Raises `UserError` if no cluster answers.
+    """
     import ray
 
-    if address != "auto":  # Ray itself would try for minutes
-        wait_for(with_port(address), ANSWER_SECONDS)
+    if address != "auto":  # Ray itself would retry for minutes
+        wait_for_port(with_port(address), ANSWER_SECONDS)
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # tips of Ray
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
-        raise UserError(f"no Ray cluster {where}: {said(error)}") from None
+        raise UserError(f"no Ray cluster {where}: {summarize_ray_error(error)}") from None
 
 
-def said(error: Exception) -> str:
-    """What an error of Ray says, in one line; where a token is missing, what to do."""
+def summarize_ray_error(error: Exception) -> str:
+    """Return the first line of Ray's ``error``, or the remedy if a token is missing."""
     if type(error).__name__ == "AuthenticationError":  # a class that Ray 2.12 does not have
-        return f"it asks for the head's token, which is not here: {auth_token.HOW}"
+        return f"it requires the head's token, which this machine does not have: {auth_token.REMEDY}"
     return (str(error).strip().splitlines() or ["no answer"])[0]
 
 
 @contextmanager
 def connected(address: str = "auto") -> Iterator[None]:
-    """`connect` for a while."""
+    """Connect to the cluster at ``address`` for the duration of the context; see `connect`."""
     import ray
 
     connect(address)

@@ -1,32 +1,34 @@
-"""What processes of a run leave for each other in the key-value store of Ray's head.
+"""JSON records that processes of a run share in the key-value store of Ray's GCS.
 
-A process that is no part of Ray can do so as well: a child of an actor, which finds the head by RAY_ADDRESS.
+A process that Ray did not start can use it too: a child of an actor finds the GCS by ``RAY_ADDRESS``.
 """
 
 import json
 import os
 from typing import Any
 
+from rlhf_stack.compat import ray_private
+
 NAMESPACE = b"rlhf_stack"
-SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 
 
-def put(key: str, record: dict[str, Any]) -> None:
-    """Leave ``record``, JSON values, at ``key``, in place of what is there."""
-    _head().internal_kv_put(key.encode(), json.dumps(record).encode(), True, NAMESPACE, timeout=SECONDS)
+def put_record(key: str, record: dict[str, Any]) -> None:
+    """Store ``record`` (JSON values) at ``key``, replacing any previous record."""
+    value = json.dumps(record).encode()
+    _client().internal_kv_put(key.encode(), value, True, NAMESPACE, timeout=TIMEOUT_SECONDS)
 
 
-def under(prefix: str) -> list[dict[str, Any]]:
-    """The records whose keys begin with ``prefix``, in the order of their keys."""
-    head = _head()
-    keys = sorted(head.internal_kv_keys(prefix.encode(), NAMESPACE, timeout=SECONDS))
-    return [json.loads(head.internal_kv_get(key, NAMESPACE, timeout=SECONDS)) for key in keys]
+def list_records(prefix: str) -> list[dict[str, Any]]:
+    """Return the records whose keys begin with ``prefix``, ordered by key."""
+    client = _client()
+    keys = sorted(client.internal_kv_keys(prefix.encode(), NAMESPACE, timeout=TIMEOUT_SECONDS))
+    return [json.loads(client.internal_kv_get(key, NAMESPACE, timeout=TIMEOUT_SECONDS)) for key in keys]
 
 
-def _head() -> Any:
+def _client() -> Any:
     import ray
-    from ray._raylet import GcsClient
 
     if ray.is_initialized():
-        return GcsClient(address=ray.get_runtime_context().gcs_address)
-    return GcsClient(address=os.environ["RAY_ADDRESS"])
+        return ray_private.gcs_client(ray.get_runtime_context().gcs_address)
+    return ray_private.gcs_client(os.environ["RAY_ADDRESS"])

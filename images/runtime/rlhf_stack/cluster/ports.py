@@ -1,17 +1,18 @@
-"""Where on a node the ports of Ray's workers begin."""
+"""TCP ports of a Ray node."""
 
 import random
 
-OF_RAY = 10002, 19999  # what workers listen on, if `ray start` is told nothing
-ENOUGH = 1000  # ports that a node keeps
+LAST_PORT = 65535
+RAY_DEFAULT_RANGE = 10002, 19999  # of workers, where `ray start` names no range
+MIN_PORTS = 1000  # that a node keeps for its workers
 
 
-def first_of_workers(first: int, last: int) -> int:
-    """The port that the first worker of a node gets; ``first``, unless both are as Ray has them.
+def first_worker_port(first: int, last: int) -> int:
+    """Return the port of a node's first worker: ``first``, or a random one in Ray's default range.
 
-    Else another one at each start: a machine that comes back would give its workers the ports that those of
-    before had, and what Ray still sends to one of these would reach another worker.
+    A machine that is restarted would otherwise give its workers the ports of their predecessors, and what Ray
+    still sends to a predecessor would reach another worker.
     """
-    if (first, last) != OF_RAY:
+    if (first, last) != RAY_DEFAULT_RANGE:
         return first
-    return random.randint(first, last - ENOUGH)  # noqa: S311  (nobody gains by guessing it)
+    return random.randint(first, last - MIN_PORTS)  # noqa: S311  (guessing it gains nothing)

@@ -1,7 +1,7 @@
 """Wait, with a deadline, until a Ray cluster has the nodes and GPUs that a job needs.
 
-``python -m rlhf_stack.cluster.readiness --nodes 2 --gpus 4`` prints the nodes as JSON once they are there and jobs can be
-submitted; exit code 1 and one line that says what is missing if they are not in time.
+``python -m rlhf_stack.cluster.readiness --nodes 2 --gpus 4`` prints the nodes as JSON when all have joined
+and jobs can be submitted. At the deadline it prints one line that names what is missing and exits with 1.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from rlhf_stack.errors import UserError
 
 POLL_SECONDS = 0.2
 DASHBOARD = "http://127.0.0.1:8265"
-ASKS_FOR_A_TOKEN = (401, 403)  # so it is there
+TOKEN_REQUIRED = (401, 403)  # HTTP codes of a server that is up
 
 
 @dataclass(frozen=True)
-class Node:
-    """One Ray node that is alive; ``gpus`` and ``cpus`` as Ray was told, fake or not."""
+class RayNode:
+    """A living Ray node; ``gpus`` and ``cpus`` as declared to Ray, simulated or not."""
 
     address: str
     host: str
@@ -36,16 +36,16 @@ class Node:
 
 
 class NotReadyError(RuntimeError):
-    """What is missing, and since when it is waited for."""
+    """The cluster was not ready in time; the message names what is missing and how long it was awaited."""
 
 
-def parse(table: list[dict[str, Any]]) -> list[Node]:
-    """The living nodes in what ``ray.nodes()`` returns, the head first, then by address.
+def parse_nodes(table: list[dict[str, Any]]) -> list[RayNode]:
+    """Return the living nodes in the result of ``ray.nodes()``: the head first, then ordered by address.
 
-    A machine that was started again is one, though Ray has two of it until it finds the old one dead.
+    Nodes with the same address count once: Ray lists a restarted machine twice until the old node times out.
     """
     nodes = [
-        Node(
+        RayNode(
             address=entry["NodeManagerAddress"],
             host=entry["NodeManagerHostname"],
             gpus=entry["Resources"].get("GPU", 0.0),
@@ -59,33 +59,32 @@ def parse(table: list[dict[str, Any]]) -> list[Node]:
     return sorted(machines, key=lambda node: (not node.is_head, node.address))
 
 
-def missing(found: list[Node], nodes: int, gpus: float) -> str:
-    """What ``found`` lacks of the ``nodes`` and ``gpus`` that are wanted; empty if nothing."""
+def describe_missing(found: list[RayNode], nodes: int, gpus: float) -> str:
+    """Describe what ``found`` lacks of ``nodes`` nodes and ``gpus`` GPUs; empty if nothing."""
     total = sum(node.gpus for node in found)
-    lacks = []
+    missing = []
     if len(found) < nodes:
-        lacks.append(
-            f"{len(found)} of {nodes} nodes joined ({', '.join(node.address for node in found) or 'none'})"
-        )
+        joined = ", ".join(node.address for node in found) or "none"
+        missing.append(f"{len(found)} of {nodes} nodes joined ({joined})")
     if total < gpus:
-        lacks.append(f"{total:g} of {gpus:g} GPUs")
-    return ", ".join(lacks)
+        missing.append(f"{total:g} of {gpus:g} GPUs")
+    return ", ".join(missing)
 
 
-def _until(deadline: float, attempt: Callable[[], str]) -> None:
-    """Repeat ``attempt`` until it returns "", which it explains otherwise."""
+def _poll(deadline: float, attempt: Callable[[], str]) -> None:
+    """Repeat ``attempt`` until it returns "", otherwise the reason why it is not ready."""
     start = time.monotonic()
-    while lack := attempt():
+    while reason := attempt():
         if time.monotonic() >= deadline:
-            raise NotReadyError(f"{lack} (waited {time.monotonic() - start:.0f} s)")
+            raise NotReadyError(f"{reason} (waited {time.monotonic() - start:.0f} s)")
         time.sleep(POLL_SECONDS)
 
 
 def _connect() -> str:
     try:
         connect()
-    except UserError as problem:
-        return str(problem)
+    except UserError as error:
+        return str(error)
     return ""
 
 
@@ -94,52 +93,52 @@ def _dashboard() -> str:
         with urllib.request.urlopen(f"{DASHBOARD}/api/jobs/", timeout=5):  # noqa: S310  (the scheme is http)
             return ""
     except urllib.error.HTTPError as error:
-        return "" if error.code in ASKS_FOR_A_TOKEN else f"Ray's job server at {DASHBOARD} fails ({error})"
+        return "" if error.code in TOKEN_REQUIRED else f"Ray's job server at {DASHBOARD} fails ({error})"
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         return f"Ray's job server at {DASHBOARD} does not answer ({error})"
 
 
-def wait(
+def wait_for_nodes(
     nodes: int, gpus: float, timeout: float, jobs: bool = True, check: Callable[[], None] = lambda: None
-) -> list[Node]:
-    """The nodes, once ``nodes`` of them and ``gpus`` are there and, if ``jobs``, jobs can be submitted.
+) -> list[RayNode]:
+    """Wait until ``nodes`` nodes with ``gpus`` GPUs have joined and, if ``jobs``, jobs can be submitted.
 
-    ``timeout`` in seconds; `NotReadyError` says what is missing. ``check`` is called each time, to raise what
-    ends the wait before. Jobs can be submitted on the head alone.
+    ``jobs`` works on the head only. ``check`` is called at each poll and may raise to end the wait. Raises
+    `NotReadyError` after ``timeout`` seconds.
     """
     import ray
 
-    def begun() -> str:
+    def connection() -> str:
         check()
         return _connect()
 
-    def there() -> str:
+    def members() -> str:
         check()
-        return missing(parse(ray.nodes()), nodes, gpus)
+        return describe_missing(parse_nodes(ray.nodes()), nodes, gpus)
 
     deadline = time.monotonic() + timeout
-    _until(deadline, begun)
+    _poll(deadline, connection)
     try:
-        _until(deadline, there)
+        _poll(deadline, members)
         if jobs:
-            _until(deadline, _dashboard)
-        return parse(ray.nodes())
+            _poll(deadline, _dashboard)
+        return parse_nodes(ray.nodes())
     finally:
         ray.shutdown()
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhf_stack.cluster.readiness", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--nodes", type=int, required=True, help="how many nodes, the head included")
-    parser.add_argument("--gpus", type=float, required=True, help="how many GPUs in all")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes, including the head")
+    parser.add_argument("--gpus", type=float, required=True, help="number of GPUs of all nodes together")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     options = parser.parse_args()
-    os.environ.update(auth_token.use(os.environ))  # Ray reads it when it is imported
+    os.environ.update(auth_token.client_environment(os.environ))  # Ray reads it at import
     try:
-        nodes = wait(options.nodes, options.gpus, options.timeout)
+        nodes = wait_for_nodes(options.nodes, options.gpus, options.timeout)
     except NotReadyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

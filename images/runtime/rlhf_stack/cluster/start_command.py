@@ -1,24 +1,27 @@
-"""The ``ray start`` for a machine: a pure function of what was asked and of what is there."""
+"""The ``ray start`` command of a machine: a pure function of the requested options and the host."""
 
 import re
 from dataclasses import dataclass
 
-from rlhf_stack.cli import option_types
-from rlhf_stack.cluster.host import SHARED_MEMORY, Here, is_public
+from rlhf_stack.cluster.host import SHARED_MEMORY, Host, is_public
+from rlhf_stack.cluster.ports import LAST_PORT
 from rlhf_stack.errors import UserError
 
-LEAST = 78_643_200  # bytes of an object store: Ray's own limit
-OF_MEMORY, OF_SHARED = 0.3, 0.9  # what of the memory Ray takes by itself, and of /dev/shm what it leaves
-MOST = 200_000_000_000  # bytes: Ray's own limit where nobody asks for more
+MIN_OBJECT_STORE = 78_643_200  # bytes: Ray's own limit
+MAX_OBJECT_STORE = 200_000_000_000  # bytes: Ray's own limit for a default size
+MEMORY_FRACTION, SHM_FRACTION = 0.3, 0.9  # Ray's own default of the memory; the usable part of /dev/shm
 PORT = 6379
-ADDRESS = re.compile(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d+))?")  # [...]: of version 6
+ADDRESS = re.compile(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d+))?")  # [...] is IPv6
 LOOPBACK = "127.0.0.1"
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Asked:
-    """``join`` is the head's address, None on the head itself; sizes are in bytes; None: as is right here."""
+class StartOptions:
+    """Requested options, sizes in bytes; ``join`` is the head's address, None on the head itself.
+
+    None elsewhere selects the default for this machine.
+    """
 
     join: str | None
     gpus: int | None = None
@@ -30,70 +33,72 @@ class Asked:
     block: bool = False
 
 
-def command(asked: Asked, here: Here, token: bool) -> list[str]:
-    """``ray start`` with its arguments. ``token`` is whether the cluster asks for one.
+def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[str]:
+    """Return ``ray start`` with its arguments; ``token`` tells whether the cluster requires one.
 
-    `UserError` says what of ``asked`` cannot be, and what to do.
+    Raises `UserError` if an option is impossible on ``host``, with the remedy.
     """
-    address = asked.address or here.address
-    _refuse_strangers(asked, address, token)
-    found = ["ray", "start", "--node-ip-address", address]
-    if asked.join is None:
-        found += ["--head", "--port", str(asked.port), "--dashboard-host", asked.dashboard]
+    address = options.address or host.address
+    _refuse_public_address(options, address, token)
+    command = ["ray", "start", "--node-ip-address", address]
+    if options.join is None:
+        command += ["--head", "--port", str(options.port), "--dashboard-host", options.dashboard]
     else:
-        found += ["--address", with_port(asked.join)]
-    found += ["--num-gpus", str(gpus(asked.gpus, here))]
-    found += ["--object-store-memory", str(object_store(asked.object_store, here))]
-    if asked.cpus is not None:
-        found += ["--num-cpus", str(asked.cpus)]
-    return [*found, *(["--block"] if asked.block else [])]
+        command += ["--address", with_port(options.join)]
+    command += ["--num-gpus", str(gpus_to_declare(options.gpus, host))]
+    command += ["--object-store-memory", str(object_store_bytes(options.object_store, host))]
+    if options.cpus is not None:
+        command += ["--num-cpus", str(options.cpus)]
+    return [*command, *(["--block"] if options.block else [])]
 
 
 def with_port(address: str) -> str:
-    """An address of a head, with Ray's own port if it has none; `UserError` if it is no HOST[:PORT]."""
+    """Return the head's ``address`` with Ray's default port if it has none; `UserError` if malformed."""
     found = ADDRESS.fullmatch(address)
-    if not found or not 0 < int(found["port"] or PORT) <= option_types.LAST_PORT:
+    if not found or not 0 < int(found["port"] or PORT) <= LAST_PORT:
         raise UserError(f"{address!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1")
     return address if found["port"] else f"{address}:{PORT}"
 
 
-def gpus(asked: int | None, here: Here) -> int:
-    """GPUs to declare: those that processes see, and not another number than was asked for."""
-    if here.seen is None:  # no GPU here: what is declared are places for processes
-        return asked or 0
-    if asked is not None and asked != len(here.seen):
+def gpus_to_declare(requested: int | None, host: Host) -> int:
+    """Return the number of GPUs to declare: those that processes see; `UserError` if another is requested."""
+    if host.visible_gpus is None:  # no GPU: the number declared is that of places for processes
+        return requested or 0
+    visible = len(host.visible_gpus)
+    if requested is not None and requested != visible:
         raise UserError(
-            f"--num-gpus {asked}, and a process here sees {len(here.seen)} GPUs "
-            f"({', '.join(here.seen) or 'none'}): restrict them by CUDA_VISIBLE_DEVICES, before anything "
-            "starts, and leave --num-gpus out"
+            f"--num-gpus {requested}, but a process on this machine sees {visible} GPUs "
+            f"({', '.join(host.visible_gpus) or 'none'}): restrict them by CUDA_VISIBLE_DEVICES, before "
+            "anything starts, and leave --num-gpus out"
         )
-    return len(here.seen)
+    return visible
 
 
-def object_store(asked: int | None, here: Here) -> int:
-    """Bytes of the object store, which is in ``/dev/shm`` and must not be larger."""
-    room = int(here.shared * OF_SHARED)
-    if asked is not None and asked > here.shared:
+def object_store_bytes(requested: int | None, host: Host) -> int:
+    """Return the size of the object store, which lives in ``/dev/shm`` and must fit there."""
+    room = int(host.free_shm * SHM_FRACTION)
+    if requested is not None and requested > host.free_shm:
         raise UserError(
-            f"--object-store-memory {asked} is more than the {here.shared} bytes that are free in "
-            f"{SHARED_MEMORY}: ask for at most {room}, or start the container with a larger --shm-size"
+            f"--object-store-memory {requested} is more than the {host.free_shm} bytes that are free in "
+            f"{SHARED_MEMORY}: request at most {room}, or start the container with a larger --shm-size"
         )
-    if max(room, asked or 0) < LEAST:
+    if max(room, requested or 0) < MIN_OBJECT_STORE:
         raise UserError(
-            f"{SHARED_MEMORY} has {here.shared / GIB:.2f} GiB free and Ray's object store needs "
-            f"{LEAST / GIB:.2f}: start the container with --shm-size 2g or more (in Kubernetes: an emptyDir "
-            f"of medium Memory on {SHARED_MEMORY})"
+            f"{SHARED_MEMORY} has {host.free_shm / GIB:.2f} GiB free and Ray's object store needs "
+            f"{MIN_OBJECT_STORE / GIB:.2f}: start the container with --shm-size 2g or more (in Kubernetes: "
+            f"an emptyDir of medium Memory on {SHARED_MEMORY})"
         )
-    return asked if asked is not None else max(LEAST, min(room, int(here.memory * OF_MEMORY), MOST))
+    default = max(MIN_OBJECT_STORE, min(room, int(host.memory * MEMORY_FRACTION), MAX_OBJECT_STORE))
+    return requested if requested is not None else default
 
 
-def _refuse_strangers(asked: Asked, address: str, token: bool) -> None:
-    """Whoever reaches a Ray cluster without a token runs what he likes on it."""
+def _refuse_public_address(options: StartOptions, address: str, token: bool) -> None:
+    """Raise `UserError` for a public address without a token: whoever reaches the cluster can run code."""
     if token:
         return
-    for name, used in (("--node-ip-address", address), ("--dashboard-host", asked.dashboard)):
+    for name, used in (("--node-ip-address", address), ("--dashboard-host", options.dashboard)):
         if is_public(used):
             raise UserError(
-                f"{name} {used} is a public address, and this cluster would have no token: whoever reaches "
-                "it could run anything on it. Give a private address, or use a Ray that has tokens"
+                f"{name} {used} is a public address, and this cluster would have no token: anyone who "
+                "reaches it could run anything on it. Give a private address, or use a Ray that has tokens"
             )

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Workarounds for upstream libraries (DeepSpeed, vLLM, flash_attn, Python), and Ray's private API.
+
+May import ``accelerator``, ``telemetry``, ``config`` and ``errors``.
+"""

@@ -1,7 +1,7 @@
-"""DeepSpeed's compiled operators: those of the image, compiled on first use, or said to be missing.
+"""DeepSpeed's compiled operators: from the image, compiled on first use, or reported as unavailable.
 
-Without this, a first use compiles without a word, and torch waits for ever for the lock of a process that was
-killed while it compiled. OpenRLHF's optimiser is asked for here before DeepSpeed looks for its operator.
+Without this module, the first use compiles silently, and torch waits for ever for the lock of a process that
+was killed while it compiled. OpenRLHF's optimiser is selected here before DeepSpeed loads its operator.
 """
 
 import contextlib
@@ -20,53 +20,53 @@ from rlhf_stack.accelerator import devices
 
 FUSED_ADAM, CPU_ADAM = "fused_adam", "cpu_adam"
 BUILDERS = {FUSED_ADAM: "FusedAdamBuilder", CPU_ADAM: "CPUAdamBuilder"}
-LOCK = "lock"  # torch.utils.cpp_extension's: it is there while somebody compiles, or did when killed
-OURS = "rlhf-stack.lock"  # locked by the kernel, which lets go when its owner ends
+TORCH_LOCK_FILE = "lock"  # of torch.utils.cpp_extension: exists during a compilation, or after its kill
+FLOCK_FILE = "rlhf-stack.lock"  # an flock: the kernel releases it when its owner ends
 COMPILE_SECONDS = 1800.0
 POLL_SECONDS = 0.2
 
 
-def optimizer(config: Mapping[str, Any], offload: bool) -> dict[str, Any]:
-    """DeepSpeed's ``optimizer`` section, such that what it names is there: for OpenRLHF 0.11.
+def optimizer_config(config: Mapping[str, Any], offload: bool) -> dict[str, Any]:
+    """Return DeepSpeed's ``optimizer`` section with an optimiser that is available (OpenRLHF 0.11).
 
-    ``offload`` is whether the optimiser works on the CPU. `RuntimeError` if its operator is not to be had.
+    With ``offload`` the optimiser runs on the CPU. Raises `RuntimeError` if its operator is then unavailable.
     """
-    if adam_operator(offload):
+    if load_adam_operator(offload):
         return dict(config)
-    only_here = {"torch_adam": True} | ({"fused": devices.is_gpu()} if config["type"] == "AdamW" else {})
-    return {**config, "params": {**config["params"], **only_here}}
+    fallback = {"torch_adam": True} | ({"fused": devices.is_gpu()} if config["type"] == "AdamW" else {})
+    return {**config, "params": {**config["params"], **fallback}}
 
 
-def adam(offload: bool) -> Any:
-    """The class of AdamW, or what makes one: for OpenRLHF 0.5. ``offload`` and errors as in `optimizer`."""
-    if adam_operator(offload):
-        from deepspeed.ops import adam as of_deepspeed
+def adam_class(offload: bool) -> Any:
+    """Return a constructor of AdamW (OpenRLHF 0.5); ``offload`` and errors as in `optimizer_config`."""
+    if load_adam_operator(offload):
+        from deepspeed.ops import adam
 
-        return of_deepspeed.DeepSpeedCPUAdam if offload else of_deepspeed.FusedAdam
+        return adam.DeepSpeedCPUAdam if offload else adam.FusedAdam
     import torch
 
     return functools.partial(torch.optim.AdamW, fused=devices.is_gpu())
 
 
-def adam_operator(offload: bool) -> bool:
-    """Load the operator of DeepSpeed's Adam; False, said once, if torch's own takes its place."""
+def load_adam_operator(offload: bool) -> bool:
+    """Load the operator of DeepSpeed's Adam; False, logged by rank 0, if torch's own is used instead."""
     name = CPU_ADAM if offload else FUSED_ADAM
-    missing = [] if is_built(name) else lacking()
+    missing = [] if is_built(name) else missing_build_tools()
     if not missing:
         load(name)
         return True
-    why = f"DeepSpeed's {name} is not compiled in this image and cannot be here (no {', no '.join(missing)})"
+    why = f"DeepSpeed's {name} is not in this image and cannot be compiled (no {', no '.join(missing)})"
     if offload:
         raise RuntimeError(
-            f"{why}: train without offloading the optimiser, which needs it, or derive an image that can"
+            f"{why}: train without offloading the optimiser, or derive an image that has these tools"
         )
     if os.environ.get("RANK", "0") == "0":
-        say(f"{why}: torch.optim.AdamW takes its place, with equal numbers")
+        log_line(f"{why}: torch.optim.AdamW is used instead, with equal results")
     return False
 
 
 def load(name: str) -> None:
-    """Load an operator, compiled now if it is not in the image; DeepSpeed then finds it loaded."""
+    """Load an operator, compiling it if the image does not have it; DeepSpeed then finds it loaded."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(BUILDERS[name])
@@ -75,23 +75,23 @@ def load(name: str) -> None:
         return
     from torch.utils import cpp_extension
 
-    with compiling(name, Path(cpp_extension._get_build_directory(builder.name, verbose=False))):
+    with compilation_lock(name, Path(cpp_extension._get_build_directory(builder.name, verbose=False))):
         builder.load(verbose=False)
 
 
 def is_built(name: str) -> bool:
-    """Whether DeepSpeed was installed with the operator, for the accelerator of this process."""
+    """Report whether DeepSpeed was installed with the operator for the accelerator of this process."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     return bool(installed_ops.get(name)) and accelerator_name == get_accelerator()._name
 
 
-def lacking() -> list[str]:
-    """What compiling an operator needs and this machine has not."""
+def missing_build_tools() -> list[str]:
+    """List the tools that compiling an operator needs and this machine lacks."""
     from torch.utils import cpp_extension
 
-    found = {
+    present = {
         "ninja": shutil.which("ninja"),
         "C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
         "Python.h": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
@@ -99,52 +99,51 @@ def lacking() -> list[str]:
     if devices.is_gpu():
         compilers = {"cuda": ("nvcc", cpp_extension.CUDA_HOME), "rocm": ("hipcc", cpp_extension.ROCM_HOME)}
         name, home = compilers[devices.kind()]
-        found[name] = home and Path(home, "bin", name).exists()
-    return [name for name, there in found.items() if not there]
+        present[name] = home and Path(home, "bin", name).exists()
+    return [name for name, exists in present.items() if not exists]
 
 
 @contextlib.contextmanager
-def compiling(name: str, folder: Path, timeout: float = COMPILE_SECONDS) -> Iterator[None]:
-    """Compile operator ``name`` in ``folder`` in here: one process at a time, the others wait and are told.
+def compilation_lock(name: str, folder: Path, timeout: float = COMPILE_SECONDS) -> Iterator[None]:
+    """Hold the lock for compiling operator ``name`` in ``folder``: one process at a time, others wait.
 
-    A lock that a killed process left there is removed. `TimeoutError` after ``timeout`` seconds of waiting
-    names what is waited for.
+    Removes the torch lock of a process that was killed. Raises `TimeoutError` after ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / OURS).open("w") as ours:
-        if not _acquired(ours):
-            say(f"waiting for another process that compiles DeepSpeed's {name} in {folder}")
-        while not _acquired(ours):
+    with (folder / FLOCK_FILE).open("w") as lock:
+        if not _acquired(lock):
+            log_line(f"waiting for another process that compiles DeepSpeed's {name} in {folder}")
+        while not _acquired(lock):
             _pause(deadline, f"another process compiles DeepSpeed's {name} in {folder}", timeout)
-        left = folder / LOCK
-        while left.exists() and is_held(left):
-            _pause(deadline, f"a process that lives holds {left}", timeout)
-        if left.exists():
-            left.unlink(missing_ok=True)
-            say(f"removed {left}: a process that was killed while it compiled left it")
-        say(f"compiling DeepSpeed's {name}, about a minute, in {folder}")
+        torch_lock = folder / TORCH_LOCK_FILE
+        while torch_lock.exists() and is_held(torch_lock):
+            _pause(deadline, f"a living process holds {torch_lock}", timeout)
+        if torch_lock.exists():
+            torch_lock.unlink(missing_ok=True)
+            log_line(f"removed {torch_lock}, the stale lock of a process that was killed while it compiled")
+        log_line(f"compiling DeepSpeed's {name}, about a minute, in {folder}")
         yield
 
 
-def left_locks(root: Path) -> list[Path]:
-    """The locks of torch below ``root`` that nobody holds; for each a later compilation waits for ever."""
-    return [lock for lock in sorted(root.glob(f"**/{LOCK}")) if not is_held(lock)]
+def stale_locks(root: Path) -> list[Path]:
+    """List torch's locks below ``root`` that no process holds; each blocks later compilations for ever."""
+    return [lock for lock in sorted(root.glob(f"**/{TORCH_LOCK_FILE}")) if not is_held(lock)]
 
 
-def extensions_folder() -> Path:
-    """Where torch compiles operators for this user."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(named) if named else Path.home() / ".cache" / "torch_extensions"
+def extensions_directory() -> Path:
+    """Return the directory in which torch compiles operators for this user."""
+    directory = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(directory) if directory else Path.home() / ".cache" / "torch_extensions"
 
 
-def say(line: str) -> None:
-    """One line on stderr."""
+def log_line(line: str) -> None:
+    """Print a line to stderr."""
     print(f"rlhf-stack: {line}", file=sys.stderr, flush=True)
 
 
 def _acquired(file: IO[str]) -> bool:
-    """Whether this process has the kernel's lock on a file now."""
+    """Try to lock ``file``; report whether this process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -159,7 +158,7 @@ def _pause(deadline: float, reason: str, timeout: float) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process of this machine, as far as this one may look, has a file open: its owner lives."""
+    """Report whether a visible process of this machine has ``path`` open, so that its owner is alive."""
     wanted = path.stat()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):

@@ -1,10 +1,9 @@
-"""Rollouts that a seed repeats, on request (RLHF_STACK_REPEATABLE=1).
+"""Reproducible rollouts for a seed, on request (RLHF_STACK_REPEATABLE=1).
 
-Upstream shuffles prompts by a generator that nobody seeded. Its engines draw every token of every request
-from one generator, so that what is sampled depends on when each request arrives, and the trainer takes the
-answers in the order in which they come. Here the shuffle is seeded, each request has a generator of its own,
-and answers are taken in the order of their prompts. It costs throughput: vLLM samples requests with a
-generator of their own one by one.
+Upstream shuffles prompts with an unseeded generator. Its engines sample all requests from one generator, so
+samples depend on when each request arrives, and the trainer takes answers in the order of completion. Here
+the shuffle is seeded, each request has its own generator, and answers are taken in the order of their
+prompts. This costs throughput: vLLM samples requests that have their own generator one by one.
 """
 
 import hashlib
@@ -19,39 +18,36 @@ SEED_BYTES = 4
 
 
 class RequestSeeds:
-    """A seed for each request to one engine, from the engine's own and what was asked before.
-
-    The samples of one prompt are equal but for their order, in which they get their seeds.
-    """
+    """Seeds for the requests to one engine, derived from the engine's seed, the prompt and its repetition."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._asked: Counter[bytes] = Counter()
+        self._counts: Counter[bytes] = Counter()
 
     def next(self, tokens: Sequence[int]) -> int:
-        """The seed (32 bits) for the next request with the prompt ``tokens``."""
+        """Return the seed (32 bits) of the next request with the prompt ``tokens``."""
         prompt = repr(list(tokens)).encode()
-        self._asked[prompt] += 1
-        text = b"%d %d %s" % (self._seed, self._asked[prompt], prompt)
+        self._counts[prompt] += 1
+        text = b"%d %d %s" % (self._seed, self._counts[prompt], prompt)
         return int.from_bytes(hashlib.sha256(text).digest()[:SEED_BYTES], "big")
 
 
-def seed_prompts(seed: int) -> None:
-    """Seed what shuffles the prompts; upstream's trainer seeds only where models are."""
+def seed_prompt_shuffle(seed: int) -> None:
+    """Seed the shuffle of prompts; upstream seeds only the processes that hold models."""
     if env_vars.flag(env_vars.REPEATABLE):
         import torch
 
         torch.manual_seed(seed)
 
 
-def order(items: list[Any]) -> None:
-    """Sort what a critic trains on, in place, if runs have to be repeatable: ranks send it as they finish."""
+def sort_experiences(items: list[Any]) -> None:
+    """Sort a critic's experiences in place, if runs must be repeatable: they arrive as ranks finish."""
     if env_vars.flag(env_vars.REPEATABLE):
         items.sort(key=lambda item: list(item.sequences.tolist()))
 
 
-def wait(pending: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Answers that are ready, and the rest, as ``ray.wait`` for one; repeatable: the first or none."""
+def wait_for_answer(pending: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Wait for one answer; return the ready ones and the rest. If repeatable, wait for the first one only."""
     import ray
 
     if not env_vars.flag(env_vars.REPEATABLE):

@@ -1,7 +1,7 @@
-"""The process that removes what dead processes have named in /dev/shm, kept from being killed with them.
+"""Keep Python's resource tracker alive when Ray ends the process that started it.
 
-Python's resource tracker unlinks the segments and semaphores of a process and of all that it spawned, once
-all of them have ended. It is a child of the first, and Ray kills the children of an actor that ends.
+The tracker unlinks the shared-memory segments and semaphores of a process and its descendants when all of
+them have ended. It is a child of the first, and Ray kills the children of an actor that ends.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from multiprocessing import resource_tracker, util
 from unittest import mock
 
 _spawn = util.spawnv_passfds
-FROM_A_GRANDCHILD = "import os\nif os.fork():\n    os._exit(0)\n"
+FORK_PREFIX = "import os\nif os.fork():\n    os._exit(0)\n"
 
 
 def detach() -> None:
-    """Start the tracker of this process, if it has none yet, as nobody's child."""
+    """Start the tracker of this process, if none runs, detached from the process tree."""
     with mock.patch.object(util, "spawnv_passfds", _spawn_grandchild):
         resource_tracker.ensure_running()
 
 
 def _spawn_grandchild(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """As `util.spawnv_passfds`, of Python code, in a child of a child that has ended."""
-    *before, code = arguments
-    return _spawn(path, [*before, FROM_A_GRANDCHILD + code], descriptors)
+    """Run Python code as `util.spawnv_passfds` does, in a child of a child that exits at once."""
+    *options, code = arguments
+    return _spawn(path, [*options, FORK_PREFIX + code], descriptors)

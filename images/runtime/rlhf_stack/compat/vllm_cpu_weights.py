@@ -1,9 +1,8 @@
-"""Which layers of a CPU engine must multiply with their weight itself and not with a packed copy of it.
+"""Layers of a CPU engine whose weight must not be packed.
 
-vLLM on a CPU packs a linear layer's weight after the first load and multiplies with the copy from then on.
-An engine in RLHF receives new weights after each training step, so the copy is stale after the first one
-(``lm_head`` and embeddings keep ``weight``: silently wrong) or there is nothing left to load into (all other
-layers: ``weight`` is replaced by an empty tensor).
+vLLM on a CPU packs a linear layer's weight after the first load and multiplies with the packed copy. An RLHF
+engine receives new weights after each training step. The copy is then stale (``lm_head`` and embeddings keep
+``weight``: silently wrong), or the load fails (all other layers: ``weight`` becomes an empty tensor).
 """
 
 from typing import TYPE_CHECKING
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-MATRIX = 2
+MATRIX_NDIM = 2
 
 
-def keep(layer: "torch.nn.Module") -> bool:
-    """True for a linear layer (``weight`` of out x in); weights of other ranks stay upstream's business."""
+def skip_weight_prepack(layer: "torch.nn.Module") -> bool:
+    """Report whether ``layer`` is linear (``weight`` of shape out x in); upstream packs all others."""
     weight = layer.weight
-    return bool(weight.ndim == MATRIX)
+    return bool(weight.ndim == MATRIX_NDIM)

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Environment variables that configure the runtime.
+
+May import ``errors``.
+"""

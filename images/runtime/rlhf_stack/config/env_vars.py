@@ -1,4 +1,4 @@
-"""The variables that users may set, each read in one place."""
+"""Environment variables that users may set, and their values."""
 
 import os
 
@@ -12,11 +12,11 @@ SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
 CHECK_COTENANCY = "RLHF_STACK_CHECK_COTENANCY"
-ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines for which no node has room take GPUs of several
+ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
 
 
 def flag(name: str) -> bool:
-    """Whether variable ``name`` is on: unset, empty and 0 are off, 1 is on, anything else is an error."""
+    """Return a flag: unset, empty and 0 are off, 1 is on, anything else is a `ValueError`."""
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{name}={value!r}: expected 0 or 1")
@@ -24,7 +24,7 @@ def flag(name: str) -> bool:
 
 
 def seconds(name: str, default: float) -> float:
-    """The deadline in variable ``name`` in seconds; ValueError if it is not a positive number."""
+    """Return a deadline in seconds; `ValueError` if it is not a positive number."""
     return _positive(name, default, "seconds")
 
 
@@ -42,35 +42,35 @@ def _positive(name: str, default: float, unit: str) -> float:
 
 
 def sync_backend(default: str) -> str:
-    """The group that sends weights to engines where no flag names one; ``default`` is upstream's."""
+    """Return the backend of the weight sync where no flag names one; ``default`` is upstream's."""
     return os.environ.get(SYNC_BACKEND) or default
 
 
 def sync_timeout() -> float:
-    """Seconds that a rendezvous or one transfer of a weight sync may take (300, as vLLM's own store)."""
+    """Return the deadline in seconds of a rendezvous or one transfer of a weight sync (300, as in vLLM)."""
     return seconds(SYNC_TIMEOUT, 300.0)
 
 
 def sync_grace() -> float:
-    """Seconds, of `sync_timeout`, in which ranks whose transfer failed find out whom to blame."""
+    """Return the seconds of `sync_timeout` in which ranks diagnose a transfer that failed."""
     return min(5.0, sync_timeout() / 4)
 
 
 def sync_bucket() -> int:
-    """Bytes of the buckets in which weights are sent (32 MB); each process keeps two."""
+    """Return the size in bytes of a weight bucket (32 MB); each process allocates two."""
     return int(_positive(SYNC_BUCKET, 32.0, "megabytes") * 1_000_000)
 
 
 def engine_timeout() -> float:
-    """Seconds that an engine may take from its creation until it answers (1800, as vLLM's own wait)."""
+    """Return the deadline in seconds from an engine's creation to its first answer (1800, as in vLLM)."""
     return seconds(ENGINE_TIMEOUT, 1800.0)
 
 
 def placement_timeout() -> float:
-    """Seconds that Ray may take to reserve what was planned on free GPUs (120; nothing is started then)."""
+    """Return the deadline in seconds of a reservation of free GPUs (120); nothing has started by then."""
     return seconds(PLACEMENT_TIMEOUT, 120.0)
 
 
 def accelerator() -> str | None:
-    """What the image was made for ("cpu", "cuda", "rocm"), or None outside our images."""
+    """Return the accelerator of the image ("cpu", "cuda", "rocm"), None outside our images."""
     return os.environ.get(ACCELERATOR) or None

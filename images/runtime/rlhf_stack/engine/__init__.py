@@ -1,1 +1,5 @@
-"""TODO."""
+"""vLLM engines in a run: actor hooks, worker classes, startup, request balancing and GPU contention.
+
+May import ``sync``, ``placement``, ``cluster``, ``compat``, ``accelerator``, ``telemetry``, ``config`` and
+``errors``.
+"""

@@ -1,9 +1,9 @@
-"""A check, on request, that no collective of the trainer is in flight on a GPU on which an engine generates.
+"""Optional check that no trainer collective is in flight on a GPU while an engine generates on it.
 
-A trainer that waits in a barrier keeps its GPU busy, and the engine on the same GPU generates at a quarter
-of its speed; nothing else tells of it. With RLHF_STACK_CHECK_COTENANCY=1 each rank of the trainer holds a
-lock on a file of its GPU from the start of a collective to its end, and each worker of an engine looks at the
-locks of its GPU before each step. A lock ends with its process.
+A trainer that waits in a barrier keeps its GPU busy, and the engine on the same GPU generates at a quarter of
+its speed without any other symptom. With RLHF_STACK_CHECK_COTENANCY=1 each trainer rank locks a file of its
+GPU for the duration of a collective, and each engine worker checks the locks of its GPU before each step. A
+lock ends with its process.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.telemetry import events
 
-GRACE_SECONDS = 0.2  # a collective that is about to end is none that slows an engine down
+GRACE_SECONDS = 0.2  # a collective that ends within it does not slow an engine down
 POLL_SECONDS = 0.005
 COLLECTIVES = (
     "allgather",
@@ -46,31 +46,31 @@ COLLECTIVES = (
 )
 
 
-class CotenancyError(RuntimeError):
-    """An engine generates while a collective of the trainer is in flight on its GPU."""
+class GpuContentionError(RuntimeError):
+    """An engine generates while a trainer collective is in flight on its GPU."""
 
 
-def folder() -> Path:
-    """Where the locks of this machine's users are, one folder each."""
+def lock_directory() -> Path:
+    """Return the directory of this user's lock files."""
     return Path(tempfile.gettempdir()) / f"rlhf-stack-collectives-{os.getuid()}"
 
 
-class Flights:
-    """The collectives of this process that are in flight on its ``gpu``."""
+class CollectiveTracker:
+    """Tracks the collectives of this process on its ``gpu``, and holds the lock while one is in flight."""
 
     def __init__(self, gpu: str, who: str) -> None:
-        folder().mkdir(mode=0o700, exist_ok=True)
-        self._path = folder() / f"{_name(gpu)}.{os.getpid()}"
+        lock_directory().mkdir(mode=0o700, exist_ok=True)
+        self._path = lock_directory() / f"{_name(gpu)}.{os.getpid()}"
         self._file = self._path.open("w", encoding="utf-8")
         self._who = who
         self._changed = threading.Condition()
         self._done: list[Callable[[], bool]] = []
         self._count = 0
         atexit.register(self._path.unlink, missing_ok=True)
-        threading.Thread(target=self._land, name="rlhf_stack collectives", daemon=True).start()
+        threading.Thread(target=self._poll, name="rlhf_stack collectives", daemon=True).start()
 
     def begin(self, what: str) -> None:
-        """A collective starts."""
+        """Record the start of a collective."""
         with self._changed:
             self._count += 1
             if self._count == 1:
@@ -81,50 +81,52 @@ class Flights:
             self._file.flush()
 
     def follow(self, is_done: Callable[[], bool]) -> None:
-        """It lasts until ``is_done``, which a thread of this process asks."""
+        """Treat the collective as in flight until ``is_done``, which a thread polls."""
         with self._changed:
             self._done.append(is_done)
             self._changed.notify()
 
-    def _land(self) -> None:
+    def _poll(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._done))
-                flying = [is_done for is_done in self._done if not is_done()]
-                self._count -= len(self._done) - len(flying)
-                self._done = flying
+                in_flight = [is_done for is_done in self._done if not is_done()]
+                self._count -= len(self._done) - len(in_flight)
+                self._done = in_flight
                 if not self._count:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
             time.sleep(POLL_SECONDS)
 
 
-def watch() -> None:
-    """Watch the collectives of this rank of the trainer, if that is asked for; its group is made already.
+def track_collectives() -> None:
+    """Track the collectives of this trainer rank, if the check is on; requires an initialized group.
 
-    All that go by the groups of torch.distributed are seen; those of a weight sync are of another kind.
+    All collectives of torch.distributed groups are tracked. Those of a weight sync use other groups.
     """
     if not env_vars.flag(env_vars.CHECK_COTENANCY):
         return
     import torch.distributed as dist
 
     gpu = devices.physical_gpu_id()
-    flights = Flights(gpu, f"rank {dist.get_rank()} (process {os.getpid()} on {socket.gethostname()})")
+    tracker = CollectiveTracker(
+        gpu, f"rank {dist.get_rank()} (process {os.getpid()} on {socket.gethostname()})"
+    )
     for name in COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name), name, flights))
+            setattr(dist.ProcessGroup, name, _tracked(getattr(dist.ProcessGroup, name), name, tracker))
     events.emit("cotenancy", side="trainer", gpu=gpu)
 
 
-def _watched(collective: Callable[..., Any], name: str, flights: Flights) -> Callable[..., Any]:
+def _tracked(collective: Callable[..., Any], name: str, tracker: CollectiveTracker) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(*arguments: Any, **options: Any) -> Any:
-        flights.begin(name.strip("_"))
+        tracker.begin(name.strip("_"))
         is_done: Callable[[], bool] = _always
         try:
             work = collective(*arguments, **options)
             is_done = _until_done(work)
         finally:
-            flights.follow(is_done)
+            tracker.follow(is_done)
         return work
 
     return call
@@ -135,7 +137,7 @@ def _always() -> bool:
 
 
 def _until_done(work: Any) -> Callable[[], bool]:
-    """Whether ``work`` is done; NCCL returns none for what is only ordered on the stream."""
+    """Return a test whether ``work`` is done; NCCL returns None for work on the stream."""
     if work is not None:
         done: Callable[[], bool] = work.is_completed
         return done
@@ -145,12 +147,12 @@ def _until_done(work: Any) -> Callable[[], bool]:
 
     event = torch.cuda.Event()
     event.record()
-    found: Callable[[], bool] = event.query
-    return found
+    query: Callable[[], bool] = event.query
+    return query
 
 
-class Watch:
-    """The look of an engine's worker at its GPU: `check` before each step."""
+class ContentionCheck:
+    """The check of an engine worker's GPU; call `check` before each step."""
 
     def __init__(self) -> None:
         self._gpu = devices.physical_gpu_id() if env_vars.flag(env_vars.CHECK_COTENANCY) else None
@@ -158,34 +160,34 @@ class Watch:
             events.emit("cotenancy", side="engine", gpu=self._gpu)
 
     def check(self) -> None:
-        """`CotenancyError` if a collective is in flight on this GPU and still is after a moment."""
-        if self._gpu is None or not in_flight(self._gpu):
+        """Raise `GpuContentionError` if a collective stays in flight on this GPU for a grace time."""
+        if self._gpu is None or not collectives_in_flight(self._gpu):
             return
         time.sleep(GRACE_SECONDS)
-        if found := in_flight(self._gpu):
+        if found := collectives_in_flight(self._gpu):
             text = (
                 f"an engine generates on GPU {self._gpu} of {socket.gethostname()} while the trainer waits "
                 f"there in a collective, which slows the engine down several times: {'; '.join(found)}. "
-                f"Let no rank wait for others while engines generate ({env_vars.CHECK_COTENANCY})"
+                f"No rank may wait for others while engines generate ({env_vars.CHECK_COTENANCY})"
             )
             events.emit("cotenancy violated", gpu=self._gpu, collectives=found)
-            raise CotenancyError(text)
+            raise GpuContentionError(text)
 
 
-def in_flight(gpu: str) -> list[str]:
-    """The collectives that are in flight on ``gpu``, in words."""
+def collectives_in_flight(gpu: str) -> list[str]:
+    """Describe the collectives that are in flight on ``gpu``."""
     found = []
-    for path in sorted(folder().glob(f"{_name(gpu)}.*")):
+    for path in sorted(lock_directory().glob(f"{_name(gpu)}.*")):
         try:
             with path.open(encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             found.append(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:  # its process has ended meanwhile
+        except FileNotFoundError:  # its process has ended
             continue
     return found
 
 
 def _name(gpu: str) -> str:
-    """``gpu`` as part of a file's name."""
+    """Return ``gpu`` in a form that can be part of a file name."""
     return gpu.replace("/", "_").replace(":", "_")

@@ -1,8 +1,8 @@
-"""A process that ends when its parent does, for as long as the parent cannot end it otherwise.
+"""A process that is killed when its parent dies, while the parent has no other way to end it.
 
-A worker of vLLM 0.29 finds out that its engine has died, but not before it has loaded the model, and not at
-all while it waits for the engine's handshake (``MessageQueue.wait_until_ready``): an engine that is killed
-while it starts would leave its workers, with what they have on the GPU.
+A vLLM 0.29 worker notices the death of its engine only after it has loaded the model, and never while it
+waits for the engine's handshake (``MessageQueue.wait_until_ready``). An engine that is killed during startup
+would leave its workers, with their GPU memory.
 """
 
 import ctypes
@@ -10,28 +10,28 @@ import multiprocessing
 import os
 import signal
 
-SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+PR_SET_PDEATHSIG = 1  # of Linux
 
 
-def tie() -> None:
-    """From now on this process is killed when its parent dies; nothing if `multiprocessing` did not make it.
+def set_parent_death_signal() -> None:
+    """Have this process killed when its parent dies; does nothing outside a `multiprocessing` child.
 
-    To the kernel the parent is the thread that made this process. OSError if the kernel refuses.
+    For the kernel the parent is the thread that created this process. Raises OSError if the kernel refuses.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    _set(signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before
+    _prctl(signal.SIGKILL)
+    if os.getppid() != parent.pid:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def untie() -> None:
-    """End `tie`."""
-    _set(0)
+def clear_parent_death_signal() -> None:
+    """Undo `set_parent_death_signal`."""
+    _prctl(0)
 
 
-def _set(number: int) -> None:
+def _prctl(signal_number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(SET_DEATH_SIGNAL, number, 0, 0, 0):
+    if libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

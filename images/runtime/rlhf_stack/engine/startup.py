@@ -1,7 +1,7 @@
-"""How far the start of each engine is, told step by step by its processes, and a wait for it that ends.
+"""Startup of engines: each process reports its steps, and the wait for all engines has a deadline.
 
-The processes of an engine are an actor, a child of it, and workers that are actors or children again. Each
-leaves a record of its step.
+The processes of an engine are an actor, its child, and workers that are actors or children. Each stores a
+record of its last step in the GCS.
 """
 
 import os
@@ -15,89 +15,103 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.compat import resource_tracker
 from rlhf_stack.config import env_vars
-from rlhf_stack.telemetry import events
-from rlhf_stack.telemetry.logging import tell
+from rlhf_stack.telemetry import events, run_log
 
+WORKER_CLASS = "rlhf_stack.engine.worker.InstrumentedWorker"
 ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
 
 
 class StartError(RuntimeError):
-    """An engine that is not up in time; the text has the step of each of its ranks."""
+    """An engine did not start in time; the message has the last step of each of its ranks."""
 
 
 def begin(index: int | None) -> str | None:
-    """The actor of engine ``index`` starts: its children inherit whose they are; what others `join` by.
+    """Register this actor as engine ``index``; return the key with which other processes `join` it.
 
-    What they name in /dev/shm is removed when all of them have died, also if Ray ends them.
+    Child processes inherit the key. Shared memory of the actor and its children is removed when all of them
+    have ended, even if Ray kills them.
     """
     resource_tracker.detach()
     if index is None:
         return None
     import ray
 
-    own = f"{ray.get_runtime_context().get_job_id()}/{index}"
-    join(own)
-    actor_registry.introduce(f"engine {index}")
-    report("actor started", None, 0.0)
-    return own
+    key = f"{ray.get_runtime_context().get_job_id()}/{index}"
+    join(key)
+    actor_registry.register_actor(f"engine {index}")
+    report_step("actor started", None, 0.0)
+    return key
 
 
 def join(engine: str | None) -> None:
-    """This process is one of the engine for which `begin` returned ``engine``: a worker that Ray started."""
+    """Join the engine for which `begin` returned ``engine``, in a worker that Ray started."""
     if engine is not None:
         os.environ[ENGINE] = engine
 
 
 @contextmanager
 def step(name: str, rank: int | None = None) -> Iterator[None]:
-    """Around one step of the start, in a process of an engine; ``rank`` is that of a worker in its engine."""
-    report(f"{name} ...", rank, 0.0)
+    """Report the beginning and the end of a startup step of an engine's process or worker ``rank``."""
+    report_step(f"{name} ...", rank, 0.0)
     start = time.monotonic()
     yield
-    report(name, rank, time.monotonic() - start)
+    report_step(name, rank, time.monotonic() - start)
 
 
-def report(name: str, rank: int | None, seconds: float) -> None:
-    """Tell that a step begins (its name ends in "...") or is done after ``seconds``."""
+async def start_engine(engine_class: Any, arguments: Any) -> Any:
+    """Return vLLM's asynchronous engine once it responds; the step is reported."""
+    with step("engine up"):
+        engine = engine_class.from_engine_args(arguments)
+        await engine.is_sleeping()
+    return engine
+
+
+def startup_arguments(index: int) -> dict[str, Any]:
+    """Return the arguments with which the processes of engine ``index`` report their startup."""
+    return {"engine_index": index, "worker_cls": WORKER_CLASS}
+
+
+def report_step(name: str, rank: int | None, seconds: float) -> None:
+    """Report that a step begins (its name ends in "...") or is done after ``seconds``."""
     if ENGINE not in os.environ:
         return
     job, index = os.environ[ENGINE].split("/")
     who = f"engine {index}" if rank is None else f"engine {index} rank {rank}"
-    here = {"host": socket.gethostname(), "time": time.time()}
-    told = {"engine": int(index), "who": who, "rank": rank, "step": name, **here}
+    host = socket.gethostname()
+    record = {"engine": int(index), "who": who, "rank": rank, "step": name, "host": host, "time": time.time()}
     events.emit("engine start", engine=int(index), rank=rank, step=name, seconds=seconds)
-    tell(f"{who} on {told['host']}: {name}" + (f" after {seconds:.1f} s" if seconds else ""))
-    gcs_kv.put(f"{job}/{who}", told)
+    run_log.info(f"{who} on {host}: {name}" + (f" after {seconds:.1f} s" if seconds else ""))
+    gcs_kv.put_record(f"{job}/{who}", record)
 
 
-class ToldStart:
-    """A base that stands before vLLM's own worker class: the first steps of a worker's start are told."""
+class InstrumentedStartup:
+    """A base listed before vLLM's worker class, which reports the first steps of a worker's startup."""
 
     rank: int
 
     def init_device(self) -> Any:
-        """The device, and the rendezvous with the other ranks."""
+        """Initialize the device and the rendezvous with the other ranks."""
         with step("device and rendezvous", self.rank):
             return super().init_device()  # type: ignore[misc]
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
-        """The weights."""
-        _draw_bars_alone()
+        """Load the weights."""
+        _use_process_local_tqdm_lock()
         with step("model loaded", self.rank):
             return super().load_model(*arguments, **options)  # type: ignore[misc]
 
 
-def _draw_bars_alone() -> None:
-    """Give tqdm a lock of this process: its own is a file in /dev/shm, left by an engine that is killed."""
+def _use_process_local_tqdm_lock() -> None:
+    """Replace tqdm's lock, a file in /dev/shm that an engine leaves when it is killed."""
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
 
 
-def wait(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:
-    """Until ``others`` (references) are done and every engine is up; the first error is raised at once.
+def wait_for_engine_startup(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:
+    """Wait until every engine is up and ``others`` (references) are done; raise the first error at once.
 
-    `StartError` when an engine is not up in time: an engine that is slow, and not one that died.
+    Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error.
     """
     import ray
 
@@ -106,31 +120,31 @@ def wait(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:
     end = time.monotonic() + env_vars.engine_timeout()
     while pending:
         missing = [starts[reference] for reference in pending if reference in starts]
-        left = max(0.0, end - time.monotonic()) if missing else None
-        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        timeout = max(0.0, end - time.monotonic()) if missing else None
+        ready, pending = ray.wait(pending, num_returns=1, timeout=timeout)
         ray.get(ready)
         if not ready:
             raise StartError(
                 f"engines {missing} are not up after {env_vars.engine_timeout():g} s "
-                f"({env_vars.ENGINE_TIMEOUT}):\n  " + "\n  ".join(_steps(missing))
+                f"({env_vars.ENGINE_TIMEOUT}):\n  " + "\n  ".join(_last_steps(missing))
             )
 
 
-def _steps(engines: Sequence[int]) -> list[str]:
-    """The last step of each process of ``engines`` that has told one."""
+def _last_steps(engines: Sequence[int]) -> list[str]:
+    """Describe the last reported step of each process of ``engines``."""
     import ray
 
-    told = gcs_kv.under(f"{ray.get_runtime_context().get_job_id()}/")
-    return describe(told, engines, time.time())
+    records = gcs_kv.list_records(f"{ray.get_runtime_context().get_job_id()}/")
+    return describe_steps(records, engines, time.time())
 
 
-def describe(told: Sequence[dict[str, Any]], engines: Sequence[int], now: float) -> list[str]:
-    """A line for each process of ``engines`` in ``told``, or for the engine if none has told a step."""
+def describe_steps(records: Sequence[dict[str, Any]], engines: Sequence[int], now: float) -> list[str]:
+    """Return a line for each process of ``engines`` in ``records``, or for an engine without records."""
     lines = []
     for index in engines:
-        own = [value for value in told if value["engine"] == index]
         lines += [
-            f"{value['who']} on {value['host']}: {value['step']}, {now - value['time']:.0f} s ago"
-            for value in own
+            f"{record['who']} on {record['host']}: {record['step']}, {now - record['time']:.0f} s ago"
+            for record in records
+            if record["engine"] == index
         ] or [f"engine {index}: its actor has not started"]
     return lines

@@ -1,7 +1,7 @@
-"""vLLM's own worker of the platform: vLLM's argument ``worker_cls``.
+"""vLLM's own worker class of the platform, instrumented: vLLM's argument ``worker_cls``.
 
-Its start is told step by step, and ends if its engine dies; on request it looks at its GPU before each step
-of generation.
+Its startup is logged step by step and ends if its engine dies. On request it checks its GPU for contention
+before each step of generation.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,26 +17,26 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
 
 
-class ToldWorker(startup.ToldStart, Base):  # type: ignore[misc]
-    """Each method is upstream's."""
+class InstrumentedWorker(startup.InstrumentedStartup, Base):  # type: ignore[misc]
+    """A vLLM worker; each method extends upstream's."""
 
-    _gpu: gpu_contention.Watch | None = None
+    _contention: gpu_contention.ContentionCheck | None = None
 
     def init_device(self) -> Any:
-        """The first step of a worker."""
-        parent_death.tie()
+        """Initialize the device: the first step of startup."""
+        parent_death.set_parent_death_signal()
         return super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
-        """The last step of a worker; from here on it sees by itself that its engine has died."""
-        parent_death.untie()
+        """Warm up: the last step of startup, after which vLLM itself notices the death of its engine."""
+        parent_death.clear_parent_death_signal()
         with startup.step("warm", self.rank):
-            found = super().compile_or_warm_up_model()
-        self._gpu = gpu_contention.Watch()
-        return found
+            result = super().compile_or_warm_up_model()
+        self._contention = gpu_contention.ContentionCheck()
+        return result
 
     def execute_model(self, *arguments: Any, **options: Any) -> Any:
-        """One step of generation, or of warming up."""
-        if self._gpu is not None:
-            self._gpu.check()
+        """Run one step of generation or of warm-up."""
+        if self._contention is not None:
+            self._contention.check()
         return super().execute_model(*arguments, **options)

@@ -18,7 +18,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is not whole; the text has rank, node, folder, room there, and why."""
 
 
-def named(save: Callable[..., Any]) -> Callable[..., Any]:
+def name_checkpoint_errors(save: Callable[..., Any]) -> Callable[..., Any]:
     """``save(strategy, model, folder, ...)`` with errors of writing, and of peers that wait for it, named."""
 
     @functools.wraps(save)
@@ -35,7 +35,7 @@ def _text(folder: Path, reason: str) -> str:
     """Who it was first; ``reason`` may have more than one line."""
     from torch import distributed as dist
 
-    who = actor_registry.describe(actor_registry.here(f"rank {dist.get_rank()}"), [])
+    who = actor_registry.describe(actor_registry.own_record(f"rank {dist.get_rank()}"), [])
     return f"{who}: the checkpoint in {folder} is not whole{_room(folder)}: {reason}"
 
 

@@ -37,7 +37,7 @@ class Parsed:
     notes: tuple[str, ...]
 
 
-def arguments_in(command: Sequence[str]) -> list[str]:
+def extract_arguments(command: Sequence[str]) -> list[str]:
     """The arguments of ``train_ppo_ray`` in a command that starts it, or ``command`` if it is only these."""
     for index in range(len(command) - 1, -1, -1):
         if command[index].removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:

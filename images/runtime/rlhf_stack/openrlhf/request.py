@@ -3,17 +3,9 @@
 from typing import Any
 
 from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
-from rlhf_stack.placement.reservation import reserve
 
 DIGITS = "0123456789"  # of a second reward model
 CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to be started, and holds none then
-
-
-def reserve_run(args: Any) -> dict[str, Any]:
-    """The placement groups of a run by the role that takes them; roles that share GPUs share a group."""
-    request, roles = request_of(args)
-    made = reserve(request)
-    return made | {role: made[name] for role, name in roles.items()}
 
 
 def request_of(args: Any) -> tuple[Request, dict[str, str]]:
@@ -71,10 +63,10 @@ def _flat(args: Any) -> tuple[Request, dict[str, str]]:
         nodes, gpus = (
             getattr(args, f"{name.rstrip(DIGITS)}_num_{what}") for what in ("nodes", "gpus_per_node")
         )
-        groups.append(Group(name, nodes, gpus, spread=gpus > 1 or name in shared))
+        groups.append(Group(name, nodes, gpus, strict_spread=gpus > 1 or name in shared))
     engines = None
     if args.vllm_num_engines:
-        engines = Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size, apart=True)
+        engines = Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size, separate_groups=True)
     spare = CONTROLLER_CPUS if args.remote_rm_url else 0  # it is asked by a task of Ray's
     return Request(tuple(groups), engines, spare_cpus=spare), roles
 

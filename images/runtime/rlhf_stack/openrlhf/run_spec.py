@@ -16,7 +16,7 @@ UTILIZATION_OF_VLLM_0_4 = 0.9  # OpenRLHF 0.5 has no flag for it, and takes vLLM
 class Role:
     """One model of the trainer: ``ranks`` processes, on the GPUs of the group ``group``.
 
-    ``valued``: a number for each token in place of logits. ``offloaded``: its weights stay on the host.
+    ``value_head``: a number for each token in place of logits. ``offloaded``: its weights stay on the host.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Role:
     ranks: int
     model: str
     trained: bool
-    valued: bool
+    value_head: bool
     offloaded: bool = False
 
 
@@ -59,7 +59,7 @@ class Run:
     ring: int = 1
     lora: int = 0
     average: bool = False
-    narrow_logits: bool = False
+    half_precision_logits: bool = False
 
     @property
     def flat(self) -> bool:
@@ -118,7 +118,7 @@ def _sections(release: str, args: Any) -> Run:
             args.ds.zero_stage,
             1,
             args.ds.adam_offload,
-            wide_gradients=args.ds.grad_accum_dtype == "fp32",
+            fp32_gradients=args.ds.grad_accum_dtype == "fp32",
             overlap=args.ds.overlap_comm,
             shards=args.ds.zpg,
         ),
@@ -155,9 +155,9 @@ def _flat(release: str, args: Any) -> Run:
     for name, group in groups.items():
         kind = name.rstrip(DIGITS)
         ranks = getattr(args, f"{kind}_num_nodes") * getattr(args, f"{kind}_num_gpus_per_node")
-        trained, valued = kind in (ACTOR, CRITIC), kind in (CRITIC, REWARD)
+        trained, value_head = kind in (ACTOR, CRITIC), kind in (CRITIC, REWARD)
         offloaded = args.ref_reward_offload and not trained
-        roles.append(Role(name, group, ranks, str(models[name]), trained, valued, offloaded))
+        roles.append(Role(name, group, ranks, str(models[name]), trained, value_head, offloaded))
     return Run(
         release=release,
         roles=tuple(roles),
@@ -167,7 +167,7 @@ def _flat(release: str, args: Any) -> Run:
             args.zero_stage,
             1,
             args.adam_offload,
-            wide_gradients=args.grad_accum_dtype in (None, "fp32"),
+            fp32_gradients=args.grad_accum_dtype in (None, "fp32"),
             shards=args.zpg,
         ),
         length=args.max_len or args.prompt_max_len + args.generate_max_len,
@@ -180,5 +180,5 @@ def _flat(release: str, args: Any) -> Run:
         utilization=UTILIZATION_OF_VLLM_0_4,
         lora=args.lora_rank,
         average=args.enable_ema,
-        narrow_logits=True,
+        half_precision_logits=True,
     )

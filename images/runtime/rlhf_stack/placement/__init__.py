@@ -1,4 +1,7 @@
-"""Where trainer ranks and engines go: planned before anything starts, so that no engine straddles nodes."""
+"""Placement of trainer ranks and engines: planned before anything starts, then reserved in Ray.
+
+May import ``cluster``, ``compat``, ``accelerator``, ``telemetry``, ``config`` and ``errors``.
+"""
 
 from rlhf_stack.placement.model import Engines, FreeNode, Group, PlacementError, Plan, Request
 from rlhf_stack.placement.planner import plan
@@ -8,7 +11,7 @@ from rlhf_stack.placement.reservation import (
     rank_bundles,
     reserve,
     reserve_engines,
-    wait,
+    wait_for_placement_group,
 )
 
 __all__ = [
@@ -24,5 +27,5 @@ __all__ = [
     "rank_bundles",
     "reserve",
     "reserve_engines",
-    "wait",
+    "wait_for_placement_group",
 ]

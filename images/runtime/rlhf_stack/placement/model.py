@@ -1,4 +1,4 @@
-"""What is planned on, what is asked for, and what a plan says."""
+"""The planner's input (free nodes and a request) and output (a plan)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from rlhf_stack.errors import UserError
 
 ENGINES = "engines"
-ROUNDING = 1e-6  # Ray counts in steps of 1e-4, and its sums of floats are a little off
+ROUNDING = 1e-6  # Ray counts in steps of 1e-4, and its float sums are inexact
 
 
 class PlacementError(UserError, RuntimeError):
-    """What was asked for cannot be placed, or was not in time; the text says what is missing."""
+    """A request cannot be placed, or was not reserved in time; the message names what is missing."""
 
 
 @dataclass(frozen=True)
 class FreeNode:
-    """What a living Ray node has left; ``total_gpus`` is what it has when nothing runs."""
+    """The free resources of a living Ray node; ``total_gpus`` is its number of GPUs when nothing runs."""
 
     address: str
     gpus: float
@@ -24,7 +24,7 @@ class FreeNode:
 
     @property
     def bundles(self) -> int:
-        """How many bundles of one GPU and one CPU fit."""
+        """The number of bundles of one GPU and one CPU that fit."""
         return max(0, int(min(self.gpus, self.cpus) + ROUNDING))
 
 
@@ -32,17 +32,17 @@ class FreeNode:
 class Group:
     """The ranks of one role, or of roles that share GPUs, as OpenRLHF counts them.
 
-    ``spread``: each of its ``nodes`` has to be another one; else only their number of GPUs counts.
+    With ``strict_spread`` its ``nodes`` must be distinct; otherwise only the total number of GPUs counts.
     """
 
     name: str
     nodes: int
     gpus_per_node: int
-    spread: bool = False
+    strict_spread: bool = False
 
     @property
     def size(self) -> int:
-        """Ranks in the group, each on a GPU."""
+        """The number of ranks, each on one GPU."""
         return self.nodes * self.gpus_per_node
 
 
@@ -50,42 +50,43 @@ class Group:
 class Engines:
     """``count`` engines of ``size`` GPUs; ``shares`` names the group whose GPUs they use, if any.
 
-    ``apart``: each has a placement group of its own in Ray, all of which vLLM 0.4 uses.
+    With ``separate_groups`` each engine has its own Ray placement group, all of whose bundles vLLM 0.4 uses.
     """
 
     count: int
     size: int
     shares: str | None = None
-    apart: bool = False
+    separate_groups: bool = False
 
 
 @dataclass(frozen=True)
 class Request:
-    """All that a run places.
+    """All groups and engines of a run.
 
-    ``block`` ranks (tensor parallelism times ring attention) of a group ought to be on one node.
-    ``spare_cpus`` must stay free for actors that have no bundle.
+    ``tp_sp_size`` ranks (tensor parallelism times ring attention) form a block, which should be on one node.
+    ``spare_cpus`` must stay free for actors without a bundle.
     """
 
     groups: tuple[Group, ...] = ()
     engines: Engines | None = None
-    block: int = 1
+    tp_sp_size: int = 1
     spare_cpus: int = 0
 
     @property
     def size(self) -> int:
-        """GPUs in all."""
+        """The number of GPUs of all groups and engines."""
         own = self.engines.count * self.engines.size if self.engines and not self.engines.shares else 0
         return own + sum(group.size for group in self.groups)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Nodes are given by their index in what was planned on.
+    """A placement; nodes are given by their index in the planner's input.
 
-    ``bundles`` has the node of each bundle by group (rank order) and of `ENGINES` with GPUs of their own
-    (engine after engine). ``engines`` are the nodes of each engine's workers. ``straddling`` engines could
-    not be kept on a node, which only happens on request. ``split`` counts blocks across nodes by group.
+    ``bundles`` has the node of each bundle by group (in rank order), and under `ENGINES` for engines with
+    their own GPUs (engine by engine). ``engines`` has the nodes of each engine's workers. ``straddling``
+    lists engines that span nodes, which must be allowed explicitly. ``split`` counts blocks that span nodes by
+    group.
     """
 
     bundles: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -94,21 +95,21 @@ class Plan:
     split: dict[str, int] = field(default_factory=dict)
 
 
-def largest(nodes: Sequence[FreeNode]) -> int:
-    """GPUs of the largest node when nothing runs."""
+def largest_node(nodes: Sequence[FreeNode]) -> int:
+    """Return the number of GPUs of the largest node when nothing runs."""
     return max((int(node.total_gpus + ROUNDING) for node in nodes), default=0)
 
 
-def fitting(free: Iterable[int], size: int) -> int:
-    """How many units of ``size`` bundles fit, each on one node."""
+def count_fitting(free: Iterable[int], size: int) -> int:
+    """Count the units of ``size`` bundles that fit, each on one node with ``free`` bundles."""
     return sum(bundles // size for bundles in free)
 
 
-def across(nodes: Sequence[int], block: int) -> int:
-    """How many blocks of ranks, given the node of each rank, are not on one node."""
-    return sum(len(set(one)) > 1 for one in chunks(nodes, block))
+def count_split(nodes: Sequence[int], block: int) -> int:
+    """Count the blocks of ranks that span nodes, given the node of each rank."""
+    return sum(len(set(chunk)) > 1 for chunk in chunks(nodes, block))
 
 
 def chunks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """``nodes`` in pieces of ``size``."""
+    """Split ``nodes`` into chunks of ``size``."""
     return [tuple(nodes[start : start + size]) for start in range(0, len(nodes), size)]

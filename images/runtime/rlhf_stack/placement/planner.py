@@ -1,14 +1,14 @@
-"""Which node each trainer rank and each engine worker sits on: a pure function of what is free and asked.
+"""The node of each trainer rank and engine worker, as a pure function of free resources and the request.
 
-Every rank and every worker has a bundle of one GPU and one CPU. The bundles of an engine go on one node
-whenever that is possible for all engines, and an engine that is larger than every node takes whole nodes, as
-few as there can be. What is left goes to the trainer, in blocks: ranks that talk all the time (tensor
-parallelism times ring attention) stay on a node as long as there is room, and a group takes few nodes.
+Each rank and each worker has a bundle of one GPU and one CPU. The bundles of an engine are placed on one node
+whenever that is possible for all engines. An engine larger than every node takes whole nodes, as few as
+possible. The rest goes to the trainer in blocks: ranks that communicate all the time (tensor parallelism
+times ring attention) stay on a node while there is room, and a group takes few nodes.
 
-Groups whose nodes have to differ go first, where they leave room for the most engines, see ``spreading``.
-How many engines fit is exact for any sizes: it is the sum of what fits on each node. How many blocks fit
-beside them is exact too, see ``packing``. A run that needs all of some equal nodes is spread evenly, see
-``even``.
+Groups whose nodes must be distinct are placed first, where they leave room for the most engines (see
+``strict_spread``). The number of engines that fit is exact for any sizes: it is the sum over nodes. The
+number of blocks that fit next to them is exact too (see ``packing``). A run that needs all of several equal
+nodes is placed uniformly (see ``uniform``).
 """
 
 import math
@@ -22,33 +22,33 @@ from rlhf_stack.placement.model import (
     PlacementError,
     Plan,
     Request,
-    across,
-    fitting,
-    largest,
+    count_fitting,
+    count_split,
+    largest_node,
 )
 from rlhf_stack.placement.packing import Packing
-from rlhf_stack.placement.strict_spread import spread
-from rlhf_stack.placement.uniform import even_plan
+from rlhf_stack.placement.strict_spread import place_strict_spread
+from rlhf_stack.placement.uniform import uniform_plan
 
 SHOWN_NODES = 16
 
 
 def plan(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool = False) -> Plan:
-    """A place for everything in ``request``.
+    """Return a placement of ``request`` on ``nodes``.
 
-    `PlacementError` if there is none: its text has the reason, the nodes, what was asked and what would fit.
-    ``allow_straddle`` lets engines for which no node has room take GPUs of several: as few as possible.
+    Raises `PlacementError` if there is none; the message has the reason, the nodes, the request and what
+    would fit. With ``allow_straddle`` engines that fit on no node span several, as few engines as possible.
     """
     try:
         return _place(nodes, request, allow_straddle)
     except _NoRoom as reason:
-        raise PlacementError(_explain(nodes, request, str(reason))) from None
+        raise PlacementError(_explain_failure(nodes, request, str(reason))) from None
 
 
-def nearest(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
-    """Requests like ``request`` that fit: fewer engines of the same size, and smaller ones; at most one each.
+def nearest_requests(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
+    """Return similar requests that fit: at most one with fewer engines and one with smaller engines.
 
-    Engines that share the trainer's GPUs have to use all of them, so there only their size changes.
+    Engines that share the trainer's GPUs must use all of them, so only their size changes.
     """
     engines = request.engines
     if engines is None or not engines.count:
@@ -57,8 +57,8 @@ def nearest(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
     total = engines.count * engines.size
     found: list[Request] = []
     if not engines.shares:
-        beside = (sum(free) - request.size + total) // engines.size
-        count = min(fitting(free, engines.size), beside, engines.count - 1)
+        room = (sum(free) - request.size + total) // engines.size
+        count = min(count_fitting(free, engines.size), room, engines.count - 1)
         found += _fits(nodes, replace(request, engines=replace(engines, count=count)))
     for size in range(engines.size - 1, 0, -1):
         if engines.size % size == 0:
@@ -69,11 +69,11 @@ def nearest(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
 
 
 class _NoRoom(Exception):
-    """Why there is no place."""
+    """The reason why there is no placement."""
 
 
 def _fits(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
-    """``request`` if there is a place for it."""
+    """Return ``[request]`` if it can be placed, otherwise ``[]``."""
     if request.engines is None or request.engines.count < 1:
         return []
     try:
@@ -85,49 +85,51 @@ def _fits(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
 
 def _place(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool) -> Plan:
     free = [node.bundles for node in nodes]
-    if missing := lack(nodes, request):
+    if missing := describe_shortage(nodes, request):
         raise _NoRoom(missing)
-    if even := even_plan(free, request):
+    if even := uniform_plan(free, request):
         return even
-    apart = spread(free, request)
-    if apart is None:
-        raise _NoRoom(f"not enough nodes have so many GPUs left: {_spread_groups(request)}")
-    for node in (node for group in apart.values() for node in group):
+    spread = place_strict_spread(free, request)
+    if spread is None:
+        raise _NoRoom(f"not enough nodes have enough free GPUs: {_spread_groups(request)}")
+    for node in (node for group in spread.values() for node in group):
         free[node] -= 1
-    others = tuple(group for group in request.groups if group.name not in apart)
+    others = tuple(group for group in request.groups if group.name not in spread)
     found = _pack(nodes, free, replace(request, groups=others), allow_straddle)
-    split = {name: count for name, group in apart.items() if (count := across(group, request.block))}
-    return replace(found, bundles=apart | found.bundles, split=split | found.split)
+    split = {
+        name: count for name, group in spread.items() if (count := count_split(group, request.tp_sp_size))
+    }
+    return replace(found, bundles=spread | found.bundles, split=split | found.split)
 
 
 def _spread_groups(request: Request) -> str:
     return ", ".join(
-        f"{group.name} wants {group.nodes} nodes with {group.gpus_per_node} each"
+        f"{group.name} needs {group.nodes} nodes with {group.gpus_per_node} each"
         for group in request.groups
-        if group.spread
+        if group.strict_spread
     )
 
 
 def _pack(nodes: Sequence[FreeNode], free: list[int], request: Request, allow_straddle: bool) -> Plan:
-    """A place for what may share nodes as it likes, on the ``free`` bundles of each node."""
+    """Place the groups and engines that may share nodes, on the ``free`` bundles of each node."""
     packing = Packing(free, request)
     engines = request.engines
     if engines is None or not engines.count:
         return packing.finish()
-    if engines.size > largest(nodes):
+    if engines.size > largest_node(nodes):
         packing.place_wide(engines)
         return packing.finish()
     unit = _unit(free, request)
     units = engines.count * engines.size // unit
-    local = min(units, fitting(free, unit))
+    local = min(units, count_fitting(free, unit))
     if local < units and not allow_straddle:
         raise _NoRoom(f"only {local} of {units} engines of {engines.size} GPUs fit on one node each")
     packing.place(engines, unit, units, local)
     return packing.finish()
 
 
-def lack(nodes: Sequence[FreeNode], request: Request) -> str:
-    """What there is too little of; empty if nothing."""
+def describe_shortage(nodes: Sequence[FreeNode], request: Request) -> str:
+    """Describe the resource that is too scarce in total; empty if none."""
     engines = request.engines
     shared = {group.name: group.size for group in request.groups}
     if engines and engines.shares and engines.count * engines.size > shared[engines.shares]:
@@ -139,11 +141,11 @@ def lack(nodes: Sequence[FreeNode], request: Request) -> str:
     gpus = sum(int(node.gpus + ROUNDING) for node in nodes)
     cpus = sum(int(node.cpus + ROUNDING) for node in nodes)
     if gpus < request.size:
-        return f"{request.size} GPUs are asked for and {gpus} are free"
+        return f"{request.size} GPUs are requested and {gpus} are free"
     if both < request.size:
         return (
-            f"CPUs are missing: each of the {request.size} GPUs needs a CPU on its node, and that is so for "
-            f"{both} free GPUs (start the nodes with more: ray start --num-cpus)"
+            f"CPUs are missing: each of the {request.size} GPUs needs a CPU on its node, and only {both} "
+            "free GPUs have one (start the nodes with more: ray start --num-cpus)"
         )
     if cpus < request.size + request.spare_cpus:
         return (
@@ -154,20 +156,20 @@ def lack(nodes: Sequence[FreeNode], request: Request) -> str:
 
 
 def _unit(free: Sequence[int], request: Request) -> int:
-    """Bundles that go on a node together: an engine's, and of engines that share GPUs whole blocks' too."""
+    """Return the bundles that belong on one node: an engine, or whole blocks of engines that share GPUs."""
     engines = request.engines
     if engines is None:
-        return request.block
+        return request.tp_sp_size
     if engines.shares:
-        both = math.lcm(engines.size, request.block)
+        both = math.lcm(engines.size, request.tp_sp_size)
         count, rest = divmod(engines.count * engines.size, both)
-        if not rest and fitting(free, both) >= count:
+        if not rest and count_fitting(free, both) >= count:
             return both
     return engines.size
 
 
-def asked(request: Request) -> str:
-    """What is asked for, in words."""
+def describe_request(request: Request) -> str:
+    """Describe the groups and engines of ``request``."""
     parts = [f"{group.name} {group.nodes} x {group.gpus_per_node} GPUs" for group in request.groups]
     engines = request.engines
     if engines and engines.count:
@@ -176,8 +178,8 @@ def asked(request: Request) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def free_resources(nodes: Sequence[FreeNode]) -> str:
-    """What each node has left, in words; of a large cluster the emptiest nodes."""
+def describe_free(nodes: Sequence[FreeNode]) -> str:
+    """Describe the free resources of each node; in a large cluster those of the emptiest nodes."""
     order = sorted(nodes, key=lambda node: -node.gpus)[:SHOWN_NODES]
     shown = [
         f"{node.address}: {node.gpus:g} of {node.total_gpus:g} GPUs, {node.cpus:g} CPUs" for node in order
@@ -186,14 +188,14 @@ def free_resources(nodes: Sequence[FreeNode]) -> str:
     return "; ".join([*shown, *more]) or "no node"
 
 
-def _explain(nodes: Sequence[FreeNode], request: Request, reason: str) -> str:
+def _explain_failure(nodes: Sequence[FreeNode], request: Request, reason: str) -> str:
     lines = [
         f"cannot place this run: {reason}",
-        f"asked: {asked(request)}",
-        f"free: {free_resources(nodes)}",
+        f"requested: {describe_request(request)}",
+        f"free: {describe_free(nodes)}",
     ]
-    if found := nearest(nodes, request):
-        lines.append(f"would fit: {' | '.join(asked(other) for other in found)}")
+    if found := nearest_requests(nodes, request):
+        lines.append(f"would fit: {' | '.join(describe_request(other) for other in found)}")
     if reason.startswith("only"):
         lines.append(f"{env_vars.ALLOW_STRADDLE}=1 lets engines straddle nodes, which is slow")
     return "\n  ".join(lines)

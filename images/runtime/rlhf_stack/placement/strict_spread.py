@@ -1,38 +1,39 @@
-"""Where groups go of which each node has to be another one, as OpenRLHF 0.5 wants them.
+"""Placement of groups whose nodes must be distinct, as OpenRLHF 0.5 requires.
 
-Such a group is as many pieces as it wants nodes, no two on one node. Where the pieces go decides how many
-engines fit beside them: a piece of two GPUs costs an engine of four on a node with 8 left, and none on one
-with 6. Piece after piece where it costs least is nearly always good enough. Where it is not, all placements
-are searched, node by node: time and memory grow with the nodes that can matter, times the pieces that are
-left of each group.
+Such a group has one piece per node. The nodes of the pieces decide how many engines fit next to them: a piece
+of two GPUs costs an engine of four GPUs on a node with 8 free, and none on one with 6. A greedy choice of the
+cheapest node is nearly always good enough. Where it is not, all placements are searched node by node: time
+and memory grow with the relevant nodes times the unplaced pieces of each group.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from rlhf_stack.placement.model import Group, Request, fitting
+from rlhf_stack.placement.model import Group, Request, count_fitting
 
-SEARCHED = 2_000_000  # steps of a search, a few seconds; what is larger keeps to the cheapest place
+MAX_STEPS = 2_000_000  # steps of a search, a few seconds; larger problems keep the greedy choice
 
-Pieces = dict[str, list[int]]  # the node of each piece by the name of its group
-Left = tuple[int, ...]  # pieces that are left of each group
+Pieces = dict[str, list[int]]  # the node of each piece by group name
+Unplaced = tuple[int, ...]  # number of unplaced pieces by group
 
 
-def spread(free: Sequence[int], request: Request) -> dict[str, tuple[int, ...]] | None:
-    """The node of each rank of each group of ``request`` whose nodes differ; None if there is no place.
+def place_strict_spread(free: Sequence[int], request: Request) -> dict[str, tuple[int, ...]] | None:
+    """Return the node of each rank of each strictly spread group of ``request``; None if impossible.
 
-    ``free`` is bundles by node. As many of the request's engines as possible, at most all, fit beside them.
+    ``free`` is the number of free bundles by node. As many of the request's engines as possible fit on the
+    rest.
     """
-    groups = sorted((group for group in request.groups if group.spread), key=lambda g: -g.gpus_per_node)
+    spread = [group for group in request.groups if group.strict_spread]
+    groups = sorted(spread, key=lambda group: -group.gpus_per_node)
     if not groups:
         return {}
     engines = request.engines
     count, size = (engines.count, engines.size) if engines and not engines.shares else (0, 1)
-    found = _cheapest(free, groups, size)
-    left = None if found is None else fitting(_without(free, groups, found), size)
-    if left is None or left < min(count, fitting(free, size)):
-        found = _searched(free, groups, size) or found
+    found = _greedy(free, groups, size)
+    left = None if found is None else count_fitting(_without(free, groups, found), size)
+    if left is None or left < min(count, count_fitting(free, size)):
+        found = _search(free, groups, size) or found
     if found is None:
         return None
     return {
@@ -41,8 +42,8 @@ def spread(free: Sequence[int], request: Request) -> dict[str, tuple[int, ...]] 
     }
 
 
-def _cheapest(free: Sequence[int], groups: Sequence[Group], size: int) -> Pieces | None:
-    """Each piece, the large ones first, where it costs the fewest engines, then where it fits best."""
+def _greedy(free: Sequence[int], groups: Sequence[Group], size: int) -> Pieces | None:
+    """Place each piece, large ones first, where it costs the fewest engines, then by best fit."""
     left = list(free)
     found: Pieces = {}
     for group in groups:
@@ -67,20 +68,20 @@ def _without(free: Sequence[int], groups: Sequence[Group], found: Pieces) -> lis
     return left
 
 
-def _searched(free: Sequence[int], groups: Sequence[Group], size: int) -> Pieces | None:
-    """The best place of all; None if there is none, or more than `SEARCHED` steps would be needed."""
-    nodes = _that_matter(free, groups)
-    everything: Left = tuple(group.nodes for group in groups)
+def _search(free: Sequence[int], groups: Sequence[Group], size: int) -> Pieces | None:
+    """Return the best placement; None if there is none or the search needs more than `MAX_STEPS` steps."""
+    nodes = _relevant_nodes(free, groups)
+    everything: Unplaced = tuple(group.nodes for group in groups)
     states = 1
     for pieces in everything:
         states *= pieces + 1
-    if states * len(nodes) << len(groups) > SEARCHED:
+    if states * len(nodes) << len(groups) > MAX_STEPS:
         return None
-    best: dict[Left, int] = {everything: 0}
-    choices: list[dict[Left, tuple[int, ...]]] = []
+    best: dict[Unplaced, int] = {everything: 0}
+    choices: list[dict[Unplaced, tuple[int, ...]]] = []
     for node in nodes:
-        following: dict[Left, int] = {}
-        choice: dict[Left, tuple[int, ...]] = {}
+        following: dict[Unplaced, int] = {}
+        choice: dict[Unplaced, tuple[int, ...]] = {}
         for left, engines in best.items():
             for taken, room in _on_one_node(free[node], left, groups):
                 after = tuple(pieces - (index in taken) for index, pieces in enumerate(left))
@@ -89,7 +90,7 @@ def _searched(free: Sequence[int], groups: Sequence[Group], size: int) -> Pieces
                     following[after], choice[after] = total, taken
         best = following
         choices.append(choice)
-    state: Left = (0,) * len(groups)
+    state: Unplaced = (0,) * len(groups)
     if state not in best:
         return None
     found: Pieces = {group.name: [] for group in groups}
@@ -101,8 +102,8 @@ def _searched(free: Sequence[int], groups: Sequence[Group], size: int) -> Pieces
     return found
 
 
-def _that_matter(free: Sequence[int], groups: Sequence[Group]) -> list[int]:
-    """Nodes on which a piece fits; of those with equally much room no more than there are pieces."""
+def _relevant_nodes(free: Sequence[int], groups: Sequence[Group]) -> list[int]:
+    """Return nodes on which a piece fits; of nodes with equal room at most as many as there are pieces."""
     smallest, pieces = min(group.gpus_per_node for group in groups), sum(group.nodes for group in groups)
     seen: Counter[int] = Counter()
     found = []
@@ -113,8 +114,8 @@ def _that_matter(free: Sequence[int], groups: Sequence[Group]) -> list[int]:
     return found
 
 
-def _on_one_node(room: int, left: Left, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Every choice of groups, by index, of which a piece goes on a node, and the room that it leaves."""
+def _on_one_node(room: int, left: Unplaced, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield each set of groups, by index, that place a piece on a node, with the room that is left."""
     waiting = [index for index, pieces in enumerate(left) if pieces]
     for count in range(len(waiting) + 1):
         for taken in combinations(waiting, count):

@@ -1,7 +1,7 @@
-"""The same on every node: of a run whose groups need all of some equal nodes, as its flags ask for it.
+"""A uniform plan for a run whose flags need all of several equal nodes: the same ranks on each node.
 
-A group of 2 x 6 ranks on two nodes of 8 GPUs lies across both whatever is done. With 6 on each, and engines
-in what is left of each, every node sends and receives as much as the others; with 8 and 4, one sends twice.
+A group of 2 x 6 ranks on two nodes of 8 GPUs spans both in any plan. With 6 on each, and engines on the rest,
+all nodes send and receive equally; with 8 and 4, one sends twice as much.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rlhf_stack.placement.model import ENGINES, Plan, Request, chunks
 
 
-def even_plan(free: Sequence[int], request: Request) -> Plan | None:
-    """That plan on nodes with so many ``free`` bundles; None where there is none, or fewer nodes would do.
+def uniform_plan(free: Sequence[int], request: Request) -> Plan | None:
+    """Return the uniform plan for ``free`` bundles by node; None if there is none or fewer nodes suffice.
 
-    Nodes without any, such as a head without GPUs, do not count.
+    Nodes without free bundles, such as a head without GPUs, are ignored.
     """
     nodes = [index for index, bundles in enumerate(free) if bundles]
     rooms = {free[index] for index in nodes}
@@ -22,15 +22,15 @@ def even_plan(free: Sequence[int], request: Request) -> Plan | None:
     room = rooms.pop()
     if any(group.nodes != count or group.size <= room * (count - 1) or count == 1 for group in groups):
         return None
-    if any(group.gpus_per_node % request.block for group in groups):
+    if any(group.gpus_per_node % request.tp_sp_size for group in groups):
         return None
-    of_engines = engines.count * engines.size // count if engines else 0
-    if of_engines + sum(group.gpus_per_node for group in groups) > room:
+    engine_bundles = engines.count * engines.size // count if engines else 0
+    if engine_bundles + sum(group.gpus_per_node for group in groups) > room:
         return None
     bundles = {
         group.name: tuple(node for node in nodes for _ in range(group.gpus_per_node)) for group in groups
     }
-    workers = [node for node in nodes for _ in range(of_engines)]
+    workers = [node for node in nodes for _ in range(engine_bundles)]
     if engines and engines.count:
         bundles[ENGINES] = tuple(workers)
     return Plan(bundles, tuple(chunks(workers, engines.size if engines else 1)))

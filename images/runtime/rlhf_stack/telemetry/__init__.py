@@ -1,1 +1,4 @@
-"""TODO."""
+"""Events, log lines and throughput of a run.
+
+May import ``config`` and ``errors``.
+"""

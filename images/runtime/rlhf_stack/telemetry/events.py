@@ -1,7 +1,7 @@
-"""What happens in a run, as JSON lines: one file a process in the directory that RLHF_STACK_EVENTS names.
+"""Events of a run as JSON lines, one file per process in the directory RLHF_STACK_EVENTS; off if unset.
 
-Every line has ``event``, ``time`` (unix seconds), ``host`` and ``pid``, and is written by one ``write`` to a
-file opened for appending, so that lines of a process never mix. Without the variable nothing is written.
+Each line has ``event``, ``time`` (unix seconds), ``host`` and ``pid``. One ``write`` to a file opened for
+appending writes it, so that the lines of a process never mix.
 """
 
 import json
@@ -17,7 +17,7 @@ from rlhf_stack.config import env_vars
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Append one event; ``fields`` must be JSON values (a float that JSON has no word for becomes null)."""
+    """Append one event; ``fields`` are JSON values, of which NaN and infinity become null."""
     directory = os.environ.get(env_vars.EVENTS)
     if not directory:
         return
@@ -33,7 +33,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """All events below ``directory``, oldest first; a last line that is still being written is left out."""
+    """Return all events below ``directory``, oldest first, without a last line that is incomplete."""
     events = []
     for path in sorted(directory.glob("**/*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -43,17 +43,17 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def phase(name: str) -> None:
-    """A phase of the run ends here: "started", "engine up", "models up", "trained", "saved"."""
+    """Record the end of a phase: "started", "engine up", "models up", "trained", "saved"."""
     emit("phase", name=name)
 
 
-def begins(name: str) -> None:
-    """A part of a training step begins, which may not end: "generation", "sync"."""
+def begin(name: str) -> None:
+    """Record the beginning of a part of a training step: "generation", "sync". It may never end."""
     emit("begins", name=name)
 
 
 def step(number: int, logs: Mapping[str, Any]) -> None:
-    """Training step ``number`` (from 1) with all numbers that upstream logs, and the mean ``reward``."""
+    """Record training step ``number`` (from 1): the numbers that upstream logs and the mean ``reward``."""
     values = {
         name: float(value)
         for name, value in logs.items()
@@ -63,10 +63,10 @@ def step(number: int, logs: Mapping[str, Any]) -> None:
     emit("step", **(values | {"step": number, "reward": reward}))
 
 
-def models_are_up(engines: Sequence[Any] | None) -> None:
-    """All models are loaded: where the workers of each engine run, asked from themselves.
+def models_up(engines: Sequence[Any] | None) -> None:
+    """Record that all models are loaded, and the location of each engine's workers.
 
-    OpenRLHF 0.5 does not wait for its engines before it trains; with events on, this does.
+    The workers are queried only if events are on. OpenRLHF 0.5 then waits for its engines before it trains.
     """
     answers = []
     if os.environ.get(env_vars.EVENTS) and engines:

@@ -139,58 +139,11 @@ def test_child_processes_of_an_engine_inherit_its_gpu(
     assert os.environ.get(devices.GPU_ID) == exported
 
 
-def ray_assigns(
-    monkeypatch: pytest.MonkeyPatch, gpu: str | None, variable: str = visible_devices.CUDA
-) -> None:
-    ray, accelerators = MagicMock(), MagicMock()
-    ray.get_gpu_ids.return_value = [] if gpu is None else [gpu]
-    manager = accelerators.get_accelerator_manager_for_resource.return_value
-    manager.get_visible_accelerator_ids_env_var.return_value = variable
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray._private.accelerators", accelerators)
-    for name in (visible_devices.CUDA, visible_devices.HIP, visible_devices.ROCR):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_local_rank_counts_what_the_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_assigns(monkeypatch, "4")
-    assert devices.local_rank() == 4
-    monkeypatch.setenv(visible_devices.CUDA, "5,4")
-    assert devices.local_rank() == 1
-    monkeypatch.setenv(visible_devices.CUDA, "4")
-    assert devices.local_rank() == 0
-
-
-def test_the_local_rank_follows_the_variable_by_which_ray_names_gpus(
-    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu.version.hip = "6.1"
-    ray_assigns(monkeypatch, "4", visible_devices.ROCR)
-    monkeypatch.setenv(visible_devices.ROCR, "5,4")
-    assert devices.local_rank() == 1
-
-
-@pytest.mark.usefixtures("gpu")
-def test_without_a_gpu_from_ray_the_local_rank_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_assigns(monkeypatch, None)
-    assert devices.local_rank() == 0
-    ray_assigns(monkeypatch, "4")
-    sys.modules["ray"].is_initialized.return_value = False
-    assert devices.local_rank() == 0
-
-
-@pytest.mark.usefixtures("cpu")
-def test_a_cpu_has_no_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray_assigns(monkeypatch, "4")
-    assert devices.local_rank() == 0
-
-
 def test_an_engine_worker_is_restricted_as_its_accelerator_needs(
     gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert devices.restricted_to([5, 4]) == {visible_devices.CUDA: "5,4"}
+    assert devices.environment_for([5, 4]) == {visible_devices.CUDA: "5,4"}
     gpu.version.hip = "6.1"
-    assert devices.restricted_to(["5"]) == {visible_devices.CUDA: "5", visible_devices.HIP: "5"}
+    assert devices.environment_for(["5"]) == {visible_devices.CUDA: "5", visible_devices.HIP: "5"}
     monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
-    assert devices.restricted_to([5]) == {visible_devices.CUDA: "5"}
+    assert devices.environment_for([5]) == {visible_devices.CUDA: "5"}

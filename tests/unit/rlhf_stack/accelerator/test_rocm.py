@@ -23,9 +23,9 @@ def rocm_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a test may put a ``rocm-smi``; nothing else is on the path."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(rocm, "TOPOLOGY", tmp_path / "nodes")
-    rocm.is_here.cache_clear()
+    rocm.is_rocm.cache_clear()
     yield tmp_path / "rocm-smi"
-    rocm.is_here.cache_clear()
+    rocm.is_rocm.cache_clear()
 
 
 def script(path: Path, body: str) -> None:
@@ -38,7 +38,7 @@ def script(path: Path, body: str) -> None:
     [(TABLE, 2), (WARNED, 2), ("", 0), ("ERROR: driver not initialized\nsee\nthe\nlog", 0), ("card0", 0)],
 )
 def test_only_cards_are_counted(listing: str, found: int) -> None:
-    assert rocm.cards(listing) == found
+    assert rocm.count_cards(listing) == found
 
 
 @pytest.mark.parametrize(
@@ -55,26 +55,26 @@ def test_only_cards_are_counted(listing: str, found: int) -> None:
     ],
 )
 def test_the_product_is_read_and_never_evaluated(listing: str, product: str | None) -> None:
-    assert rocm.first_product(listing) == product
+    assert rocm.parse_product(listing) == product
 
 
 def test_without_rocm_smi_there_is_no_amd_gpu() -> None:
     assert rocm.count() == 0
     assert rocm.product() is None
-    assert not rocm.is_here()
+    assert not rocm.is_rocm()
 
 
 def test_what_rocm_smi_prints_is_asked_once(rocm_smi: Path) -> None:
     script(rocm_smi, 'printf "%s\\n" device,Name card0,MI300X card1,MI300X')
     assert rocm.count() == 2
-    assert rocm.is_here()
+    assert rocm.is_rocm()
     rocm_smi.unlink()
-    assert rocm.is_here()
+    assert rocm.is_rocm()
 
 
 def test_an_image_for_rocm_needs_no_rocm_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "rocm")
-    assert rocm.is_here()
+    assert rocm.is_rocm()
 
 
 @pytest.mark.parametrize("body", ["echo card0,x >&2; exit 3", "kill -9 $$", "exec no-such-program"])

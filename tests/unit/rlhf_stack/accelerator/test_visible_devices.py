@@ -50,7 +50,7 @@ def environment(**variables: str | None) -> dict[str, str]:
     ],
 )
 def test_what_a_process_sees(kind: visible_devices.Kind, variables: dict[str, str], shown: str) -> None:
-    assert visible_devices.seen(environment(**variables), kind, GPUS) == shown.split()
+    assert visible_devices.visible_gpus(environment(**variables), kind, GPUS) == shown.split()
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def amd_worker(node: dict[str, str], process: dict[str, str], slot: int) -> str:
     process.update(node)
     names = rocm.visible_ids()
     name = str(slot) if names is None else names[slot]
-    rocm.show([name])
+    rocm.restrict_process([name])
     return name
 
 
@@ -87,13 +87,13 @@ def usable(node: dict[str, str]) -> bool:
 def test_every_process_on_a_rocm_node_computes_on_the_gpu_that_ray_assigned(
     node: dict[str, str], process: dict[str, str]
 ) -> None:
-    physical = visible_devices.seen(
+    physical = visible_devices.visible_gpus(
         node, "rocm", GPUS
     )  # Ray's slots, in the order in which the node sees them
     assert len(visible_devices.node_ids(node) or ALL.split()) == len(physical)
     for slot, expected in enumerate(physical):
         name = amd_worker(node, process, slot)
-        shown = visible_devices.seen(process, "rocm", GPUS)
+        shown = visible_devices.visible_gpus(process, "rocm", GPUS)
         assert (
             shown[visible_devices.ordinal(name, process, "rocm")] == expected
         )  # a trainer rank, an engine with TP 1
@@ -102,8 +102,8 @@ def test_every_process_on_a_rocm_node_computes_on_the_gpu_that_ray_assigned(
     for slots in ENGINES:
         if max(slots) < len(physical):
             names = [amd_worker(node, process, slot) for slot in slots]
-            process.update(visible_devices.restricted(names, "rocm"))
-            assert visible_devices.seen(process, "rocm", GPUS) == [physical[slot] for slot in slots]
+            process.update(visible_devices.environment_for(names, "rocm"))
+            assert visible_devices.visible_gpus(process, "rocm", GPUS) == [physical[slot] for slot in slots]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_lists_that_cannot_both_hold_are_named(
 ) -> None:
     above = HIP if HIP in node else CUDA
     both = f"{ROCR}={node[ROCR]} and {above}={node[above]} disagree"
-    with pytest.raises(visible_devices.Disagreement, match=both):
+    with pytest.raises(visible_devices.VisibleDevicesError, match=both):
         visible_devices.node_ids(node)
-    with pytest.raises(visible_devices.Disagreement, match=both):
+    with pytest.raises(visible_devices.VisibleDevicesError, match=both):
         visible_devices.ordinal("0", node, "rocm")
     process.update(node)
     assert rocm.visible_ids() == []
@@ -133,7 +133,7 @@ def test_every_rank_on_a_cuda_node_computes_on_the_gpu_that_ray_assigned(
     left_alone = noset == "1" or (zero_is_on and noset == "0")
     for name in names:
         worker = node if left_alone else node | {CUDA: name}
-        shown = visible_devices.seen(worker, "cuda", GPUS)
+        shown = visible_devices.visible_gpus(worker, "cuda", GPUS)
         assert shown[visible_devices.ordinal(name, worker, "cuda")] == name
 
 
@@ -152,7 +152,7 @@ def test_every_rank_on_a_cuda_node_computes_on_the_gpu_that_ray_assigned(
 def test_what_cannot_be_right_is_an_error_that_names_two(
     kind: visible_devices.Kind, variables: dict[str, str], by: str, assigned: str, told: str
 ) -> None:
-    with pytest.raises(visible_devices.Disagreement, match=told):
+    with pytest.raises(visible_devices.VisibleDevicesError, match=told):
         visible_devices.ordinal(assigned, environment(**variables), kind, by)
 
 
@@ -170,7 +170,7 @@ def test_a_released_ray_that_names_gpus_for_the_lower_layer_is_understood(
 ) -> None:
     worker = environment(**variables)
     rank = visible_devices.ordinal(assigned, worker, "rocm", ROCR)
-    assert visible_devices.seen(worker, "rocm", GPUS)[rank] == shown
+    assert visible_devices.visible_gpus(worker, "rocm", GPUS)[rank] == shown
 
 
 @pytest.mark.parametrize("variables", [{"cuda": ""}, {"hip": ""}, {"cuda": "-1"}, {"rocr": ""}])
@@ -180,5 +180,5 @@ def test_a_node_that_hides_its_gpus_hands_out_none(variables: dict[str, str]) ->
 
 def test_an_actor_without_a_gpu_sees_none(process: dict[str, str]) -> None:
     process.update(environment(hip="4,5"))
-    rocm.show([])
-    assert visible_devices.seen(process, "rocm", GPUS) == []
+    rocm.restrict_process([])
+    assert visible_devices.visible_gpus(process, "rocm", GPUS) == []

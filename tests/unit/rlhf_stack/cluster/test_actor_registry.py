@@ -47,7 +47,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake.get_runtime_context.return_value.get_job_id.return_value = "01"
     monkeypatch.setitem(sys.modules, "ray", fake)
     kept = {"actor/": [ENGINE, ENGINE | {"job": "02"}], "actor/abc": [ENGINE], "01/engine 2 rank ": []}
-    monkeypatch.setattr(gcs_kv, "under", kept.__getitem__)
+    monkeypatch.setattr(gcs_kv, "list_records", kept.__getitem__)
     return fake
 
 
@@ -71,7 +71,10 @@ def test_an_engine_is_described_with_its_ranks(ranks: list[dict[str, object]], e
 
 
 def test_a_dead_actor_is_named_with_the_last_line_of_rays_reason() -> None:
-    with pytest.raises(actor_registry.PeerError) as raised, actor_registry.named("loading w"):
+    with (
+        pytest.raises(actor_registry.PeerError) as raised,
+        actor_registry.translate_actor_errors("loading w"),
+    ):
         raise Lost("The actor died.\n\tpid: 7\nIts node has died.\n")
     assert str(raised.value) == "loading w: engine 2 on node node-b (10.0.0.2) is dead: Its node has died."
     assert isinstance(raised.value.__cause__, Lost)
@@ -80,7 +83,7 @@ def test_a_dead_actor_is_named_with_the_last_line_of_rays_reason() -> None:
 def test_an_actor_that_ray_is_not_sure_of_is_not_called_dead() -> None:
     with (
         pytest.raises(actor_registry.PeerError, match="cannot be reached, and Ray cannot tell yet"),
-        actor_registry.named(),
+        actor_registry.translate_actor_errors(),
     ):
         raise Unavailable("Socket closed")
 
@@ -88,13 +91,13 @@ def test_an_actor_that_ray_is_not_sure_of_is_not_called_dead() -> None:
 def test_what_was_done_is_said_around_an_error_from_another_process() -> None:
     with (
         pytest.raises(actor_registry.PeerError, match=r"^sync 3: engine 2 is dead$"),
-        actor_registry.named("sync 3"),
+        actor_registry.translate_actor_errors("sync 3"),
     ):
         raise Remote("a traceback")
 
 
 def test_an_actor_that_failed_in_its_constructor_says_so_itself() -> None:
-    with pytest.raises(Lost, match="no memory"), actor_registry.named():
+    with pytest.raises(Lost, match="no memory"), actor_registry.translate_actor_errors():
         raise Lost("no memory", in_constructor=True)
 
 
@@ -109,7 +112,10 @@ def test_the_dead_are_named_where_others_were_cut_off(monkeypatch: pytest.Monkey
     states(monkeypatch, "DEAD")
     cut_off = InTask(RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:7\nmore"))
     expected = r"^sync 3: engine 2 on node node-b \(10.0.0.2\) died, and others were cut off: pair.*7$"
-    with pytest.raises(actor_registry.PeerError, match=expected), actor_registry.named("sync 3"):
+    with (
+        pytest.raises(actor_registry.PeerError, match=expected),
+        actor_registry.translate_actor_errors("sync 3"),
+    ):
         raise cut_off
 
 
@@ -121,12 +127,12 @@ def test_an_error_of_a_task_stays_where_nobody_is_dead_or_cut_off(
 ) -> None:
     states(monkeypatch, state)
     monkeypatch.setattr(actor_registry, "NOTICE_SECONDS", 0.0)
-    with pytest.raises(InTask), actor_registry.named():
+    with pytest.raises(InTask), actor_registry.translate_actor_errors():
         raise InTask(RuntimeError(text))
 
 
 def test_an_error_that_is_not_rays_stays_as_it_is() -> None:
-    with pytest.raises(ValueError, match="other"), actor_registry.named("loading w"):
+    with pytest.raises(ValueError, match="other"), actor_registry.translate_actor_errors("loading w"):
         raise ValueError("other")
 
 
@@ -134,22 +140,22 @@ def test_without_rays_head_the_actors_id_is_said(monkeypatch: pytest.MonkeyPatch
     def gone(_prefix: str) -> list[dict[str, object]]:
         raise RayError("the head is gone")
 
-    monkeypatch.setattr(gcs_kv, "under", gone)
-    assert "actor abc" in actor_registry.lost(Lost("died"))
-    assert "the head is gone" in actor_registry.lost(Lost("died"))
+    monkeypatch.setattr(gcs_kv, "list_records", gone)
+    assert "actor abc" in actor_registry.describe_lost_actor(Lost("died"))
+    assert "the head is gone" in actor_registry.describe_lost_actor(Lost("died"))
 
 
 def test_only_actors_introduce_themselves(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, dict[str, object]] = {}
-    monkeypatch.setattr(gcs_kv, "put", kept.__setitem__)
+    monkeypatch.setattr(gcs_kv, "put_record", kept.__setitem__)
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")
     ray.util.get_node_ip_address.return_value = "10.0.0.2"
     context = ray.get_runtime_context.return_value
     context.get_job_id.return_value, context.get_actor_id.return_value = "01", None
-    actor_registry.introduce("engine 2")
+    actor_registry.register_actor("engine 2")
     assert kept == {}
     context.get_actor_id.return_value = "abc"
-    actor_registry.introduce("engine 2")
+    actor_registry.register_actor("engine 2")
     assert kept == {"actor/abc": ENGINE}
-    actor_registry.introduce_rank(Lost("any"), 3)
+    actor_registry.register_rank(Lost("any"), 3)
     assert kept["actor/abc"]["who"] == "rank 3 of Lost"

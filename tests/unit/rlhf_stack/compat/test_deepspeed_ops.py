@@ -1,4 +1,4 @@
-"""Compiling an operator of DeepSpeed: one at a time, told, and never waiting for the dead."""
+"""Compilation of a DeepSpeed operator: serialized, logged, and not blocked by killed processes."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ COMPILE = """
 import sys, time
 from pathlib import Path
 from rlhf_stack.compat import deepspeed_ops
-with deepspeed_ops.compiling("fused_adam", Path(sys.argv[1])):
+with deepspeed_ops.compilation_lock("fused_adam", Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -38,98 +38,101 @@ def other(script: str, *arguments: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_the_lock_of_a_killed_process_is_removed_and_told(
+def test_lock_of_a_killed_process_is_removed_and_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torch leaves it when its process is killed; torch itself would wait for ever."""
-    lock = tmp_path / deepspeed_ops.LOCK
+    """torch leaves the lock when its process is killed, and would itself wait for ever."""
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
     with other(HOLD, str(lock)) as process:
         process.kill()
     assert lock.exists()
-    with deepspeed_ops.compiling("fused_adam", tmp_path, timeout=5):
+    with deepspeed_ops.compilation_lock("fused_adam", tmp_path, timeout=5):
         assert not lock.exists()
     assert capsys.readouterr().err.splitlines() == [
-        f"rlhf-stack: removed {lock}: a process that was killed while it compiled left it",
+        f"rlhf-stack: removed {lock}, the stale lock of a process that was killed while it compiled",
         f"rlhf-stack: compiling DeepSpeed's fused_adam, about a minute, in {tmp_path}",
     ]
 
 
-def test_the_lock_of_a_living_process_is_kept(tmp_path: Path) -> None:
-    """It is waited for, with a deadline whose error names it."""
-    lock = tmp_path / deepspeed_ops.LOCK
+def test_lock_of_a_living_process_is_kept(tmp_path: Path) -> None:
+    """The wait has a deadline, and its error names the lock."""
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
     with other(HOLD, str(lock)) as process:
         with (
-            pytest.raises(TimeoutError, match=f"waited 0 s: a process that lives holds {lock}"),
-            deepspeed_ops.compiling("fused_adam", tmp_path, timeout=0.3),
+            pytest.raises(TimeoutError, match=f"waited 0 s: a living process holds {lock}"),
+            deepspeed_ops.compilation_lock("fused_adam", tmp_path, timeout=0.3),
         ):
             pass
         assert lock.exists()
         process.kill()
 
 
-def test_two_do_not_compile_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second is told whom it waits for; when the first is killed it goes on."""
+def test_compilations_are_serialized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second logs what it waits for, and continues when the first is killed."""
     with other(COMPILE, str(tmp_path)) as process:
         with (
             pytest.raises(TimeoutError, match="another process compiles DeepSpeed's fused_adam"),
-            deepspeed_ops.compiling("fused_adam", tmp_path, timeout=0.3),
+            deepspeed_ops.compilation_lock("fused_adam", tmp_path, timeout=0.3),
         ):
             pass
         assert "waiting for another process" in capsys.readouterr().err
         process.kill()
-    with deepspeed_ops.compiling("fused_adam", tmp_path, timeout=5):
+    with deepspeed_ops.compilation_lock("fused_adam", tmp_path, timeout=5):
         pass
     assert "waiting" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_torch_s_adam_is_asked_for_by_deepspeed_s_own_switch(
+def test_torch_adam_is_selected_by_deepspeeds_own_switch(
     monkeypatch: pytest.MonkeyPatch, kind: str, gpu: bool
 ) -> None:
-    """Where the operator is not to be had; the rest of the config stays, and the caller's is untouched."""
-    monkeypatch.setattr(deepspeed_ops, "adam_operator", lambda _: False)
+    """If the operator is unavailable; the rest of the section stays, and the caller's is unchanged."""
+    monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
     monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: gpu)
     config = {"type": kind, "params": {"lr": 1e-6}}
     switch = {"torch_adam": True} | ({"fused": gpu} if kind == "AdamW" else {})
-    assert deepspeed_ops.optimizer(config, offload=False) == {"type": kind, "params": {"lr": 1e-6} | switch}
+    assert deepspeed_ops.optimizer_config(config, offload=False) == {
+        "type": kind,
+        "params": {"lr": 1e-6} | switch,
+    }
     assert config == {"type": kind, "params": {"lr": 1e-6}}
 
 
 def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:
-    """Pretend that no operator is built and that ``missing`` is; returns what is loaded from then on."""
+    """Simulate that no operator is built and tools are ``missing``; return the list of later loads."""
     loaded: list[str] = []
     monkeypatch.setattr(deepspeed_ops, "is_built", lambda _: False)
-    monkeypatch.setattr(deepspeed_ops, "lacking", lambda: list(missing))
+    monkeypatch.setattr(deepspeed_ops, "missing_build_tools", lambda: list(missing))
     monkeypatch.setattr(deepspeed_ops, "load", loaded.append)
     return loaded
 
 
-def test_without_a_compiler_torch_s_adam_is_taken_and_told(
+def test_without_a_compiler_torch_adam_is_used_and_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the first rank alone."""
+    """Only rank 0 logs it."""
     loaded = lacks(monkeypatch, "C++ compiler", "nvcc")
-    assert not deepspeed_ops.adam_operator(offload=False)
-    assert "(no C++ compiler, no nvcc): torch.optim.AdamW takes its place" in capsys.readouterr().err
+    assert not deepspeed_ops.load_adam_operator(offload=False)
+    assert "(no C++ compiler, no nvcc): torch.optim.AdamW is used instead" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
-    assert not deepspeed_ops.adam_operator(offload=False)
+    assert not deepspeed_ops.load_adam_operator(offload=False)
     assert capsys.readouterr().err == ""
     assert loaded == []
 
 
 def test_without_a_compiler_an_offloaded_optimiser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once: it names the operator, what is missing and what to do."""
+    """The error names the operator, the missing tool and the remedy."""
     lacks(monkeypatch, "nvcc")
     with pytest.raises(RuntimeError, match=r"cpu_adam .*\(no nvcc\): train without"):
-        deepspeed_ops.adam_operator(offload=True)
+        deepspeed_ops.load_adam_operator(offload=True)
 
 
 @pytest.mark.parametrize(("offload", "name"), [(False, "fused_adam"), (True, "cpu_adam")])
 def test_with_a_compiler_the_operator_is_compiled(
     monkeypatch: pytest.MonkeyPatch, offload: bool, name: str
 ) -> None:
-    """Before DeepSpeed asks for it."""
+    """Before DeepSpeed loads it."""
     loaded = lacks(monkeypatch)
-    assert deepspeed_ops.adam_operator(offload)
+    assert deepspeed_ops.load_adam_operator(offload)
     assert loaded == [name]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.compat import determinism
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine.actor import EngineHooks
+from rlhf_stack.engine.actor import AsyncEngineMixin
 
 PROMPTS = st.lists(st.lists(st.integers(0, 512), max_size=4), max_size=8)
 
@@ -31,9 +31,9 @@ def test_seeds_do_not_depend_on_when_other_prompts_arrive(prompts: list[list[int
     assert one == other
 
 
-def engine() -> EngineHooks:
+def engine() -> AsyncEngineMixin:
     """An engine actor of seed 3."""
-    made = EngineHooks()
+    made = AsyncEngineMixin()
     made.kwargs = {"seed": 3}
     return made
 
@@ -67,6 +67,6 @@ def test_answers_are_taken_in_the_order_of_their_prompts(monkeypatch: pytest.Mon
     """Whichever is ready first."""
     fake_ray(monkeypatch)
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
-    assert determinism.wait(["a", "b", "c"]) == (["a"], ["b", "c"])
+    assert determinism.wait_for_answer(["a", "b", "c"]) == (["a"], ["b", "c"])
     monkeypatch.setenv(env_vars.REPEATABLE, "0")
-    assert determinism.wait(["a", "b", "c"]) == (["c"], ["a", "b"])
+    assert determinism.wait_for_answer(["a", "b", "c"]) == (["c"], ["a", "b"])

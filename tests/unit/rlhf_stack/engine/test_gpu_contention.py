@@ -13,7 +13,7 @@ GPU, OTHER = "node/1:0", "node/1:1"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_contention, "folder", lambda: tmp_path / "locks")
+    monkeypatch.setattr(gpu_contention, "lock_directory", lambda: tmp_path / "locks")
     monkeypatch.setattr(gpu_contention, "GRACE_SECONDS", 0.05)
     monkeypatch.setattr(devices, "physical_gpu_id", lambda: GPU)
     monkeypatch.setattr(devices, "is_gpu", lambda: False)
@@ -41,41 +41,47 @@ class Group:
 
 def until_landed(gpu: str) -> None:
     end = time.monotonic() + 60
-    while gpu_contention.in_flight(gpu):
+    while gpu_contention.collectives_in_flight(gpu):
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 def test_a_collective_is_in_flight_on_its_gpu_until_it_is_done() -> None:
-    flights = gpu_contention.Flights(GPU, "rank 3")
-    barrier = gpu_contention._watched(Group.barrier, "barrier", flights)
+    tracker = gpu_contention.CollectiveTracker(GPU, "rank 3")
+    barrier = gpu_contention._tracked(Group.barrier, "barrier", tracker)
     first, second = Work(), Work()
-    assert gpu_contention.in_flight(GPU) == []
+    assert gpu_contention.collectives_in_flight(GPU) == []
     assert barrier(Group(), first) is first
     barrier(Group(), second)
-    assert gpu_contention.in_flight(GPU) == ["barrier of rank 3"]
-    assert gpu_contention.in_flight(OTHER) == []
+    assert gpu_contention.collectives_in_flight(GPU) == ["barrier of rank 3"]
+    assert gpu_contention.collectives_in_flight(OTHER) == []
     first.done = True
     time.sleep(0.05)
-    assert gpu_contention.in_flight(GPU) == ["barrier of rank 3"], "the second still is"
+    assert gpu_contention.collectives_in_flight(GPU) == ["barrier of rank 3"], "the second still is"
     second.done = True
     until_landed(GPU)
 
 
 def test_one_that_fails_is_over() -> None:
-    barrier = gpu_contention._watched(Group.barrier, "barrier", gpu_contention.Flights(GPU, "rank 3"))
+    barrier = gpu_contention._tracked(
+        Group.barrier, "barrier", gpu_contention.CollectiveTracker(GPU, "rank 3")
+    )
     with pytest.raises(RuntimeError, match="the network is down"):
         barrier(Group(), None)
     until_landed(GPU)
 
 
 def test_an_engine_that_generates_meanwhile_is_an_error_that_names_both() -> None:
-    flights, watch, work = gpu_contention.Flights(GPU, "rank 3"), gpu_contention.Watch(), Work()
+    tracker, watch, work = (
+        gpu_contention.CollectiveTracker(GPU, "rank 3"),
+        gpu_contention.ContentionCheck(),
+        Work(),
+    )
     watch.check()
-    flights.begin("allreduce")
-    flights.follow(work.is_completed)
+    tracker.begin("allreduce")
+    tracker.follow(work.is_completed)
     with pytest.raises(
-        gpu_contention.CotenancyError, match=r"generates on GPU node/1:0 .* allreduce of rank 3"
+        gpu_contention.GpuContentionError, match=r"generates on GPU node/1:0 .* allreduce of rank 3"
     ):
         watch.check()
     work.done = True
@@ -85,16 +91,16 @@ def test_an_engine_that_generates_meanwhile_is_an_error_that_names_both() -> Non
 
 def test_one_that_is_about_to_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_contention, "GRACE_SECONDS", 2)
-    flights = gpu_contention.Flights(GPU, "rank 3")
-    flights.begin("allreduce")
+    tracker = gpu_contention.CollectiveTracker(GPU, "rank 3")
+    tracker.begin("allreduce")
     end = time.monotonic() + 0.1
-    flights.follow(lambda: time.monotonic() > end)
-    gpu_contention.Watch().check()
+    tracker.follow(lambda: time.monotonic() > end)
+    gpu_contention.ContentionCheck().check()
 
 
 def test_nothing_is_looked_at_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.CHECK_COTENANCY, "0")
-    flights = gpu_contention.Flights(GPU, "rank 3")
-    flights.begin("allreduce")
-    gpu_contention.Watch().check()
-    gpu_contention.watch()
+    tracker = gpu_contention.CollectiveTracker(GPU, "rank 3")
+    tracker.begin("allreduce")
+    gpu_contention.ContentionCheck().check()
+    gpu_contention.track_collectives()

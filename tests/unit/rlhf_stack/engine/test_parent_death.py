@@ -19,8 +19,8 @@ GET_DEATH_SIGNAL = 2  # PR_GET_PDEATHSIG
 
 
 def tied_and_untied() -> None:
-    parent_death.tie()
-    parent_death.untie()
+    parent_death.set_parent_death_signal()
+    parent_death.clear_parent_death_signal()
 
 
 def work(begin: Callable[[], None], told: Connection) -> None:
@@ -75,7 +75,7 @@ def status(pid: int) -> list[str]:
 
 @pytest.mark.parametrize("engine", [be_killed, be_killed_early])
 def test_a_worker_that_is_tied_ends_with_its_engine(engine: Callable[..., None]) -> None:
-    worker = orphan(engine, parent_death.tie)
+    worker = orphan(engine, parent_death.set_parent_death_signal)
     until(lambda: not status(worker), "the worker to end")
 
 
@@ -88,7 +88,7 @@ def test_a_worker_that_is_tied_no_more_lives_on() -> None:
 
 
 def test_a_process_that_was_not_spawned_is_left_alone() -> None:
-    parent_death.tie()
+    parent_death.set_parent_death_signal()
     signal_of_death = ctypes.c_int(-1)
     ctypes.CDLL(None).prctl(GET_DEATH_SIGNAL, ctypes.byref(signal_of_death), 0, 0, 0)
     assert signal_of_death.value == 0

@@ -56,17 +56,19 @@ def test_idle_engines_are_done_within_four_thirds_of_the_best(work: list[int], e
 def test_every_prompt_is_in_one_share_and_its_answer_in_its_place(
     prompts: list[list[int]], answer: int, engines: int
 ) -> None:
-    shares = request_balancer.shares(prompts, answer, engines)
+    shares = request_balancer.split_prompts(prompts, answer, engines)
     assert len(shares) == engines
     assert sorted(index for share in shares for index in share) == list(range(len(prompts)))
     answers = [[prompts[index] for index in share] for share in shares if share]
-    assert request_balancer.in_order(shares, answers) == prompts
+    assert request_balancer.merge_answers(shares, answers) == prompts
 
 
 def test_the_same_prompts_have_the_same_engines() -> None:
     choose = random.Random(0)  # noqa: S311
     prompts = [[0] * choose.randrange(1, 50) for _ in range(64)]
-    assert request_balancer.shares(prompts, 16, 3) == request_balancer.shares(list(prompts), 16, 3)
+    assert request_balancer.split_prompts(prompts, 16, 3) == request_balancer.split_prompts(
+        list(prompts), 16, 3
+    )
 
 
 def tokenizer(texts: list[str], add_special_tokens: bool) -> dict[str, Any]:
@@ -88,7 +90,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_an_engine_that_still_has_work_gets_less(engines: list[Any]) -> None:
     parameters = SimpleNamespace(max_tokens=90)
-    found = request_balancer.engines_of(engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1)
+    found = request_balancer.assign_prompts(
+        engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1
+    )
     assert [found.count(engine) for engine in (0, 1)] == [1, 11]
 
 
@@ -97,13 +101,17 @@ def test_a_repeatable_run_does_not_ask_what_engines_still_have(
 ) -> None:
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     parameters = SimpleNamespace(max_tokens=90)
-    found = request_balancer.engines_of(engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1)
+    found = request_balancer.assign_prompts(
+        engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1
+    )
     assert [found.count(engine) for engine in (0, 1)] == [6, 6]
 
 
 def test_an_answer_without_a_limit_may_fill_what_its_prompt_leaves(engines: list[Any]) -> None:
     unlimited = SimpleNamespace(max_tokens=None)
-    found = request_balancer.engines_of(engines, ["x", "x" * 99], tokenizer, unlimited, limit=100, samples=4)
+    found = request_balancer.assign_prompts(
+        engines, ["x", "x" * 99], tokenizer, unlimited, limit=100, samples=4
+    )
     assert found == [1, 1], "each is 4 times 100 tokens at most, and the first engine has 1000"
 
 
@@ -111,7 +119,7 @@ def test_that_generation_begins_is_told(
     engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
-    request_balancer.engines_of(
+    request_balancer.assign_prompts(
         engines, ["x"], tokenizer, SimpleNamespace(max_tokens=9), limit=128, samples=1
     )
     (event,) = events.read(tmp_path)
@@ -122,6 +130,6 @@ def test_that_generation_begins_is_told_of_the_older_openrlhf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
-    request_balancer.shares([[1, 2]], 9, 1)
+    request_balancer.split_prompts([[1, 2]], 9, 1)
     (event,) = events.read(tmp_path)
     assert (event["event"], event["name"]) == ("begins", "generation")

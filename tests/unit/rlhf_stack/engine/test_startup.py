@@ -19,7 +19,7 @@ def test_each_rank_of_a_late_engine_says_where_it_stands() -> None:
         told(1, "engine 1 rank 3", "device and rendezvous ...", 120),
         told(10, "engine 10", "engine up", 1),
     ]
-    assert startup.describe(steps, [1, 2], 1000.0) == [
+    assert startup.describe_steps(steps, [1, 2], 1000.0) == [
         "engine 1 on node-2: actor started, 130 s ago",
         "engine 1 rank 3 on node-2: device and rendezvous ..., 120 s ago",
         "engine 2: its actor has not started",
@@ -48,7 +48,7 @@ def test_all_are_awaited_and_the_deadline_is_the_engines(
         return pending[:num_returns], pending[num_returns:]
 
     ray.wait.side_effect = wait
-    startup.wait([engine("up")], ["model"])
+    startup.wait_for_engine_startup([engine("up")], ["model"])
     assert [call.args[0] for call in ray.get.call_args_list] == [["up"], ["model"]]
     assert limits[0] is not None
     assert 0 < limits[0] <= 60
@@ -59,17 +59,19 @@ def test_the_first_error_is_raised(ray: MagicMock) -> None:
     ray.wait.side_effect = lambda pending, **_: (pending[:1], pending[1:])
     ray.get.side_effect = RuntimeError("the engine's own error")
     with pytest.raises(RuntimeError, match="the engine's own error"):
-        startup.wait([engine("dead")], ["model"])
+        startup.wait_for_engine_startup([engine("dead")], ["model"])
 
 
 def test_a_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.01")
-    monkeypatch.setattr(startup, "_steps", lambda engines: [f"engine {index}: late" for index in engines])
+    monkeypatch.setattr(
+        startup, "_last_steps", lambda engines: [f"engine {index}: late" for index in engines]
+    )
     ray.wait.side_effect = lambda pending, **_: ([], pending)
     with pytest.raises(
         startup.StartError, match=r"engines \[0\] are not up after 0.01 s.*\n  engine 0: late"
     ):
-        startup.wait([engine("slow")])
+        startup.wait_for_engine_startup([engine("slow")])
 
 
 def test_nothing_is_told_outside_an_engine(

@@ -19,7 +19,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")
 
 
-@checkpoint_errors.named
+@checkpoint_errors.name_checkpoint_errors
 def save(strategy: object, model: object, folder: str, error: Exception | None = None) -> tuple[object, ...]:
     if error is not None:
         raise error

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rlhf_stack.openrlhf import command_line
-from rlhf_stack.openrlhf.command_line import ArgumentsError, arguments_in, parse
+from rlhf_stack.openrlhf.command_line import ArgumentsError, extract_arguments, parse
 
 # As upstream writes it: heavy imports at the top, the parser below the name check, checks in between.
 SOURCE = """
@@ -104,9 +104,9 @@ def test_without_openrlhf_it_says_where_to_run(monkeypatch: pytest.MonkeyPatch) 
     ids=" ".join,
 )
 def test_the_arguments_of_a_run_are_found_in_what_starts_it(command: list[str]) -> None:
-    assert arguments_in([*command, "--nodes", "2"]) == ["--nodes", "2"]
+    assert extract_arguments([*command, "--nodes", "2"]) == ["--nodes", "2"]
 
 
 def test_another_command_is_no_run() -> None:
     with pytest.raises(ArgumentsError, match="'ls' does not start a run"):
-        arguments_in(["ls", "-l"])
+        extract_arguments(["ls", "-l"])

@@ -106,12 +106,12 @@ def test_sections_came_with_a_release(release: str, expected: bool) -> None:
 def test_roles_of_their_own_have_gpus_of_their_own() -> None:
     run = run_of("0.5.1", flat())
     assert run.request.groups == (
-        Group("actor", 2, 4, spread=True),
-        Group("ref", 1, 2, spread=True),
-        Group("critic", 1, 4, spread=True),
-        Group("reward", 1, 2, spread=True),
+        Group("actor", 2, 4, strict_spread=True),
+        Group("ref", 1, 2, strict_spread=True),
+        Group("critic", 1, 4, strict_spread=True),
+        Group("reward", 1, 2, strict_spread=True),
     )
-    assert run.request.engines == Engines(2, 4, apart=True)
+    assert run.request.engines == Engines(2, 4, separate_groups=True)
     assert run.request.size == 8 + 2 + 4 + 2 + 8
     assert run.order == ("actor", "ref", "critic", "reward", ENGINES)
     assert run.length == 3072
@@ -131,7 +131,7 @@ def test_colocated_roles_count_once() -> None:
 
 def test_several_reward_models_are_several_roles() -> None:
     run = run_of("0.5.1", flat(reward_pretrain="judge,jury"))
-    assert [(role.name, role.model) for role in run.roles if role.valued and not role.trained] == [
+    assert [(role.name, role.model) for role in run.roles if role.value_head and not role.trained] == [
         ("reward", "judge"),
         ("reward1", "jury"),
     ]
@@ -187,7 +187,7 @@ def test_a_model_that_is_not_trained_is_spread_at_stage_3_alone() -> None:
 def test_ranks_that_share_layers_do_not_split_the_optimiser_again() -> None:
     run = run_of("0.11.2", sections(ds__tensor_parallel_size=2))
     assert run.zero_of(run.roles[0]).ranks == 4
-    assert run.request.block == 2
+    assert run.request.tp_sp_size == 2
 
 
 def test_a_gpu_never_gets_more_sequences_than_a_step_has() -> None:

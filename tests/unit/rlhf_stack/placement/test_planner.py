@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_stack.placement.model import ENGINES, Engines, FreeNode, Group, PlacementError, Request
-from rlhf_stack.placement.planner import nearest, plan
+from rlhf_stack.placement.planner import nearest_requests, plan
 
 
 def cluster(*gpus: float, cpus: float = 64, total: float = 8) -> list[FreeNode]:
@@ -25,7 +25,7 @@ def test_two_colocated_pairs_leave_room_for_three_engines() -> None:
 
 
 def test_ranks_follow_the_nodes_and_blocks_stay_whole() -> None:
-    request = Request((Group("actor", 4, 8),), Engines(8, 4, "actor"), block=8)
+    request = Request((Group("actor", 4, 8),), Engines(8, 4, "actor"), tp_sp_size=8)
     found = plan(cluster(8, 8, 8, 8), request)
     assert found.bundles == {"actor": tuple(node for node in range(4) for _ in range(8))}
     assert found.engines == tuple((engine // 2,) * 4 for engine in range(8))
@@ -57,7 +57,7 @@ def test_a_head_without_gpus_takes_nothing() -> None:
 
 
 def test_blocks_for_which_there_is_no_room_are_told() -> None:
-    found = plan(cluster(3, 3), Request((Group("actor", 1, 6),), block=2))
+    found = plan(cluster(3, 3), Request((Group("actor", 1, 6),), tp_sp_size=2))
     assert found.split == {"actor": 1}
     assert sorted(found.bundles["actor"]) == [0, 0, 0, 1, 1, 1]
 
@@ -67,7 +67,7 @@ def test_a_refusal_shows_nodes_what_was_asked_and_what_would_fit() -> None:
         plan(cluster(6, 6, 4), Request((Group("ref", 1, 1),), Engines(3, 5)))
     assert str(refusal.value).splitlines() == [
         "cannot place this run: only 2 of 3 engines of 5 GPUs fit on one node each",
-        "  asked: ref 1 x 1 GPUs, 3 engines x 5 GPUs",
+        "  requested: ref 1 x 1 GPUs, 3 engines x 5 GPUs",
         "  free: 10.0.0.1: 6 of 8 GPUs, 64 CPUs; 10.0.0.2: 6 of 8 GPUs, 64 CPUs; "
         "10.0.0.3: 4 of 8 GPUs, 64 CPUs",
         "  would fit: ref 1 x 1 GPUs, 2 engines x 5 GPUs | ref 1 x 1 GPUs, 15 engines x 1 GPUs",
@@ -77,7 +77,7 @@ def test_a_refusal_shows_nodes_what_was_asked_and_what_would_fit() -> None:
 
 def test_engines_that_share_gpus_are_offered_smaller() -> None:
     request = Request((Group("actor", 2, 6),), Engines(3, 4, "actor"))
-    assert [other.engines for other in nearest(cluster(6, 6), request)] == [Engines(6, 2, "actor")]
+    assert [other.engines for other in nearest_requests(cluster(6, 6), request)] == [Engines(6, 2, "actor")]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_engines_that_share_gpus_are_offered_smaller() -> None:
         (
             2,
             0,
-            "CPUs are missing: each of the 8 GPUs needs a CPU on its node, and that is so for 4 free GPUs",
+            "CPUs are missing: each of the 8 GPUs needs a CPU on its node, and only 4 free GPUs have one",
         ),
         (4, 1, "CPUs are missing: 8 for the GPUs and 1 for the controller are needed, 8 are free"),
     ],
@@ -98,7 +98,7 @@ def test_too_few_cpus_are_named(cpus: float, spare: int, reason: str) -> None:
 
 
 def test_too_few_gpus_are_named_though_straddling_is_allowed() -> None:
-    with pytest.raises(PlacementError, match="16 GPUs are asked for and 15 are free"):
+    with pytest.raises(PlacementError, match="16 GPUs are requested and 15 are free"):
         plan(cluster(8, 7), Request(engines=Engines(2, 8)), allow_straddle=True)
 
 

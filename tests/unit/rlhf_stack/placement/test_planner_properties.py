@@ -16,7 +16,7 @@ from rlhf_stack.placement.model import (
     Request,
     chunks,
 )
-from rlhf_stack.placement.planner import nearest, plan
+from rlhf_stack.placement.planner import nearest_requests, plan
 
 NODES = st.lists(
     st.builds(
@@ -58,7 +58,7 @@ def most_blocks(free: list[int], request: Request) -> int | None:
     assert request.engines is not None
     rooms = [
         sum(
-            (bundles - engines * request.engines.size) // request.block
+            (bundles - engines * request.engines.size) // request.tp_sp_size
             for bundles, engines in zip(free, counts, strict=True)
         )
         for counts in engine_counts(free, request.engines)
@@ -89,7 +89,7 @@ def check(nodes: list[FreeNode], request: Request, found: Plan) -> None:
     assert found.straddling == straddling
     for name, nodes_of in found.bundles.items():
         if name != ENGINES:
-            across = sum(len(set(block)) > 1 for block in chunks(nodes_of, request.block))
+            across = sum(len(set(block)) > 1 for block in chunks(nodes_of, request.tp_sp_size))
             assert found.split.get(name, 0) == across
 
 
@@ -107,7 +107,7 @@ def test_separate_engines_never_straddle_and_as_many_blocks_as_possible_stay_who
     assert found is not None
     check(nodes, request, found)
     assert found.straddling == ()
-    wanted = sum(group.size // request.block for group in request.groups)
+    wanted = sum(group.size // request.tp_sp_size for group in request.groups)
     assert wanted - sum(found.split.values()) == min(wanted, blocks)
 
 
@@ -164,6 +164,6 @@ def test_engines_larger_than_a_node_take_as_few_nodes_as_there_can_be(
 @settings(max_examples=300, deadline=None)
 @given(NODES, st.one_of(separate(), shared()))
 def test_what_is_offered_instead_fits(nodes: list[FreeNode], request: Request) -> None:
-    for other in nearest(nodes, request):
+    for other in nearest_requests(nodes, request):
         assert other != request
         assert attempt(nodes, other) is not None

@@ -63,7 +63,7 @@ def test_roles_share_groups_as_upstream_has_them(
 ) -> None:
     args = arguments(**train)
     request, roles = request_of(args)
-    assert request == Request(groups, Engines(2, 4, shares), block=4, spare_cpus=1)
+    assert request == Request(groups, Engines(2, 4, shares), tp_sp_size=4, spare_cpus=1)
     assert set(roles) == {"actor", "ref", "critic", "reward"}
     assert set(roles.values()) == {group.name for group in groups}
     assert upstream_order(args) == order
@@ -75,7 +75,7 @@ def test_roles_that_a_run_does_not_have_take_nothing() -> None:
     args.critic.model_name_or_path = None
     args.reward.remote_url = "http://rewards"
     args.vllm.num_engines = None
-    assert request_of(args) == (Request((ACTOR,), None, block=4, spare_cpus=1), {"actor": "actor"})
+    assert request_of(args) == (Request((ACTOR,), None, tp_sp_size=4, spare_cpus=1), {"actor": "actor"})
 
 
 def flat(**changes: Any) -> Any:
@@ -95,17 +95,17 @@ def flat(**changes: Any) -> Any:
     return SimpleNamespace(**(sizes | options | changes))
 
 
-FLAT_ENGINES = Engines(2, 4, apart=True)
-SPREAD = Group("actor", 2, 4, spread=True)
+FLAT_ENGINES = Engines(2, 4, separate_groups=True)
+SPREAD = Group("actor", 2, 4, strict_spread=True)
 
 
 def test_roles_of_the_older_openrlhf_are_spread_where_it_spreads_them() -> None:
     request, roles = request_of(flat())
-    apart = (SPREAD, Group("ref", 2, 4, spread=True), Group("critic", 1, 1), Group("reward", 1, 1))
+    apart = (SPREAD, Group("ref", 2, 4, strict_spread=True), Group("critic", 1, 1), Group("reward", 1, 1))
     assert request == Request(apart, FLAT_ENGINES)
     assert roles == {group.name: group.name for group in apart}
     request, roles = request_of(flat(colocate_actor_ref=True, colocate_critic_reward=True))
-    assert request == Request((SPREAD, Group("critic", 1, 1, spread=True)), FLAT_ENGINES)
+    assert request == Request((SPREAD, Group("critic", 1, 1, strict_spread=True)), FLAT_ENGINES)
     assert roles == {"actor": "actor", "ref": "actor", "critic": "critic", "reward": "critic"}
 
 
@@ -123,16 +123,16 @@ def test_a_reward_function_of_the_older_openrlhf_needs_a_cpu_and_no_group() -> N
 
 
 def test_engines_are_cut_where_the_nodes_end() -> None:
-    assert reservation.cut(list("AAAABBBB"), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert reservation.cut(list("ABBBBAAA"), 4) == [[0, 5, 6, 7], [1, 2, 3, 4]]
-    assert reservation.cut(list("AAAAAABBBBBB"), 4) == [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5, 10, 11]]
+    assert reservation.engine_chunks(list("AAAABBBB"), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert reservation.engine_chunks(list("ABBBBAAA"), 4) == [[0, 5, 6, 7], [1, 2, 3, 4]]
+    assert reservation.engine_chunks(list("AAAAAABBBBBB"), 4) == [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5, 10, 11]]
 
 
 @given(st.lists(st.sampled_from("ABCD"), max_size=24), st.integers(1, 8))
 def test_a_cut_has_every_bundle_once_and_as_many_whole_engines_as_there_can_be(
     nodes: list[str], size: int
 ) -> None:
-    engines = reservation.cut(nodes, size)
+    engines = reservation.engine_chunks(nodes, size)
     assert sorted(bundle for engine in engines for bundle in engine) == list(range(len(nodes)))
     whole = [engine for engine in engines if len(engine) == size and len({nodes[b] for b in engine}) == 1]
     assert len(whole) == sum(nodes.count(node) // size for node in set(nodes))
@@ -146,28 +146,31 @@ PINNED = [{"GPU": 1, "CPU": 1, "node:10.0.0.1": 0.001}] * 2
     [
         (FreeNode("10.0.0.1", 1, 8, 8), "GPU is missing on 10.0.0.1: 2 needed, 1 free"),
         (FreeNode("10.0.0.1", 8, 1, 8), "CPU is missing on 10.0.0.1: 2 needed, 1 free"),
-        (FreeNode("10.0.0.2", 8, 8, 8), "node 10.0.0.1 has gone"),
-        (FreeNode("10.0.0.1", 8, 8, 8), "enough is free, but Ray has not yet acted"),
+        (FreeNode("10.0.0.2", 8, 8, 8), "node 10.0.0.1 is gone"),
+        (FreeNode("10.0.0.1", 8, 8, 8), "enough is free, but Ray has not placed it yet"),
     ],
 )
 def test_what_a_pinned_group_waits_for_is_named(node: FreeNode, expected: str) -> None:
-    assert reservation.unplaced([node], PINNED) == expected
+    assert reservation.describe_unplaced([node], PINNED) == expected
 
 
 def test_what_any_group_waits_for_is_named() -> None:
     bundles = [{"GPU": 1, "CPU": 1}] * 4
-    assert reservation.unplaced([FreeNode("a", 8, 2, 8)], bundles).startswith(
+    assert reservation.describe_unplaced([FreeNode("a", 8, 2, 8)], bundles).startswith(
         "CPUs are missing: each of the 4 GPUs"
     )
-    assert reservation.unplaced([FreeNode("a", 2, 8, 8)], bundles) == "4 GPUs are asked for and 2 are free"
-    assert reservation.unplaced([FreeNode("a", 8, 8, 8)], bundles).startswith("enough is free")
+    assert (
+        reservation.describe_unplaced([FreeNode("a", 2, 8, 8)], bundles)
+        == "4 GPUs are requested and 2 are free"
+    )
+    assert reservation.describe_unplaced([FreeNode("a", 8, 8, 8)], bundles).startswith("enough is free")
 
 
 def test_nodes_that_a_group_of_whole_nodes_lacks_are_counted() -> None:
     bundles = [{"GPU": 4, "CPU": 4}] * 2
     nodes = [FreeNode("a", 6, 8, 8), FreeNode("b", 2, 8, 8)]
-    expected = "2 nodes with 4 GPUs and CPUs each are asked for, 1 have them free"
-    assert reservation.unplaced(nodes, bundles) == expected
+    expected = "2 nodes with 4 GPUs and CPUs each are requested, 1 have them free"
+    assert reservation.describe_unplaced(nodes, bundles) == expected
 
 
 def test_a_driver_without_a_gpu_asks_for_a_sliver_of_a_cpu() -> None:
@@ -184,8 +187,8 @@ def test_a_machine_that_was_started_again_is_one_node_once_ray_finds_the_old_one
     seen = iter([[OTHER, ONE, OTHER], [OTHER, OTHER, ONE], [OTHER, ONE]])
     monkeypatch.setattr(reservation, "_living", lambda _: next(seen))
     monkeypatch.setattr(reservation, "POLL_SECONDS", 0)
-    assert reservation.nodes_now() == [ONE, OTHER]
-    assert caplog.messages == ["Ray has two nodes at 10.0.0.2: waiting until it finds the old one dead"]
+    assert reservation.free_nodes() == [ONE, OTHER]
+    assert caplog.messages == ["Ray lists two nodes at 10.0.0.2: waiting until the old one is dead"]
 
 
 def test_nodes_that_keep_one_address_are_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,4 +197,4 @@ def test_nodes_that_keep_one_address_are_an_error_that_names_it(monkeypatch: pyt
     monkeypatch.setattr(reservation, "_living", lambda _: [ONE, ONE, OTHER])
     monkeypatch.setattr(reservation, "POLL_SECONDS", 0)
     with pytest.raises(UserError, match=r"several have 10\.0\.0\.1 \(waited 0 s"):
-        reservation.nodes_now()
+        reservation.free_nodes()

@@ -28,7 +28,9 @@ def placements(free: list[int], groups: Sequence[Group]) -> Iterator[list[int]]:
 
 
 GROUPS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=3).map(
-    lambda sizes: tuple(Group(f"g{i}", nodes, gpus, spread=True) for i, (nodes, gpus) in enumerate(sizes))
+    lambda sizes: tuple(
+        Group(f"g{i}", nodes, gpus, strict_spread=True) for i, (nodes, gpus) in enumerate(sizes)
+    )
 )
 
 
@@ -39,7 +41,7 @@ def test_no_engine_straddles_where_any_placement_of_the_groups_leaves_room(
 ) -> None:
     most = max((sum(left // size for left in rest) for rest in placements(free, groups)), default=None)
     try:
-        found = plan(cluster(free), Request(groups, Engines(count, size, apart=True)))
+        found = plan(cluster(free), Request(groups, Engines(count, size, separate_groups=True)))
     except PlacementError:
         assert most is None or most < count or sum(free) < count * size
         return
@@ -55,26 +57,26 @@ def test_no_engine_straddles_where_any_placement_of_the_groups_leaves_room(
 
 
 def test_two_pairs_are_packed_so_that_three_engines_fit() -> None:
-    pairs = Group("actor", 1, 2, spread=True), Group("critic", 1, 2, spread=True)
-    found = plan(cluster([8, 8]), Request(pairs, Engines(3, 4, apart=True)))
+    pairs = Group("actor", 1, 2, strict_spread=True), Group("critic", 1, 2, strict_spread=True)
+    found = plan(cluster([8, 8]), Request(pairs, Engines(3, 4, separate_groups=True)))
     assert found.bundles["actor"] == found.bundles["critic"]
 
 
 def test_where_the_cheapest_place_is_not_good_enough_all_are_searched() -> None:
     """Each piece where it costs least leaves three engines of 4."""
     free = [8, 6, 5, 7]
-    groups = tuple(Group(name, 2, gpus, spread=True) for name, gpus in (("a", 2), ("b", 2), ("c", 1)))
-    assert plan(cluster(free), Request(groups, Engines(4, 4, apart=True))).straddling == ()
+    groups = tuple(Group(name, 2, gpus, strict_spread=True) for name, gpus in (("a", 2), ("b", 2), ("c", 1)))
+    assert plan(cluster(free), Request(groups, Engines(4, 4, separate_groups=True))).straddling == ()
 
 
 def test_too_few_nodes_is_an_error_that_names_the_groups() -> None:
-    with pytest.raises(PlacementError, match="actor wants 2 nodes with 4 each"):
-        plan(cluster([8, 3]), Request((Group("actor", 2, 4, spread=True),)))
+    with pytest.raises(PlacementError, match="actor needs 2 nodes with 4 each"):
+        plan(cluster([8, 3]), Request((Group("actor", 2, 4, strict_spread=True),)))
 
 
 def test_a_large_cluster_is_planned_in_a_second() -> None:
-    groups = tuple(Group(name, 64, 4, spread=True) for name in ("actor", "critic"))
+    groups = tuple(Group(name, 64, 4, strict_spread=True) for name in ("actor", "critic"))
     start = time.process_time()
-    found = plan(cluster([8] * 10_000), Request(groups, Engines(9_900, 8, apart=True)))
+    found = plan(cluster([8] * 10_000), Request(groups, Engines(9_900, 8, separate_groups=True)))
     assert time.process_time() - start < 1
     assert len(set(found.bundles["actor"])) == 64

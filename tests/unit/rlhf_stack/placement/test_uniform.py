@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.placement import Engines, FreeNode, Group, Request, plan
 from rlhf_stack.placement.model import ENGINES
-from rlhf_stack.placement.uniform import even_plan
+from rlhf_stack.placement.uniform import uniform_plan
 
 
 def test_six_and_two_on_each_of_two_nodes() -> None:
@@ -17,7 +17,7 @@ def test_six_and_two_on_each_of_two_nodes() -> None:
 
 
 def test_a_head_without_gpus_has_no_part_in_it() -> None:
-    found = even_plan([0, 8, 8], Request((Group("actor", 2, 6),), Engines(2, 2)))
+    found = uniform_plan([0, 8, 8], Request((Group("actor", 2, 6),), Engines(2, 2)))
     assert found is not None
     assert found.engines == ((1, 1), (2, 2))
 
@@ -29,7 +29,7 @@ def test_a_head_without_gpus_has_no_part_in_it() -> None:
         ((8, 8), Request((Group("actor", 1, 12),), Engines(2, 2))),  # not asked for by node
         ((8, 7), Request((Group("actor", 2, 6),), Engines(1, 2))),  # uneven nodes
         ((8, 8), Request((Group("actor", 2, 6),), Engines(1, 4))),  # one engine for two nodes
-        ((8, 8), Request((Group("actor", 2, 6),), Engines(2, 2), block=4)),  # blocks would be cut
+        ((8, 8), Request((Group("actor", 2, 6),), Engines(2, 2), tp_sp_size=4)),  # blocks would be cut
         ((8, 8), Request((Group("actor", 2, 8),), Engines(4, 4, "actor"))),  # engines share
         ((8, 8), Request((), Engines(4, 4))),
         ((8,), Request((Group("actor", 1, 8),))),
@@ -37,7 +37,7 @@ def test_a_head_without_gpus_has_no_part_in_it() -> None:
     ids=str,
 )
 def test_everything_else_is_packed(free: tuple[int, ...], request_: Request) -> None:
-    assert even_plan(free, request_) is None
+    assert uniform_plan(free, request_) is None
 
 
 @given(st.integers(2, 6), st.integers(1, 8), st.integers(0, 3), st.integers(1, 4), st.integers(1, 2))
@@ -49,7 +49,7 @@ def test_an_even_plan_is_complete_and_never_too_large(
             tuple(Group(f"g{index}", nodes, per_node) for index in range(groups)),
             Engines(engines * nodes, size) if engines else None,
         )
-        found = even_plan([free] * nodes, request)
+        found = uniform_plan([free] * nodes, request)
         if found is None:
             continue
         taken = [node for bundles in found.bundles.values() for node in bundles]

@@ -80,7 +80,7 @@ def test_engines_are_recorded_with_their_nodes(directory: Path, monkeypatch: pyt
         [{"rank": 0, "node_id": "a"}, {"rank": 1, "node_id": "b"}],
     ]
     monkeypatch.setitem(sys.modules, "ray", ray)
-    events.models_are_up([MagicMock(), MagicMock()])
+    events.models_up([MagicMock(), MagicMock()])
     engines = [event for event in events.read(directory) if event["event"] == "engine"]
     assert [event["straddles"] for event in engines] == [False, True]
     assert [event["engine"] for event in engines] == [0, 1]

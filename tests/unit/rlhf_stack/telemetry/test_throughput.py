@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rlhf_stack.telemetry.throughput import Meter, Work, slow
+from rlhf_stack.telemetry.throughput import Meter, Work, slow_engines
 
 
 class Clock:
@@ -78,8 +78,8 @@ def test_the_last_output_of_a_request_counts_and_all_are_passed_on(fails: bool) 
     ],
 )
 def test_an_engine_below_half_of_the_median_is_slow(rates: list[int], expected: list[int]) -> None:
-    assert slow([Work(rate * 10, 10.0) for rate in rates]) == expected
+    assert slow_engines([Work(rate * 10, 10.0) for rate in rates]) == expected
 
 
 def test_an_engine_with_hardly_any_work_does_not_count() -> None:
-    assert slow([Work(60000, 10.0), Work(60000, 10.0), Work(1, 0.5)]) == []
+    assert slow_engines([Work(60000, 10.0), Work(60000, 10.0), Work(1, 0.5)]) == []

@@ -1,0 +1,73 @@
+"""Ray's private API. No other module imports or calls it.
+
+Each function names the Ray versions on which it was checked; check them again before Ray is upgraded. Ray is
+imported on the first call.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def actor_state(actor: str) -> dict[str, Any]:
+    """Return what the GCS knows of the actor with hexadecimal id ``actor``; empty if it knows nothing.
+
+    Callers use ``State``, ``ActorClassName`` and ``Address`` (with ``IPAddress``). Checked on Ray 2.9.3,
+    2.12.0 and 2.55.0.
+    """
+    from ray._private import state
+
+    found: dict[str, Any] = state.actors(actor)
+    return found
+
+
+def actor_states() -> list[dict[str, Any]]:
+    """Return what the GCS knows of every actor. Checked on Ray 2.9.3, 2.12.0 and 2.55.0."""
+    from ray._private import state
+
+    return list(state.actors().values())
+
+
+def available_resources_per_node() -> dict[str, dict[str, float]]:
+    """Return the free resources of each node by node id.
+
+    Checked on Ray 2.9.3, where only the global state object has the method, 2.12.0 and 2.55.0.
+    """
+    from ray._private import state
+
+    query = getattr(state, "available_resources_per_node", None) or state.state._available_resources_per_node
+    available: dict[str, dict[str, float]] = query()
+    return available
+
+
+def gcs_client(address: str) -> Any:
+    """Return a client of the GCS at ``address`` (HOST:PORT), also in a process that Ray did not start.
+
+    Its ``internal_kv_*`` methods take and return bytes. Checked on Ray 2.9.3, 2.12.0 and 2.55.0.
+    """
+    from ray._raylet import GcsClient
+
+    return GcsClient(address=address)
+
+
+def has_token_authentication() -> bool:
+    """Report whether the installed Ray authenticates by token (2.52 and later), without importing it.
+
+    Importing Ray takes seconds. Checked on Ray 2.9.3, 2.12.0 and 2.55.0.
+    """
+    spec = find_spec("ray")
+    return bool(
+        spec and spec.origin and Path(spec.origin).with_name("_private").joinpath("authentication").is_dir()
+    )
+
+
+def visible_devices_variable() -> str:
+    """Return the variable by whose entries Ray names the GPUs that it assigns.
+
+    ``CUDA_VISIBLE_DEVICES``, or on ROCm the one of that release. Checked on Ray 2.9.3 and 2.12.0 as patched
+    for ROCm, and on 2.55.0.
+    """
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    name: str = get_accelerator_manager_for_resource("GPU").get_visible_accelerator_ids_env_var()
+    return name

@@ -1,0 +1,73 @@
+"""Methods that this distribution adds to vLLM workers, and the worker class of vLLM 0.4."""
+
+import importlib
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_stack.accelerator import devices
+from rlhf_stack.engine import startup
+from rlhf_stack.sync import digest, weight_layout
+from rlhf_stack.sync.receiving import receive
+
+WORKERS = {"cuda": ("vllm.worker.worker", "Worker"), "cpu": ("vllm.worker.cpu_worker", "CPUWorker")}
+
+
+def worker_class() -> Any:
+    """Return a subclass of vLLM 0.4's worker on this accelerator, with `WorkerMixin` and reported startup."""
+    module, name = WORKERS[devices.device_type()]
+    bases = (WorkerMixin, startup.InstrumentedStartup, getattr(importlib.import_module(module), name))
+    return type("InstrumentedWorker", bases, {})
+
+
+def use_worker_class(replacement: type) -> None:
+    """Make vLLM 0.4 create an engine's only worker from ``replacement``, a subclass of `worker_class`."""
+    module, name = WORKERS[devices.device_type()]
+    setattr(importlib.import_module(module), name, replacement)
+
+
+def own_node() -> dict[str, Any]:
+    """Return address (``node``) and id (``node_id``) of the node of this process, a Ray actor."""
+    import ray
+
+    return {"node": ray.util.get_node_ip_address(), "node_id": ray.get_runtime_context().get_node_id()}
+
+
+class WorkerMixin:
+    """A base of a vLLM worker, with the model in ``self.model_runner``."""
+
+    model_runner: Any
+    model_config: Any
+    _model_update_group: Any
+    _weight_layout: weight_layout.Layout
+
+    def where(self) -> dict[str, Any]:
+        """Return rank in the engine, GPU, host name and process id, and the node if this is a Ray actor."""
+        import ray
+        import torch
+
+        location: dict[str, Any] = {
+            "rank": torch.distributed.get_rank(),
+            "gpu": devices.physical_gpu_id(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        if ray.is_initialized():  # a Ray actor, and not a child process of one
+            location |= own_node()
+        return location
+
+    def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+        """Receive and load the trainer's ``parameters``; see `rlhf_stack.sync.receiving`."""
+        group, load = self._model_update_group, self.model_runner.model.load_weights
+        return receive(group, parameters, limit, devices.torch_device(), load, self.model_config.dtype)
+
+    def weight_digests(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
+        """Return which elements of the trainer's ``parameters`` (name, shape) this worker holds, and digests.
+
+        The layout is found on the first call and cached, because it depends on the model's loader only.
+        """
+        model = self.model_runner.model
+        if not hasattr(self, "_weight_layout"):
+            self._weight_layout = weight_layout.find_layout(model, [(n, tuple(s)) for n, s in parameters])
+        return [part.as_dict() for part in digest.digest_model(model, self._weight_layout)]
