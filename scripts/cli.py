@@ -10,7 +10,11 @@ import typer
 from scripts import lint
 from scripts.docker import commands as docker
 from scripts.errors import INTERRUPTED
+from scripts.images import commands as images
+from scripts.locks import commands as locks
+from scripts.matrix import commands as matrix
 from scripts.patches import commands as patches
+from scripts.testing import commands as testing
 
 
 def _exit(code: int | None, **_: Any) -> NoReturn:
@@ -26,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=_exit,
 )
-for package in (patches, docker, lint):
+for package in (matrix, locks, patches, docker, images, testing, lint):
     package.register(app)
 
 

@@ -12,8 +12,8 @@ from scripts.images.build import build, unpacked_size
 from scripts.matrix.load import find, load, with_option
 from scripts.matrix.model import STAND_IN
 
-Cells = Annotated[list[str] | None, typer.Argument(metavar="[CELL]...", help="Cell ids [the default cell].")]
-CellId = Annotated[str | None, typer.Argument(metavar="[CELL]", help="A cell id [the default cell].")]
+Cells = Annotated[list[str] | None, typer.Argument(metavar="CELL", help="Cell ids [the default cell].")]
+CellId = Annotated[str | None, typer.Argument(metavar="CELL", help="A cell id [the default cell].")]
 
 
 def register(app: typer.Typer) -> None:

@@ -1,6 +1,7 @@
 """Lay out the build context of a cell from the matrix, the lock, the patched wheels and ``images/``."""
 
 import shutil
+import stat
 from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
@@ -9,7 +10,7 @@ import msgspec
 
 from scripts.images import wheels
 from scripts.images.pins import local_wheels, pinned, repin, source_pin
-from scripts.locks import lockfile
+from scripts.locks import lockfile, targets
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting
 from scripts.matrix.model import Layer
@@ -21,6 +22,7 @@ IMAGES = ROOT / "images"
 CONTEXTS = ROOT / "build" / "context"
 PATCHED = ROOT / "build" / "wheels" / "patched"
 LAYERS = ("torch", "vllm", "ray", "openrlhf")  # stages of images/Dockerfile that the matrix fills
+FOLDER_MODE, FILE_MODE = 0o755, 0o644
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.config.env_vars
 
 
@@ -32,7 +34,7 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     shutil.copytree(IMAGES / "tools", folder / "tools")
     place(_uv(), folder / "tools" / "uv")
     lock_file = lockfile.path(cell)
-    lockfile.require(cell)
+    targets.require(cell)
     patched = wheels.make_wheels(series_of(cell), lock_file, PATCHED)
     replacements = dict(pinned(wheel) for wheel in patched)
     lock_text = lock_file.read_text(encoding="utf-8")
@@ -59,7 +61,24 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     write(folder / "etc" / "cell.json", cell_json + "\n")
     write_environment(cell, folder / "etc")
     write(folder / "Dockerfile", dockerfile(cell))
+    normalise_modes(folder)
     return folder
+
+
+def normalise_modes(folder: Path) -> None:
+    """Set the modes of everything below ``folder`` to 0755 or 0644, whatever the umask of its creator was.
+
+    COPY gives files and folders of the image these modes: under umask 002 its user could write to /usr.
+    """
+    folder.chmod(FOLDER_MODE)
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    executable = path.is_dir() or path.stat().st_mode & stat.S_IXUSR
+    return FOLDER_MODE if executable else FILE_MODE
 
 
 def dockerfile(cell: Cell) -> str:
@@ -88,10 +107,15 @@ def write_environment(cell: Cell, folder: Path) -> None:
 
 
 def place(source: Path, target: Path) -> None:
-    """Hard-link a file into the context, because wheels are large; copy it across file systems."""
+    """Hard-link a file into the context, because wheels are large; copy it if the link cannot be used.
+
+    That is across file systems, and where `normalise_modes` would change the mode of the user's own file.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
+        if stat.S_IMODE(source.stat().st_mode) != _mode(source):
+            raise OSError("another mode")
         target.hardlink_to(source)
     except OSError:
         shutil.copy2(source, target)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import stat
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -39,12 +40,8 @@ class Inputs:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The sha256, in hex, of all inputs: of a file its path, content and executable bit."""
-        files = {
-            str(path.relative_to(self.folder)): [sha256_file(path), os.access(path, os.X_OK)]
-            for path in self.folder.rglob("*")
-            if path.is_file()
-        }
+        """The sha256, in hex, of all inputs: of files, folders and links the path, type, mode and content."""
+        files = {str(path.relative_to(self.folder)): _entry(path) for path in self.folder.rglob("*")}
         everything = {"files": files, "roots": [self.runtime, self.builder], "labels": self.labels}
         return sha256(msgspec.json.encode(everything, order="sorted"))
 
@@ -52,6 +49,14 @@ class Inputs:
         """Return whether ``image`` was built from these inputs, in a checkout without uncommitted files."""
         dirty = image.labels.get(REVISION, "").endswith(DIRTY)
         return image.labels.get(INPUTS) == self.digest and not dirty
+
+
+def _entry(path: Path) -> list[str]:
+    """Return the type, the mode in octal, and the sha256 of a file or the target of a link."""
+    if path.is_symlink():
+        return ["link", "", str(path.readlink())]
+    mode = f"{stat.S_IMODE(path.stat().st_mode):o}"
+    return ["folder", mode, ""] if path.is_dir() else ["file", mode, sha256_file(path)]
 
 
 def collect(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Inputs:

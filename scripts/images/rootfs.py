@@ -106,7 +106,7 @@ def make(root: Root, tar: Path) -> None:
 def _run_until_cleaned_up(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Run a command and return exit code and errors; interrupted, wait until it has removed its files."""
     with subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, umask=0o022
     ) as process:
         try:
             _, errors = process.communicate()

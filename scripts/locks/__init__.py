@@ -1,1 +1,4 @@
-"""TODO."""
+"""Hashed locks of the cells and of the host's tools: how they are resolved, written, checked and read.
+
+May import ``matrix`` and the modules at the top of ``scripts``.
+"""

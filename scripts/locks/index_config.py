@@ -1,4 +1,4 @@
-"""What the user's own pip is told: index, local wheels, certificate. Builds use the same, as secrets."""
+"""The user's pip configuration: index, local wheels, certificate. Builds receive it as secrets."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ SYSTEM_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 @dataclass(frozen=True)
 class PipConfig:
-    """``index`` and ``extra`` are URLs of indexes; ``find_links`` are folders of this machine with wheels."""
+    """URLs of the indexes, local folders with wheels (``find_links``), and the CA bundle."""
 
     index: str | None = None
     extra: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class PipConfig:
     certificate: Path | None = None
 
     def portable(self) -> str:
-        """A pip.conf with what holds on any machine: addresses, no path of this one."""
+        """Return a pip.conf for any machine: with addresses, without paths."""
         lines = ["[global]"]
         if self.index:
             lines.append(f"index-url = {self.index}")
@@ -31,7 +31,7 @@ class PipConfig:
 
 
 def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
-    """The configuration in what ``pip config list`` prints; variables come in it as ``:env:`` entries."""
+    """Parse the output of ``pip config list``, in which variables are ``:env:`` entries."""
     values: dict[str, str] = {}
     for line in listing.splitlines():
         key, _, value = line.partition("=")
@@ -59,7 +59,7 @@ def _words(value: str) -> Sequence[str]:
 
 
 def load() -> PipConfig:
-    """The configuration of the pip of this machine."""
+    """Return the pip configuration of this machine."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return parse(done.stdout, os.environ)

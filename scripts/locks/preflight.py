@@ -1,4 +1,4 @@
-"""Whether what a build needs from elsewhere than the index and Debian can be had, asked before it starts."""
+"""Check before a build that its inputs outside of the index and Debian's mirror are available."""
 
 import docker
 import docker.errors
@@ -10,35 +10,37 @@ from scripts.matrix.model import Source
 
 
 def packages(cell: Cell) -> str:
-    """The names of the sources of packages, for a sentence."""
+    """Return the names of the sources that are packages, joined for a sentence."""
     return " and ".join(source.name for source in cell.sources if source.requirement)
 
 
 def require(cell: Cell, client: docker.DockerClient) -> None:
-    """A `UserError` that names the first source of ``cell`` that this machine cannot have."""
+    """Raise `UserError` for the first source of ``cell`` that is unavailable on this machine."""
     require_packages(cell)
     for source in cell.sources:
         if source.image and not _has_image(source.image, client):
             raise _problem(
-                cell, source, f"the image {source.image} is not here, and its registry does not answer for it"
+                cell,
+                source,
+                f"there is no local image {source.image}, and its registry does not provide it",
             )
 
 
 def require_packages(cell: Cell) -> None:
-    """The same for the sources that are packages, which a lock needs too."""
+    """Raise `UserError` for the first unavailable source that is a package; a lock needs these too."""
     for source in cell.sources:
         if source.requirement and not _has_package(cell, source.requirement):
             raise _problem(
                 cell,
                 source,
-                f"neither the index nor the `find-links` of pip's configuration have {source.requirement}",
+                f"neither the index nor the `find-links` of pip's configuration has {source.requirement}",
             )
 
 
 def _problem(cell: Cell, source: Source, why: str) -> UserError:
     return UserError(
-        f"{cell.id} cannot be made here without {source.name}, which {source.purpose}: {why}. "
-        f"What stands in for this cell, for tests, can: python -m scripts build {cell.id} --stand-in"
+        f"{cell.id} cannot be built without {source.name}, which {source.purpose}: {why}. "
+        f"Its stand-in for tests can be built: python -m scripts build {cell.id} --stand-in"
     )
 
 

@@ -1,9 +1,9 @@
-"""Ask uv which packages satisfy some requirements, with hashes.
+"""Resolve requirements with uv to exact versions with hashes.
 
 The index and the folders of local wheels are those of the user's pip configuration. Extra indexes are not
-asked: uv takes a package from the first index that has it, and one that does not say when a file was
-uploaded defeats ``exclude_newer``, so the answer would depend on the machine. Nothing of this machine gets
-into the answer: no address, no path.
+queried: uv takes a package from the first index that has it, and an index without upload times defeats
+``exclude_newer``, so the answer would depend on the machine. The answer contains no address and no path of
+this machine.
 """
 
 import datetime
@@ -23,19 +23,19 @@ from scripts.matrix.load import Base
 
 NEVER = "python_version < '3.0'"
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
-KEPT = ("UV_CACHE_DIR", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS", "UV_KEYRING_PROVIDER")
+PASSED_ON = ("UV_CACHE_DIR", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS", "UV_KEYRING_PROVIDER")
 UNREACHABLE = ("error sending request", "Failed to fetch", "dns error", "Could not connect", "client error")
 LIMIT_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Question:
-    """Requirements (pip's format) for a Python and a platform, as the index stood at 00:00 UTC of a day.
+    """Requirements (pip's format) for a Python and a platform, with the index as of 00:00 UTC of a day.
 
-    ``name`` stands for the requirements in the answer. ``sources`` may come as source distributions; without
-    a platform the answer holds for all of them, and anything may. Folders of local wheels are asked only for
-    ``local`` versions: a build without CUDA that lies there would else satisfy a pin of the one with it.
-    ``alone`` leaves out what the requirements themselves require.
+    ``name`` names the requirements in the answer. ``sources`` are the packages for which source distributions
+    are allowed; without a platform the answer is valid on all platforms, and every package may be one.
+    Folders of local wheels are searched only for ``local`` versions: otherwise a CPU build in such a folder
+    would satisfy the pin of a CUDA build. ``alone`` excludes dependencies.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Question:
 
 
 def platform(base: Base) -> str:
-    """The platform of a base, as uv names it."""
+    """Return uv's name of the platform of a base."""
     return f"{ARCHITECTURES[base.architecture]}-manylinux_{base.glibc.replace('.', '_')}"
 
 
 def command(question: Question, config: index_config.PipConfig) -> list[str]:
-    """The uv command for a question, its files in the working directory."""
+    """Return the uv command for a question whose files are in the working directory."""
     target = (
         [f"--python-platform={question.platform}", "--only-binary=:all:"]
         if question.platform
@@ -84,10 +84,12 @@ def command(question: Question, config: index_config.PipConfig) -> list[str]:
 
 
 def answer(question: Question) -> str:
-    """The hashed requirements for a question; a `UserError` when there are none, or no index answers."""
+    """Return the hashed requirements for a question; `UserError` without a solution or an index."""
     config = index_config.load()
     overrides = [*question.overrides, *(f"{name} ; {NEVER}" for name in question.excluded)]
-    environment = {name: value for name, value in os.environ.items() if name[:3] != "UV_" or name in KEPT}
+    environment = {
+        name: value for name, value in os.environ.items() if name[:3] != "UV_" or name in PASSED_ON
+    }
     if config.certificate:
         environment.setdefault("SSL_CERT_FILE", str(config.certificate))
     with tempfile.TemporaryDirectory() as folder:
@@ -105,14 +107,14 @@ def answer(question: Question) -> str:
                 timeout=LIMIT_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            raise UserError(f"{question.name}: the index gave no answer in {LIMIT_SECONDS} s") from None
+            raise UserError(f"{question.name}: the index did not answer within {LIMIT_SECONDS} s") from None
     if done.returncode:
         raise UserError(explain(question.name, done.stderr))
     return done.stdout
 
 
 def explain(name: str, errors: str) -> str:
-    """What uv printed, in one line."""
+    """Return the error that uv printed as one line."""
     line = re.sub(r"\s+", " ", errors).strip().removeprefix("error: ")
     if any(sign in errors for sign in UNREACHABLE):
         advice = "check the network, the proxy and `pip config get global.index-url`"

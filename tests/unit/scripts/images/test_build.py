@@ -18,7 +18,7 @@ from scripts.images import rootfs
 from scripts.images.context import IMAGES, LAYERS, dockerfile, quoted
 from scripts.images.inputs import INPUTS, REVISION, Inputs, image_labels
 from scripts.images.pins import local_wheels, pinned, repin, source_pin
-from scripts.locks import lockfile
+from scripts.locks import lockfile, targets
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting, expand, load, with_option
 
@@ -175,7 +175,7 @@ def test_an_option_is_built_into_the_highest_layer_under_a_tag_of_its_own() -> N
     assert (IMAGES / "sources" / option.recipe / "build").is_file()
     text = lockfile.path(cell).read_text()
     assert lockfile.layers(text, changed) == lockfile.layers(text, cell)
-    assert lockfile.requirements(changed) == lockfile.requirements(cell)
+    assert targets.requirements(changed) == targets.requirements(cell)
     pin = source_pin(changed, option.name, text)
     assert pin == f"{option.name}=={option.version} \\\n    --hash=sha256:{option.sha256}\n"
 

@@ -1,4 +1,4 @@
-"""Locks: how one is read, split into layers, known to be stale; and how the index is asked."""
+"""Locks: reading them, splitting them into layers, detecting stale ones, and querying the index."""
 
 import datetime
 import subprocess
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.errors import UserError
-from scripts.locks import index_config, lockfile, resolver
+from scripts.locks import commands, index_config, lockfile, resolver, targets
 from scripts.locks.lockfile import SOURCE, Entry, blocks, closure, layers, parse
 from scripts.matrix.load import Cell, expand, find, load
 from scripts.matrix.model import Layer, Package, SourceBuild
@@ -22,7 +22,7 @@ from scripts.paths import ROOT
 
 MATRIX = load()
 CELL = find(MATRIX, MATRIX.default)
-CELLS = tuple(cell for cell in expand(MATRIX) if not lockfile.unlocked(cell))
+CELLS = tuple(cell for cell in expand(MATRIX) if not targets.unlocked(cell))
 TEXT = lockfile.path(CELL).read_text(encoding="utf-8")
 HASH = "--hash=sha256:" + "0" * 64
 SMALL = f"""# a header
@@ -156,7 +156,7 @@ def test_our_layers_put_torch_below_vllm_below_ray_below_openrlhf() -> None:
 
 
 def test_our_locks_name_no_address_and_no_path_of_a_machine() -> None:
-    for text in (TEXT, lockfile.requirements(CELL), lockfile.HOST.read_text(encoding="utf-8")):
+    for text in (TEXT, targets.requirements(CELL), lockfile.HOST.read_text(encoding="utf-8")):
         assert "://" not in text
         assert " /" not in text
 
@@ -166,20 +166,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Locks of our matrix in a folder that may be spoiled."""
     copy = tmp_path / lockfile.path(CELL).name
     copy.write_text(TEXT, encoding="utf-8")
-    copy.with_suffix(".in").write_text(lockfile.requirements(CELL), encoding="utf-8")
+    copy.with_suffix(".in").write_text(targets.requirements(CELL), encoding="utf-8")
     monkeypatch.setattr(lockfile, "LOCKS", tmp_path)
-    monkeypatch.setattr(lockfile, "ROOT", tmp_path)
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
     monkeypatch.setattr(lockfile, "HOST", tmp_path / "requirements.txt")
     (tmp_path / "requirements.txt").write_bytes((ROOT / "scripts" / "requirements.txt").read_bytes())
     return copy
 
 
-OFFLINE = [CELL.id, "--check", "--offline"]
+def check_offline() -> int:
+    return commands.lock([CELL.id], check=True, offline=True)
 
 
 def test_a_good_lock_passes_without_an_index(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert project.exists()
-    assert lockfile.main(OFFLINE) == 0
+    assert check_offline() == 0
     assert capsys.readouterr().err == ""
 
 
@@ -187,8 +188,8 @@ def test_a_good_lock_passes_without_an_index(project: Path, capsys: pytest.Captu
     ("suffix", "old", "new", "why"),
     [
         (".txt", "ray==2.55.0", "ray==2.54.0", "was edited by hand"),
-        (".txt", "Input sha256: ", "Input sha256: 0", "does not follow from what it is made of"),
-        (".in", "ray[default]==2.55.0", "ray[default]==2.54.0", "does not follow from matrix.yaml"),
+        (".txt", "Input sha256: ", "Input sha256: 0", "does not match its input"),
+        (".in", "ray[default]==2.55.0", "ray[default]==2.54.0", "does not match matrix.yaml"),
     ],
 )
 def test_a_lock_that_was_changed_is_told_without_an_index(
@@ -198,13 +199,13 @@ def test_a_lock_that_was_changed_is_told_without_an_index(
     text = file.read_text(encoding="utf-8")
     assert old in text
     file.write_text(text.replace(old, new), encoding="utf-8")
-    assert lockfile.main(OFFLINE) == 1
+    assert check_offline() == 1
     assert capsys.readouterr().err == f"{file.name} {why}: run python -m scripts lock {CELL.id}\n"
 
 
 def test_a_missing_lock_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     project.unlink()
-    assert lockfile.main(OFFLINE) == 1
+    assert check_offline() == 1
     assert f"{project.name} is missing: run python -m scripts lock" in capsys.readouterr().err
 
 
@@ -213,7 +214,7 @@ def test_a_lock_that_the_index_would_change_is_told(
 ) -> None:
     newer = TEXT.partition("\n")[2].replace("ray==2.55.0", "ray==2.56.0")
     monkeypatch.setattr(resolver, "answer", lambda _: newer)
-    assert lockfile.main([CELL.id, "--check"]) == 1
+    assert commands.lock([CELL.id], check=True) == 1
     assert f"{project.name} is stale (ray 2.55.0 -> 2.56.0)" in capsys.readouterr().err
 
 
@@ -226,7 +227,7 @@ def test_what_was_found_is_told_though_no_index_answers(
     monkeypatch.setattr(resolver, "answer", fail)
     project.write_text(TEXT.replace("ray==2.55.0", "ray==2.54.0"), encoding="utf-8")
     with pytest.raises(UserError):
-        lockfile.main([CELL.id, "--host", "--check"])
+        commands.lock([CELL.id], host=True, check=True)
     assert f"{project.name} was edited by hand" in capsys.readouterr().err
 
 
@@ -238,14 +239,13 @@ def test_a_failed_resolution_leaves_the_files_as_they_were(
 
     monkeypatch.setattr(resolver, "answer", fail)
     with pytest.raises(UserError):
-        lockfile.main([CELL.id])
+        commands.lock([CELL.id])
     assert project.read_text(encoding="utf-8") == TEXT
 
 
-def test_offline_writing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        lockfile.main(["--offline"])
-    assert "--offline goes with --check" in capsys.readouterr().err
+def test_offline_writing_is_refused() -> None:
+    with pytest.raises(UserError, match="--offline requires --check"):
+        commands.lock(offline=True)
 
 
 QUESTION = resolver.Question(
@@ -284,7 +284,7 @@ def test_what_cannot_be_resolved_is_one_line() -> None:
 
 
 def test_the_command_ends_with_2_and_one_line_on_a_wrong_cell() -> None:
-    command = [sys.executable, "-m", "scripts.locks.lockfile", "ray2-cpu", "--check", "--offline"]
+    command = [sys.executable, "-m", "scripts", "lock", "ray2-cpu", "--check", "--offline"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -293,11 +293,9 @@ def test_the_command_ends_with_2_and_one_line_on_a_wrong_cell() -> None:
 
 def test_a_build_is_refused_a_lock_that_does_not_follow_from_the_matrix() -> None:
     """Before anything is downloaded or built."""
-    lockfile.require(CELL)
+    targets.require(CELL)
     moved = msgspec.structs.replace(CELL, exclude_newer=datetime.date(2020, 1, 1))
-    with pytest.raises(
-        UserError, match=r"does not follow from what it is made of: run python -m scripts lock"
-    ):
-        lockfile.require(moved)
+    with pytest.raises(UserError, match=r"does not match its input: run python -m scripts lock"):
+        targets.require(moved)
     with pytest.raises(UserError, match=r"is missing: run python -m scripts lock"):
-        lockfile.require(msgspec.structs.replace(CELL, lock="ray9-vllm9-cpu"))
+        targets.require(msgspec.structs.replace(CELL, lock="ray9-vllm9-cpu"))

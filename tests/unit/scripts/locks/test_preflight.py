@@ -11,7 +11,7 @@ import pytest
 from scripts.errors import UserError
 from scripts.images import inputs
 from scripts.images.inputs import NAMESPACE, image_labels, with_vendor_compiler
-from scripts.locks import lockfile, preflight, resolver
+from scripts.locks import commands, preflight, resolver, targets
 from scripts.matrix.load import MATRIX, Cell, expand, find, load, parse, stand_ins
 from scripts.matrix.model import STAND_IN, Source
 
@@ -42,7 +42,7 @@ def test_a_package_that_is_nowhere_is_named_with_its_purpose_and_the_way_out(
     with pytest.raises(UserError) as caught:
         preflight.require(cell, client)
     told = str(caught.value)
-    assert told.startswith(f"{cell.id} cannot be made here without the wheels, which are torch: ")
+    assert told.startswith(f"{cell.id} cannot be built without the wheels, which are torch: ")
     assert "torch==1+rocm" in told
     assert told.endswith(f"python -m scripts build {cell.id} --stand-in")
     client.images.get.assert_not_called()
@@ -56,7 +56,7 @@ def test_an_image_may_be_here_or_in_its_registry(cell: Cell, index: MagicMock) -
     preflight.require(cell, client)
     client.images.get_registry_data.side_effect = docker.errors.APIError("no such host")
     with pytest.raises(
-        UserError, match="without the image, which has the compiler: the image vendor/dev:1 is not"
+        UserError, match="without the image, which has the compiler: there is no local image vendor/dev:1"
     ):
         preflight.require(cell, client)
     assert index.call_args.args[0].alone
@@ -91,9 +91,9 @@ def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> Non
         "lock",
     )
     assert all(getattr(found, name) == getattr(twin, name) for name in same)
-    assert lockfile.requirements(found) == lockfile.requirements(twin)
+    assert targets.requirements(found) == targets.requirements(twin)
     assert not found.sources
-    lockfile.require(found)
+    targets.require(found)
 
 
 def test_a_stand_in_says_so_in_a_label_and_is_listed_in_no_other_cell() -> None:
@@ -103,25 +103,23 @@ def test_a_stand_in_says_so_in_a_label_and_is_listed_in_no_other_cell() -> None:
 
 
 def test_a_cell_that_was_never_locked_is_no_stale_lock(capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(lockfile.unlocked(cell) for cell in ROCM)
-    assert lockfile.main(["--check", "--offline"]) == 0
+    assert all(targets.unlocked(cell) for cell in ROCM)
+    assert commands.lock(check=True, offline=True) == 0
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match=f"{ROCM[0].id} is not locked: run .* where the wheels of"):
-        lockfile.require(ROCM[0])
+        targets.require(ROCM[0])
 
 
 def test_a_lock_that_cannot_be_written_names_what_is_out_of_reach(index: MagicMock) -> None:
     index.side_effect = UserError("no version")
-    with pytest.raises(UserError, match=f"{ROCM[0].id} cannot be made here without the wheels of PyTorch"):
-        lockfile.main([ROCM[0].id])
+    with pytest.raises(UserError, match=f"{ROCM[0].id} cannot be built without the wheels of PyTorch"):
+        commands.lock([ROCM[0].id])
 
 
 def test_a_twin_has_to_have_the_same_ray() -> None:
-    entry = TEXT.index("  - variant: legacy-cpu\n    ray: &ray_2_9 ")
+    entry = TEXT.index("  - variant: legacy-cpu\n    ray: &ray_2_9\n")
     text = TEXT[:entry] + TEXT[entry:].replace("variant: legacy-cpu", "variant: current-cpu", 1)
-    with pytest.raises(
-        UserError, match=r"legacy-cpu has no cell with Ray 2\.9\.3, for which it has to stand in"
-    ):
+    with pytest.raises(UserError, match=r"legacy-cpu has no cell with Ray 2\.9\.3, which the stand-in needs"):
         parse(text)
 
 
@@ -152,5 +150,7 @@ def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
     assert {"--build-arg=BUILDER_BASE=builder:1", "--build-arg=VENDOR=vendor/dev:1", f"--tag={tag}"} <= set(
         asked[0]
     )
-    with pytest.raises(UserError, match="the compiler of vendor/dev:1 cannot be taken: no such image"):
+    with pytest.raises(
+        UserError, match="the compiler of vendor/dev:1 cannot be copied to the builder: no such image"
+    ):
         with_vendor_compiler(cell, "builder:1")

@@ -1,0 +1,108 @@
+"""``python -m scripts test``, ``suites``, ``demo`` and ``known-bad``."""
+
+from typing import Annotated
+
+import typer
+
+from scripts.docker.client import connect
+from scripts.errors import UserError
+from scripts.matrix.load import Cell, find, load
+from scripts.matrix.suites import SUITES
+from scripts.testing import demo, in_image, known_bad, on_host, plans, side_by_side
+from scripts.testing.cluster import sweep
+
+PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "demo"]
+CellId = Annotated[str | None, typer.Argument(metavar="CELL", help="A cell id; the default cell without.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this package's commands to ``app``."""
+    app.command("test", context_settings={"ignore_unknown_options": True})(run_test)
+    app.command("suites")(run_suites)
+    app.command("demo")(run_demo)
+    app.command("known-bad")(check_known_bad)
+
+
+def run_test(
+    suite: Annotated[str, typer.Argument(help=f"One of {', '.join(PYTEST_SUITES)}.", metavar="SUITE")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CELL] [PYTEST ARGUMENTS",
+            help="A cell id (the default cell without), and arguments for pytest, which prevent a record.",
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option(metavar="IMAGE", help="Another image of the cell: pulled, or made FROM it."),
+    ] = None,
+    derived: Annotated[
+        bool, typer.Option("--derived", help="The image is made FROM ours and may have more packages.")
+    ] = False,
+) -> int:
+    """Run a test suite on the image of a cell."""
+    if suite not in PYTEST_SUITES:
+        raise UserError(f"no test suite {suite!r}: choose from {', '.join(PYTEST_SUITES)}")
+    arguments = list(words or ())
+    named = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    cell, client = _cell(named), connect()
+    if SUITES[suite].place == "host":
+        if tag or derived:
+            raise UserError(f"--tag and --derived are for suites inside the image, which {suite} is not")
+        return on_host.run_suite(client, cell, suite, arguments)
+    image = in_image.local_image(client, cell, tag)
+    sweep(client)
+    run = in_image.Run(suite, image, tag or cell.tag, derived, tuple(arguments))
+    return in_image.run_all(client, cell, run)
+
+
+def run_suites(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="SUITE:CELL", help="Suites on images that are built.")
+    ] = None,
+    default: Annotated[
+        bool, typer.Option("--default", help="Lint, unit tests, build and suites of the default cell.")
+    ] = False,
+    ci: Annotated[
+        bool, typer.Option("--ci", help="Build the cells with ci_suites in matrix.yaml and run these.")
+    ] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="Lint, unit tests, build and all suites of every cell.")
+    ] = False,
+) -> int:
+    """Run suites, two at a time; name them, or choose one of the options."""
+    if bool(words) + default + ci + release != 1:
+        raise UserError("expected SUITE:CELL... or one of --default, --ci and --release")
+    matrix = load()
+    if words:
+        return plans.run_side_by_side(side_by_side.parse(words, matrix))
+    plan = plans.for_default if default else plans.for_submission if ci else plans.for_release
+    return plans.run(plan(matrix))
+
+
+def run_demo(
+    cell: CellId = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="separate: trainer and engines on different GPUs; the image has hybrid and spread too."
+        ),
+    ] = demo.LAYOUT,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = demo.STEPS,
+    seed: Annotated[int, typer.Option(help="Seed of the model and the run.")] = demo.SEED,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time limit of the training job.")
+    ] = demo.TIMEOUT,
+) -> None:
+    """Build a cell and train with it on two containers as two nodes; the result is recorded."""
+    demo.run_demo(_cell(cell), layout, steps, seed, timeout)
+
+
+def check_known_bad(cell: CellId = None) -> int:
+    """Check which rows of the known-bad database still apply; exit code 1 if one does not."""
+    return known_bad.check(_cell(cell))
+
+
+def _cell(cell_id: str | None) -> Cell:
+    matrix = load()
+    return find(matrix, cell_id or matrix.default)
