@@ -1,7 +1,7 @@
 """Measures the gradient that a step of DeepSpeed applies, on each rank of a group over gloo.
 
-gradient.py RANK WORLD PORT: prints JSON with the norm of the change of the parameters by one step of plain SGD,
-by "stage/accumulation", and at "0/0" that of one process with the whole batch and without DeepSpeed.
+gradient.py RANK WORLD PORT: prints JSON with the norm of the parameters' change by one step of plain SGD, by
+"stage/accumulation", and at "0/0" that of one process with the whole batch and without DeepSpeed.
 """
 
 import json
@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 
 STAGES, ACCUMULATIONS = (0, 1, 2, 3), (1, 4)
 SAMPLES, WIDTH, RATE = 16, 24, 1.0
-# As in the images' trainers: over gloo, ZeRO-3 gathers weights sequentially, by DeepSpeed's option or our patch.
+# As in the images' trainers: over gloo, ZeRO-3 gathers weights sequentially, by DeepSpeed's option or ours.
 SEQUENTIAL = {"stage3_allgather_sequential": True}
 if not SEQUENTIAL.keys() <= DeepSpeedZeroConfig.model_fields.keys():
     zero3_gather.serialize_allgather()

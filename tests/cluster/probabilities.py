@@ -1,6 +1,6 @@
-"""The log-probability of each token of an answer, as vLLM gave it and as OpenRLHF's trainer computes it.
+"""Log-probabilities of an answer's tokens, from vLLM and from OpenRLHF's trainer.
 
-probabilities.py DIR: makes a tiny model there and writes both to DIR/probabilities.json; vLLM prints.
+probabilities.py DIR: creates a tiny model in DIR and writes both to DIR/probabilities.json; vLLM prints logs.
 """
 
 import json
@@ -16,7 +16,7 @@ PROMPT, LENGTH = list(range(20, 36)), 32
 
 
 def main() -> None:
-    """Sample with the engine, then ask the trainer."""
+    """Sample with the engine, then compute the same log-probabilities with the trainer."""
     folder = Path(sys.argv[1])
     tiny_model.make(folder, seed=0, steps=1)
     model = str(folder / "model")

@@ -1,4 +1,4 @@
-"""Weights in buckets between real processes: what arrives, and what is said when a rank does not answer."""
+"""Weights sent in buckets between real processes, and the errors when a rank does not answer."""
 
 import multiprocessing
 import os
@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -16,16 +17,16 @@ from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender, parameter_spec
 
-ONE_NODE, TWO_NODES, FOUR_NODES = "1111", "1122", "1234"  # of each rank, the last part of its address
+ONE_NODE, TWO_NODES, FOUR_NODES = "1111", "1122", "1234"  # the last part of each rank's address
 WORLD = 4
 LIMIT = 3 << 20
 FORK = multiprocessing.get_context("fork")
-torch.set_num_threads(1)  # those of OpenMP are not there after a fork
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.bool, torch.float8_e4m3fn]
 
 
 def weights(dtype, seed=0):
-    """Tensors of all kinds of shapes: empty, scalar, small, not contiguous, larger than a bucket."""
+    """Named tensors of these shapes: empty, scalar, small, not contiguous, larger than a bucket."""
     generator = torch.Generator().manual_seed(seed)
 
     def of(*shape):
@@ -36,7 +37,7 @@ def weights(dtype, seed=0):
 
 
 def nothing(_):
-    """What has no effect on a bucket."""
+    """Do nothing with a bucket."""
 
 
 def send(group, parameters, in_place=True, before=nothing):
@@ -49,12 +50,9 @@ def send(group, parameters, in_place=True, before=nothing):
         sender.finish()
 
 
-def take(group, parameters, load):
-    """What an engine worker does; ``parameters`` are only described."""
-    content = [
-        (one.name, one.dtype, one.shape, one.size)
-        for one in (parameter_spec(name, tensor) for name, tensor in parameters)
-    ]
+def receive_all(group, parameters, load):
+    """Receive as an engine worker does; only the specs of ``parameters`` are used."""
+    content = [astuple(parameter_spec(name, tensor)) for name, tensor in parameters]
     return receive(group, content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype)
 
 
@@ -62,12 +60,12 @@ def as_bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def who(rank, nodes=ONE_NODE):
+def described(rank, nodes=ONE_NODE):
     return f"rank {rank}{'' if rank else ' (the trainer)'} on 127.0.0.{nodes[rank]}"
 
 
 class Ranks:
-    """A process for each rank, which tells what it returns or raises."""
+    """A process per rank, which reports what ``target`` returns or raises."""
 
     def __init__(self, target, nodes=ONE_NODE):
         self.results = FORK.Queue()
@@ -112,7 +110,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place, nod
                 send(group, sent, in_place)
                 continue
             held = {}
-            take(group, sent, lambda views, held=held: held.update((n, v.clone()) for n, v in views))
+            receive_all(group, sent, lambda views, held=held: held.update((n, v.clone()) for n, v in views))
             same = [torch.equal(as_bits(held[n]), as_bits(t)) and held[n].shape == t.shape for n, t in sent]
             equal.append(len(held) == len(sent) and all(same))
         return equal
@@ -123,20 +121,20 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place, nod
 
 
 @pytest.mark.timeout(60)
-def test_the_ranks_of_a_node_read_one_memory_and_those_of_others_have_their_own():
+def test_the_ranks_of_a_node_share_memory_and_each_node_has_its_own():
     def memory(_, group):
         part = group.buffers.for_bucket(1, 0)
         return (
             os.fstat(group.buffers._files[0]).st_ino if hasattr(group.buffers, "_files") else part.data_ptr()
         )
 
-    def of(nodes):
+    def identities(nodes):
         with Ranks(memory, nodes) as ranks:
             found = ranks.answers(WORLD)
         return [found[rank] for rank in range(WORLD)]
 
-    assert len(set(of(ONE_NODE))) == 1
-    two = of(TWO_NODES)
+    assert len(set(identities(ONE_NODE))) == 1
+    two = identities(TWO_NODES)
     assert two[0] == two[1] != two[2] == two[3]
 
 
@@ -149,7 +147,7 @@ def test_a_process_keeps_two_buckets_and_no_more(nodes):
         if rank == 0:
             send(group, parameters, in_place=False)
         else:
-            take(group, parameters, nothing)
+            receive_all(group, parameters, nothing)
         return sum(tensor.numel() for tensor in group.buffers._tensors.values())
 
     with Ranks(exchange, nodes) as ranks:
@@ -157,13 +155,13 @@ def test_a_process_keeps_two_buckets_and_no_more(nodes):
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_says_how_long_it_loaded():
+def test_a_worker_reports_its_loading_time():
     parameters = weights(torch.bfloat16)
 
     def exchange(rank, group):
         if rank == 0:
             return send(group, parameters)
-        return take(group, parameters, lambda _: time.sleep(0.05 if rank == 2 else 0))
+        return receive_all(group, parameters, lambda _: time.sleep(0.05 if rank == 2 else 0))
 
     with Ranks(exchange) as ranks:
         found = ranks.answers(WORLD)
@@ -171,7 +169,7 @@ def test_a_worker_says_how_long_it_loaded():
         plan_buckets([parameter_spec(*one) for one in parameters], LIMIT)
     )
     assert found[2]["loading"] > found[1]["loading"]
-    assert [found[rank]["who"] for rank in (1, 2, 3)] == [who(rank) for rank in (1, 2, 3)]
+    assert [found[rank]["who"] for rank in (1, 2, 3)] == [described(rank) for rank in (1, 2, 3)]
 
 
 @pytest.mark.timeout(60)
@@ -180,7 +178,7 @@ def test_a_parameter_that_the_engine_would_round_is_refused(monkeypatch):
     parameters = [("w", torch.ones(4, dtype=torch.bfloat16)), ("b", torch.ones(4))]
 
     def exchange(rank, group):
-        return (send if rank == 0 else take)(group, parameters, *([print] if rank else []))
+        return (send if rank == 0 else receive_all)(group, parameters, *([print] if rank else []))
 
     with Ranks(exchange) as ranks:
         found = ranks.answers(WORLD)
@@ -190,8 +188,8 @@ def test_a_parameter_that_the_engine_would_round_is_refused(monkeypatch):
 
 
 @pytest.mark.timeout(150)
-def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
-    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "600")  # for which nobody waits
+def test_every_rank_reports_the_error_of_a_rank_that_cannot_load(monkeypatch):
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "600")  # must not be waited for
     parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(60)]
 
     def load(rank, views):
@@ -202,14 +200,14 @@ def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
         if rank == 0:
             send(group, parameters)
         else:
-            take(group, parameters, lambda views: load(rank, views))
+            receive_all(group, parameters, lambda views: load(rank, views))
 
     with Ranks(exchange) as ranks:
         found = ranks.answers(WORLD, 120)
     assert isinstance(found[2], ValueError)
     for rank in (0, 1, 3):
         assert isinstance(found[rank], sync.SyncError)
-        assert f"{who(2)}: ValueError: no such weight" in str(found[rank])
+        assert f"{described(2)}: ValueError: no such weight" in str(found[rank])
 
 
 @pytest.mark.timeout(90)
@@ -218,7 +216,7 @@ def test_the_error_of_a_rank_that_cannot_load_is_everybodys(monkeypatch):
     ("nodes", "victim"),
     [(ONE_NODE, 0), (ONE_NODE, 1), *((TWO_NODES, rank) for rank in range(WORLD)), (FOUR_NODES, 2)],
 )
-def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, nodes, victim, how):
+def test_every_other_rank_names_the_lost_one(monkeypatch, nodes, victim, how):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "12")
     parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(100)]
 
@@ -229,13 +227,15 @@ def test_every_other_rank_names_the_one_that_is_gone(monkeypatch, nodes, victim,
         if rank == 0:
             send(group, parameters, before=lambda number: end() if victim == 0 and number == 50 else None)
         else:
-            take(group, parameters, lambda views: end() if rank == victim and views[0][0] == "w50" else None)
+            receive_all(
+                group, parameters, lambda views: end() if rank == victim and views[0][0] == "w50" else None
+            )
 
     with Ranks(exchange, nodes) as ranks:
         found = ranks.answers(WORLD - 1, 60)
     assert set(found) == set(range(WORLD)) - {victim}
     for rank, error in found.items():
         assert isinstance(error, sync.SyncError)
-        assert str(error).startswith(f"weight sync, {who(rank, nodes)}")
-        assert f"{who(victim, nodes)} does not answer" in str(error)
+        assert str(error).startswith(f"weight sync, {described(rank, nodes)}")
+        assert f"{described(victim, nodes)} does not answer" in str(error)
         assert re.search(r"gloo, bucket \d+ of 100 \(w\d+, 2097152 bytes\)", str(error)), error

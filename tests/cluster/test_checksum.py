@@ -1,4 +1,4 @@
-"""Checksums of a model that is sharded, fused, padded and replicated as vLLM does it, rank by rank."""
+"""Layouts and digests of a model that is sharded, fused, padded and replicated as by vLLM, rank by rank."""
 
 import random
 
@@ -15,7 +15,7 @@ VOCABULARY, PADDED = 50, 64
 
 
 class Rank(nn.Module):
-    """One tensor-parallel rank of an engine; its own names and layouts, as vLLM's."""
+    """One tensor-parallel rank of an engine, with names and layouts other than the trainer's, as in vLLM."""
 
     def __init__(self, rank, world, shapes, dtype, tied=False, ignore=(), spoil=()):
         super().__init__()
@@ -101,7 +101,7 @@ def compare(weights, ranks, layouts=None):
 
 
 def build(seed, world=None, **options):
-    """The trainer's weights and an engine that holds them."""
+    """Return the trainer's weights, and the ranks of an engine that has loaded them."""
     torch.manual_seed(seed)
     choose = random.Random(seed)  # noqa: S311
     world = world or choose.choice([1, 2, 4])
@@ -143,7 +143,7 @@ def test_one_flipped_bit_is_found_with_its_parameter_and_rank(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_flipped_bit_in_padding_is_nobodys(seed):
+def test_a_flipped_bit_in_padding_is_ignored(seed):
     weights, ranks = build(seed)
     padding = ranks[-1].embed.data[-1]  # PADDED > VOCABULARY: the last row of the last rank
     padding.view(torch.uint8)[0] ^= 1
@@ -159,7 +159,7 @@ def test_a_parameter_that_was_not_loaded_or_was_computed_is_missing(option, name
     assert f"{weights[name].numel()} of {weights[name].numel()} elements" in found[0].what
 
 
-def test_a_rank_that_holds_nothing_leaves_its_share_missing():
+def test_a_rank_without_a_layout_leaves_its_shard_missing():
     weights, ranks = build(1, world=2, tied=False)
     named = [(name, tuple(value.shape)) for name, value in weights.items()]
     layouts = [find_layout(rank, named) for rank in ranks]
@@ -199,7 +199,7 @@ def test_live_weights_are_the_same_afterwards_bit_for_bit(fails):
 
 
 class Odd(nn.Module):
-    """Keeps a matrix transposed, its rows reversed, every second element, and everything twice."""
+    """Holds a matrix four times: transposed, with rows reversed, every second element, and all twice."""
 
     def __init__(self):
         super().__init__()

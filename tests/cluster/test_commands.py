@@ -1,4 +1,4 @@
-"""rlhf-stack start, plan and submit on a Ray of their own, with a token where that Ray knows them."""
+"""rlhf-stack start, plan and submit on their own Ray cluster, with a token if that Ray supports one."""
 
 import json
 import os
@@ -24,18 +24,18 @@ GPUS = 4
 REFUSED = 3
 
 
-def documented(told):
-    """The command's help names its schema, and every field that it printed."""
-    _, name, version = told["schema"].split("/")
+def documented(result):
+    """Return whether the command's help names its schema and every field that it printed."""
+    _, name, version = result["schema"].split("/")
     text = " ".join(commands.load(name).__doc__.split())
     promise = text.partition(f"--json prints rlhf-stack/{name}/{version}")[2]
-    inner = [entry for value in told.values() if isinstance(value, list) for entry in value]
-    printed = {"schema", *told, *(key for entry in inner if isinstance(entry, dict) for key in entry)}
+    inner = [entry for value in result.values() if isinstance(value, list) for entry in value]
+    printed = {"schema", *result, *(key for entry in inner if isinstance(entry, dict) for key in entry)}
     return printed - {"schema", *re.findall(r"\w+", promise)} == set()
 
 
 class Shell:
-    """Commands of ``rlhf-stack`` with an environment, a home and a mark of their own."""
+    """Runs ``rlhf-stack`` commands with a separate environment, home and process mark."""
 
     def __init__(self, folder):
         self.mark = Path(folder).name
@@ -59,19 +59,19 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def shell():
-    """A shell whose processes are all ended afterwards."""
+    """Yield a shell; afterwards all of its processes are ended."""
     folder = tempfile.mkdtemp(prefix="rl")  # short: Ray's sockets are below it
-    made = Shell(folder)
-    yield made
-    for number in marked(made.mark):
+    shell = Shell(folder)
+    yield shell
+    for number in marked(shell.mark):
         os.kill(number, signal.SIGKILL)
-    assert ended(made.mark, END_SECONDS) == []
+    assert ended(shell.mark, END_SECONDS) == []
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def head(shell):
-    """What ``start --head`` said, of a node with four places for processes."""
+    """Return the result of ``start --head`` for a node with four fake GPUs."""
     done = shell.stack(
         "start",
         "--head",
@@ -85,7 +85,7 @@ def head(shell):
 
 @pytest.fixture(scope="module")
 def command(shell):
-    """A run that fits: what ``train_ppo_ray`` of this OpenRLHF trains in one step, on a tiny model."""
+    """Return a run that fits: one step of this OpenRLHF's ``train_ppo_ray`` with a tiny model."""
     folder = Path(shell.environment["HOME"], "tiny")
     folder.mkdir()
     tiny_model.make(folder, seed=0, steps=1)
@@ -94,7 +94,7 @@ def command(shell):
 
 
 @pytest.mark.timeout(SECONDS)
-def test_the_head_declares_what_was_asked_and_asks_for_a_token_where_ray_can(shell, head):
+def test_the_head_declares_the_requested_resources_and_requires_a_token_if_ray_can(shell, head):
     assert [node["gpus"] for node in head["nodes"]] == [GPUS]
     assert head["nodes"][0]["cpus"] == 8
     assert documented(head)
@@ -104,36 +104,36 @@ def test_the_head_declares_what_was_asked_and_asks_for_a_token_where_ray_can(she
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_stranger_without_the_token_is_turned_away(shell, head, tmp_path):
+def test_a_client_without_the_token_is_refused(shell, head, tmp_path):
     if not head["token"]:
-        pytest.skip("this Ray has no tokens")
+        pytest.skip("this Ray does not support tokens")
     stranger = shell.run("ray", "status", HOME=str(tmp_path))
     assert stranger.returncode != 0
     assert "InvalidAuthToken" in stranger.stderr
     joining = shell.stack("start", "--join", head["nodes"][0]["address"], "--dry-run", HOME=str(tmp_path))
     assert joining.returncode == 2
     assert "this machine has none" in joining.stderr
-    asked = {
+    messages = {
         "check-network": "InvalidAuthToken",
         "submit -- true": "it requires the head's token, which this machine does not have",
     }
-    for words, told in asked.items():
-        turned = shell.stack(*words.split(), HOME=str(tmp_path))
-        assert turned.returncode == 2, turned.stderr
-        assert told in turned.stderr
-        assert "Traceback" not in turned.stderr
+    for words, message in messages.items():
+        refused = shell.stack(*words.split(), HOME=str(tmp_path))
+        assert refused.returncode == 2, refused.stderr
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_plan_on_the_running_cluster_says_that_the_run_fits(shell, head, command):
+def test_a_plan_on_the_running_cluster_reports_that_the_run_fits(shell, head, command):
     done = shell.stack("plan", "--ray", "auto", "--json", "--", *command)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    told = json.loads(done.stdout)
-    assert documented(told)
-    assert told["fits"]
-    assert [node["address"] for node in told["nodes"]] == [head["nodes"][0]["address"]]
-    assert {role["role"] for role in told["roles"]} >= {"actor"}
-    assert told["gpus_needed"] == sum(bool(gpu["holds"]) for gpu in told["nodes"][0]["gpus"])
+    result = json.loads(done.stdout)
+    assert documented(result)
+    assert result["fits"]
+    assert [node["address"] for node in result["nodes"]] == [head["nodes"][0]["address"]]
+    assert {role["role"] for role in result["roles"]} >= {"actor"}
+    assert result["gpus_needed"] == sum(bool(gpu["holds"]) for gpu in result["nodes"][0]["gpus"])
 
 
 @pytest.mark.timeout(SECONDS)
@@ -155,38 +155,38 @@ def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, com
     more = "--vllm_num_engines" if "--pretrain" in command else "--vllm.num_engines"
     done = shell.stack("submit", "--json", "--", *command, more, "9")
     assert done.returncode == REFUSED, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    assert documented(told)
-    assert not told["submitted"]
-    assert told["problems"]
+    result = json.loads(done.stdout)
+    assert documented(result)
+    assert not result["submitted"]
+    assert result["problems"]
 
 
 @pytest.mark.timeout(SECONDS)
 def test_a_job_s_end_and_tuned_settings_are_reported_as_json(shell, head, command):
     del head
     done = shell.stack("submit", "--json", "--", "echo", "from the job")
-    told = json.loads(done.stdout)
-    assert documented(told)
-    assert (told["submitted"], told["status"], told["code"]) == (True, "SUCCEEDED", 0)
+    result = json.loads(done.stdout)
+    assert documented(result)
+    assert (result["submitted"], result["status"], result["code"]) == (True, "SUCCEEDED", 0)
     assert "from the job" in done.stderr
     done = shell.stack(
         "tune", "--nodes", "1", "--gpus", str(GPUS), "--gpu-memory", "80", "--json", "--", *command
     )
-    told = json.loads(done.stdout)
-    assert documented(told)
-    assert told["fits"]
-    assert told["command_line"][:3] == command[:3]
+    result = json.loads(done.stdout)
+    assert documented(result)
+    assert result["fits"]
+    assert result["command_line"][:3] == command[:3]
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_mistake_at_a_running_cluster_is_one_line(shell, head, command, tmp_path):
+def test_a_user_error_on_a_running_cluster_is_one_line(shell, head, command, tmp_path):
     del head
-    nobody = f"127.0.0.1:{free_port()}"
+    unused = f"127.0.0.1:{free_port()}"
     for words in (
-        ["submit", "--address", f"http://{nobody}", "--", "true"],
+        ["submit", "--address", f"http://{unused}", "--", "true"],
         ["submit", "--address", "nowhere", "--", "true"],
         ["submit", "--working-dir", str(tmp_path / "none"), "--", "true"],
-        ["plan", "--ray", nobody, "--", *command],
+        ["plan", "--ray", unused, "--", *command],
         ["plan", "--ray", "auto", "--", *command, "--no.such.flag"],
         ["check-network", "--", *command, "--no.such.flag"],
         ["tune", "--ray", "auto", "--", *command],
@@ -197,8 +197,8 @@ def test_a_mistake_at_a_running_cluster_is_one_line(shell, head, command, tmp_pa
 
 
 @pytest.mark.timeout(SECONDS)
-def test_another_machine_joins_and_sees_both(shell, head):
-    """The last of these: the others have a cluster of one node."""
+def test_a_second_node_joins_and_reports_both(shell, head):
+    """Last of the tests on this cluster: the others need a cluster of one node."""
     done = shell.stack(
         "start",
         *("--join", address_of(head)),
@@ -212,7 +212,7 @@ def test_another_machine_joins_and_sees_both(shell, head):
 
 
 @pytest.mark.timeout(SECONDS)
-def test_nodes_that_do_not_come_are_missed_in_time(shell, head):
+def test_nodes_that_do_not_join_are_reported_within_the_deadline(shell, head):
     done = shell.stack(
         "start",
         *("--join", address_of(head), "--node-ip-address", "127.0.1.3", "--num-gpus", "1", "--num-cpus", "1"),
@@ -223,6 +223,6 @@ def test_nodes_that_do_not_come_are_missed_in_time(shell, head):
 
 
 def address_of(head):
-    """Where the head listens."""
+    """Return the head's address with its port."""
     words = head["ray_start"]
     return f"{head['nodes'][0]['address']}:{words[words.index('--port') + 1]}"

@@ -1,7 +1,7 @@
 """Engines of vLLM 0.4.2 with tensor parallelism, on nodes as clusters have them; their GPUs are replaced.
 
-vLLM's engine for CPUs has a single rank (test_layouts.py), and is in the images for CPUs alone. What stands
-in place of a GPU is said in `replaced/device_of_vllm_0_4.py`.
+vLLM's engine for CPUs has a single rank (test_layouts.py), and is in the images for CPUs alone.
+`replaced/device_of_vllm_0_4.py` lists what replaces a GPU.
 """
 
 import json
@@ -19,7 +19,7 @@ from trained import FLAT, assert_critic_trained, assert_trained, nodes_of_traine
 pytestmark = [pytest.mark.integration, FLAT]
 
 SECONDS = 900
-STEPS = 3  # OpenRLHF takes the first at a rate of 0: the second sync is the first that sends anything new
+STEPS = 3  # OpenRLHF's first step has a learning rate of 0: the second sync is the first with new weights
 LEVELS = (1, 2, 4, 8)
 CELL = json.loads(Path("/etc/rlhf-stack/cell.json").read_text(encoding="utf-8"))["id"]
 DEVICE = {
@@ -51,10 +51,10 @@ def actor(nodes, gpus):
 
 
 def assert_all_ranks_answered(run, count, size):
-    """Each rank of each engine has a GPU of its own, and took part in the answers of each step's policy."""
-    told = [engine["ranks"] for engine in run.of("engine")]
-    assert [[rank["rank"] for rank in ranks] for ranks in told] == [list(range(size))] * count
-    each = [rank for ranks in told for rank in ranks]
+    """Each rank of each engine has its own GPU, and took part in the answers of each step's policy."""
+    engines_ranks = [engine["ranks"] for engine in run.of("engine")]
+    assert [[rank["rank"] for rank in ranks] for ranks in engines_ranks] == [list(range(size))] * count
+    each = [rank for ranks in engines_ranks for rank in ranks]
     assert len({(rank["node_id"], rank["gpu"]) for rank in each}) == count * size
     held = {rank["pid"]: set() for rank in each}
     for step in run.of("engine step"):
@@ -64,7 +64,7 @@ def assert_all_ranks_answered(run, count, size):
 
 @pytest.mark.timeout(len(LEVELS) * SECONDS)
 def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
-    """The first level that fails is named; the head has no GPU."""
+    """The error names the first level that fails; the head has no GPU."""
     for size in LEVELS:
         run = train("separate", (0, 8, 8), STEPS, SECONDS, *engines(1, size), *NO_CRITIC, heads=8, **DEVICE)
         try:
@@ -79,11 +79,11 @@ def test_tensor_parallelism_is_raised_until_an_engine_fills_a_node(train):
     ("gpus", "count", "size", "ranks"),
     [
         pytest.param((2, 2), 1, 2, (1, 1), id="2x2"),
-        pytest.param((0, 5, 4), 3, 2, (1, 2), id="5 and 4, all of them taken"),
+        pytest.param((0, 5, 4), 3, 2, (1, 2), id="5 and 4, all in use"),
         pytest.param((8, 8, 8, 8), 2, 4, (2, 1), id="4x8"),
     ],
 )
-def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, size, ranks):
+def test_engines_next_to_the_trainer_are_node_local(train, gpus, count, size, ranks):
     run = train(
         "separate", gpus, STEPS, SECONDS, *actor(*ranks), *engines(count, size), *NO_CRITIC, heads=8, **DEVICE
     )
@@ -93,8 +93,8 @@ def test_engines_beside_the_trainer_are_on_one_node_each(train, gpus, count, siz
 
 
 @pytest.mark.timeout(SECONDS + 40)
-def test_groups_with_gpus_of_their_own_leave_room_for_whole_engines(train):
-    """3x6, all of them taken: upstream gives each group the emptiest nodes, and an engine of 4 straddles."""
+def test_groups_with_their_own_gpus_leave_room_for_whole_engines(train):
+    """3x6, all in use: upstream gives each group the emptiest nodes, and an engine of 4 GPUs straddles."""
     run = train("apart", (6, 6, 6), STEPS, SECONDS, *actor(1, 2), *engines(3, 4), heads=8, **DEVICE)
     assert_trained(run, steps=STEPS, backend="gloo", engines=3)
     assert_all_ranks_answered(run, 3, 4)
@@ -108,7 +108,7 @@ def test_groups_with_gpus_of_their_own_leave_room_for_whole_engines(train):
 
 
 @pytest.mark.timeout(SECONDS)
-def test_what_replaces_the_device_gives_each_token_the_probability_that_the_trainer_computes(tmp_path):
+def test_the_replaced_device_gives_each_token_the_probability_that_the_trainer_computes(tmp_path):
     done = subprocess.run(
         [sys.executable, str(replacing.REPLACED / "probabilities_of_vllm_0_4.py"), str(tmp_path), "4"],
         capture_output=True,
@@ -120,7 +120,7 @@ def test_what_replaces_the_device_gives_each_token_the_probability_that_the_trai
     assert done.returncode == 0, done.stderr[-3000:]
     for size, found in json.loads((tmp_path / "probabilities.json").read_text()).items():
         assert len(found["engine"]) == len(found["trainer"]) == 3 * 32
-        assert len(set(found["engine"])) > 48, "the tokens are not all alike"
+        assert len(set(found["engine"])) > 48, "the tokens differ"
         differences = [a - b for a, b in zip(found["engine"], found["trainer"], strict=True)]
         assert max(map(abs, differences)) < 0.1, f"TP {size}"
         assert abs(sum(differences)) / len(differences) < 0.01, f"TP {size}"

@@ -1,4 +1,4 @@
-"""The gloo group between real processes: what arrives, and what happens when somebody does not."""
+"""The gloo group between real processes: broadcasts, the selected backend, and ranks that do not join."""
 
 import multiprocessing
 import os
@@ -20,11 +20,11 @@ from rlhf_stack.sync.membership import Members
 WORLD = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
 FORK = multiprocessing.get_context("fork")
-KEPT = []  # groups, so that a rank that is done does not leave while another still joins
+OPEN = []  # groups, kept so that a rank that is done does not leave while another still joins
 
 
-def together(target, ranks=range(WORLD), seconds=60):
-    """What ``target(rank, port)`` returns in a process for each rank, or the error that it raised."""
+def run_ranks(target, ranks=range(WORLD), seconds=60):
+    """Return by rank what ``target(rank, port)`` returns or raises in a process per rank."""
     results, port = FORK.Queue(), free_port()
 
     def run(rank):
@@ -51,7 +51,7 @@ def content(dtype):
 
 def join(rank, port, name="gloo"):
     group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), name)
-    KEPT.append(group)
+    OPEN.append(group)
     return group
 
 
@@ -72,7 +72,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(source):
                 equal.append(torch.equal(tensor, whole))
         return all(equal)
 
-    assert together(exchange) == dict.fromkeys(range(WORLD), True)
+    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), True)
 
 
 @pytest.mark.timeout(90)
@@ -84,43 +84,43 @@ def test_nan_and_negative_zero_arrive_as_they_are():
         join(rank, port).broadcast(tensor, src=0, stream=None)
         return torch.equal(tensor.view(torch.int16), bits)
 
-    assert together(exchange) == dict.fromkeys(range(WORLD), True)
+    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), True)
 
 
 @pytest.mark.timeout(90)
-def test_the_default_group_is_neither_made_nor_touched():
+def test_the_default_group_is_not_created():
     def exchange(rank, port):
         join(rank, port)
         return dist.is_initialized()
 
-    assert together(exchange) == dict.fromkeys(range(WORLD), False)
+    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), False)
 
 
 @pytest.mark.timeout(90)
-def test_a_cpu_takes_gloo_for_nccl_and_says_so(caplog):
+def test_a_cpu_uses_gloo_for_nccl_with_a_warning(caplog):
     def exchange(rank, port):
         group = join(rank, port, "nccl")
         return group.name, caplog.text
 
     if devices.is_gpu():
         pytest.skip("this image is for GPUs, where nccl is nccl")
-    found = together(exchange)
+    found = run_ranks(exchange)
     assert [found[rank][0] for rank in range(WORLD)] == ["gloo"] * WORLD
     assert "needs GPUs" in found[0][1]
 
 
 @pytest.mark.timeout(90)
-def test_auto_takes_gloo_without_gpus_and_every_rank_says_why(capfd):
+def test_auto_selects_gloo_without_gpus_and_every_rank_logs_why(capfd):
     def exchange(rank, port):
         return join(rank, port, "auto").name
 
     if devices.is_gpu():
         pytest.skip("this image is for GPUs")
-    assert together(exchange) == dict.fromkeys(range(WORLD), "gloo")
-    said = capfd.readouterr().out
+    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), "gloo")
+    log = capfd.readouterr().out
     for rank in ("rank 0 (the trainer)", "rank 1", "rank 2"):
         reason = "auto selects gloo: rank 0 (the trainer) on 127.0.0.1 has no GPU"
-        assert f"weight sync, {rank} on 127.0.0.1: {reason}" in said
+        assert f"weight sync, {rank} on 127.0.0.1: {reason}" in log
 
 
 @pytest.mark.timeout(90)
@@ -134,9 +134,9 @@ def test_auto_takes_gloo_without_gpus_and_every_rank_says_why(capfd):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, capfd, error, reason):
-    def pretended(members, _device):
-        """Stands for an NCCL group, which this machine cannot have: rank 1 cannot join, the others wait."""
+def test_auto_selects_gloo_on_all_ranks_if_nccl_fails_on_one(monkeypatch, capfd, error, reason):
+    def failing_nccl(members, _device):
+        """A substitute for an NCCL group, which needs GPUs: rank 1 cannot join, the others wait."""
         if members.rank == 1:
             raise error
         members.connect_to_store().wait(["what rank 1 never sets"], timedelta(seconds=60))
@@ -145,7 +145,7 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
     monkeypatch.setattr(
         backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
     )
-    monkeypatch.setattr(backend, "_nccl", pretended)
+    monkeypatch.setattr(backend, "_nccl", failing_nccl)
 
     def exchange(rank, port):
         group = join(rank, port, "auto")
@@ -153,7 +153,7 @@ def test_auto_takes_gloo_everywhere_when_nccl_fails_on_one_rank(monkeypatch, cap
         group.broadcast(tensor, src=0, stream=None)
         return group.name, tensor.tolist()
 
-    assert together(exchange) == dict.fromkeys(range(WORLD), ("gloo", [0.0] * 3))
+    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), ("gloo", [0.0] * 3))
     assert f"rank 1 on 127.0.0.1: {reason}" in capfd.readouterr().out
 
 
@@ -166,7 +166,7 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
         def close(self):
             closed.set()
 
-    def pretended(members, _device):
+    def failing_nccl(members, _device):
         begun.wait(60)
         members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
         published.set()
@@ -178,7 +178,7 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
     monkeypatch.setattr(
         backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
     )
-    monkeypatch.setattr(backend, "_nccl", pretended)
+    monkeypatch.setattr(backend, "_nccl", failing_nccl)
 
     def exchange(rank, port):
         group = join(rank, port, "auto")
@@ -196,22 +196,22 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
                 transfer.release()
         return group.name, held.tolist(), closed.wait(30)
 
-    assert together(exchange, seconds=100) == dict.fromkeys(range(WORLD), ("gloo", [7] * 3, True))
+    assert run_ranks(exchange, seconds=100) == dict.fromkeys(range(WORLD), ("gloo", [7] * 3, True))
 
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_does_not_join_is_named_within_the_deadline(monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "2")
-    found = together(join, ranks=[0, 2])
+    found = run_ranks(join, ranks=[0, 2])
     assert isinstance(found[0], sync.SyncError)
     assert "ranks [1] of 3 did not join within 2 s (RLHF_STACK_SYNC_TIMEOUT)" in str(found[0])
-    assert isinstance(found[2], sync.SyncError), "also if rank 0, whose store it is, ended first"
+    assert isinstance(found[2], sync.SyncError), "also if rank 0, which serves the store, ended first"
     assert "join" in str(found[2])
     assert "within 2 s" in str(found[2])
 
 
-class Busy:
-    """A store on a machine that is busy: no answer comes within 50 ms."""
+class SlowStore:
+    """A store on a busy machine: no answer arrives within 50 ms."""
 
     def __init__(self, store):
         self._store = store
@@ -226,22 +226,22 @@ class Busy:
 
 
 @pytest.mark.timeout(60)
-def test_a_rank_that_has_spoken_is_not_blamed_with_one_that_is_silent(monkeypatch):
+def test_a_rank_that_has_published_its_failure_is_not_diagnosed_as_unresponsive(monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
 
     def exchange(rank, port):
         members = Members("127.0.0.1", port, rank, WORLD)
-        KEPT.append(members)
-        members.store = Busy(members.store)
+        OPEN.append(members)
+        members.store = SlowStore(members.store)
         return str(members.failure("bucket 1 of 1", RuntimeError("cut"))) if rank != 1 else ""
 
-    found = together(exchange)
+    found = run_ranks(exchange)
     for rank in (0, 2):
         assert "bucket 1 of 1: rank 1 on 127.0.0.1 does not answer: dead, stopped or cut off" in found[rank]
 
 
 @pytest.mark.timeout(60)
-def test_a_trainer_that_does_not_listen_is_named_within_the_deadline(monkeypatch):
+def test_an_unreachable_trainer_is_named_within_the_deadline(monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "2")
     port = free_port()
     with pytest.raises(sync.SyncError, match=rf"rank 0 \(the trainer\) is not reachable at 127.0.0.1:{port}"):

@@ -1,4 +1,4 @@
-"""What a sync reports is in the metrics that Ray's node exports for Prometheus."""
+"""The metrics of a sync are in those that Ray's node exports for Prometheus."""
 
 import time
 
@@ -22,7 +22,7 @@ class Trainer:
 
 
 def exported(node):
-    """Our samples by name; none, of a node too busy to answer this time."""
+    """Return our samples by name; none if the node is too busy to answer."""
     endpoint = (node["NodeManagerAddress"], node["MetricsExportPort"])
     return {one.name: one for one in metrics.scrape([endpoint], 10) if one.name.startswith("ray_rlhf_stack_")}
 
@@ -37,14 +37,14 @@ def node(monkeypatch):
 
 @pytest.mark.timeout(SECONDS + 60)
 def test_a_sync_is_in_the_metrics_of_the_node(node):
-    told = ray.get((trainer := Trainer.remote()).report.remote())
-    assert told["gigabytes_per_second"] == 2.5
-    assert told["slowest"]["who"] == "rank 1 on 10.0.0.2"
+    fields = ray.get((trainer := Trainer.remote()).report.remote())
+    assert fields["gigabytes_per_second"] == 2.5
+    assert fields["slowest"]["who"] == "rank 1 on 10.0.0.2"
     end = time.monotonic() + SECONDS
     found = {}
     while len(found) < len(report.METRICS) and time.monotonic() < end:
         found = exported(node)
-        time.sleep(0.2)  # between two looks
+        time.sleep(0.2)  # before the next scrape
     del trainer
     assert set(found) == {f"ray_{name}" for name in report.METRICS}
     assert found["ray_rlhf_stack_sync_gigabytes_per_second"].value == 2.5

@@ -1,4 +1,4 @@
-"""What `rlhf-stack top` shows of a node: what was reported to Ray's metrics, events, and what waits."""
+"""`rlhf-stack top` shows a node's metrics and events, and the placement groups that wait for resources."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def top():
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.usefixtures("node")
-def test_what_a_run_reports_is_shown():
+def test_the_reports_of_a_run_are_shown():
     trainer = Trainer.options(num_cpus=0).remote()
     ray.get(trainer.report.remote())
     events.phase("models up")

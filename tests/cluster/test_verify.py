@@ -1,4 +1,4 @@
-"""A sync that went wrong ends the run, and says where."""
+"""Verification after a sync: a difference ends the run and names parameter, engine, rank and node."""
 
 import sys
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from rlhf_stack.telemetry import events
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """This process as a trainer of one rank, with the verification on."""
+    """Make this process a trainer of one rank, with verification on; yields the directory of its events."""
     deepspeed = ModuleType("deepspeed")
     deepspeed.zero = SimpleNamespace(GatheredParameters=lambda *_, **__: nullcontext())
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
@@ -29,7 +29,7 @@ def alone(monkeypatch, tmp_path):
 
 
 class Half(torch.nn.Module):
-    """One of two ranks, that shard the rows."""
+    """A model of one of two ranks; they shard the rows."""
 
     def __init__(self, rank):
         super().__init__()
@@ -81,7 +81,7 @@ def test_equal_weights_are_recorded_as_equal(alone):
     models = [[Half(0), Half(1)], [Half(0), Half(1)]]
     one = trainer([engine(ranks) for ranks in models])
     with recorded_sync(one):
-        assert [event["name"] for event in events.read(alone)] == ["sync"], "told before it may stall"
+        assert [event["name"] for event in events.read(alone)] == ["sync"], "recorded before it may stall"
         send(one, models)
     (recorded,) = [event for event in events.read(alone) if event["event"] == "verify"]
     assert recorded["equal"] is True
@@ -105,7 +105,7 @@ def test_a_difference_names_parameter_engine_rank_and_node(alone):
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_cannot_be_verified_is_refused():
+def test_an_unsupported_verification_is_refused():
     with (
         pytest.raises(NotImplementedError, match=r"--ds\.tensor_parallel_size > 1"),
         recorded_sync(trainer([], tensor_parallel=2)),
