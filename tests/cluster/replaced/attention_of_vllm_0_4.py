@@ -1,4 +1,4 @@
-"""Attention over vLLM 0.4.2's paged cache, in PyTorch, told what its own backends for GPUs are told."""
+"""Attention over vLLM 0.4.2's paged cache in PyTorch, with the interface of vLLM's backends for GPUs."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from vllm.attention.backends.abstract import AttentionBackend, AttentionImpl, At
 
 
 @dataclass
-class Stage(AttentionMetadataPerStage):
-    """What vLLM's model runner says of the prompts, or of the answers, in a step."""
+class StageMetadata(AttentionMetadataPerStage):
+    """The fields that vLLM's model runner sets for the prompts, or for the answers, of one step."""
 
     is_prompt: bool
     seq_lens: list[int] | None
@@ -23,8 +23,8 @@ class Stage(AttentionMetadataPerStage):
     use_cuda_graph: bool
 
 
-class Paged(AttentionImpl):
-    """As many heads of keys as of queries, and no bias."""
+class PagedAttention(AttentionImpl):
+    """Attention with as many key heads as query heads, and no bias."""
 
     def __init__(
         self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None
@@ -35,45 +35,47 @@ class Paged(AttentionImpl):
         self.shape, self.scale = (-1, num_heads, head_size), scale
 
     def forward(self, query, key, value, kv_cache, attn_metadata, kv_scale=1.0):
-        """``query``, ``key``, ``value`` and the result: tokens x heads of this rank * elements."""
+        """Write new keys and values to the cache, and attend. Tensors: tokens x (this rank's heads * n)."""
         assert kv_scale == 1
         query, key, value = (tensor.view(self.shape) for tensor in (query, key, value))
-        for held, new in zip(kv_cache, (key, value), strict=True):
-            held.flatten(0, 1)[attn_metadata.slot_mapping] = new
+        for cache, new in zip(kv_cache, (key, value), strict=True):
+            cache.flatten(0, 1)[attn_metadata.slot_mapping] = new
         if (prompts := attn_metadata.prefill_metadata) is not None:
-            found = self._prompts(query, key, value, prompts)
+            output = self._prompts(query, key, value, prompts)
         else:
-            found = self._answers(query, kv_cache, attn_metadata.decode_metadata)
-        return found.flatten(1)
+            output = self._answers(query, kv_cache, attn_metadata.decode_metadata)
+        return output.flatten(1)
 
     def _prompts(self, query, key, value, stage):
-        assert not stage.block_tables.numel(), "no prompt was read before"
-        found = [
+        assert not stage.block_tables.numel(), "prefix caching is not supported"
+        outputs = [
             self._attention(*parts, is_causal=True)
             for parts in zip(*(tensor.split(stage.seq_lens) for tensor in (query, key, value)), strict=True)
         ]
-        return torch.cat(found)
+        return torch.cat(outputs)
 
     def _answers(self, query, kv_cache, stage):
-        """One token of each sequence, to all before it."""
-        keys, values = (held[stage.block_tables].flatten(1, 2) for held in kv_cache)
-        there = torch.arange(keys.shape[1]) < stage.seq_lens_tensor[:, None]
-        return self._attention(query[:, None], keys, values, attn_mask=there[:, None, None])[:, 0]
+        """Attention of each sequence's last token to the whole sequence."""
+        keys, values = (cache[stage.block_tables].flatten(1, 2) for cache in kv_cache)
+        valid = torch.arange(keys.shape[1]) < stage.seq_lens_tensor[:, None]
+        return self._attention(query[:, None], keys, values, attn_mask=valid[:, None, None])[:, 0]
 
     def _attention(self, query, key, value, **options):
-        """Of (sequences x) tokens x heads x elements."""
+        """Attention of tensors of (sequences x) tokens x heads x size."""
         heads_first = (tensor.transpose(-3, -2) for tensor in (query, key, value))
         return scaled_dot_product_attention(*heads_first, scale=self.scale, **options).transpose(-3, -2)
 
 
 class Backend(AttentionBackend):
+    """The backend that vLLM's `get_attn_backend` returns; its cache never swaps or copies blocks."""
+
     @staticmethod
     def get_impl_cls():
-        return Paged
+        return PagedAttention
 
     @staticmethod
     def make_metadata(*arguments, **options):
-        return Stage(*arguments, **options)
+        return StageMetadata(*arguments, **options)
 
     @staticmethod
     def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
@@ -81,8 +83,8 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst):
-        raise NotImplementedError("the cache is large enough")
+        raise NotImplementedError("swapping: the cache is large enough for the tests")
 
     @staticmethod
     def copy_blocks(kv_caches, src_to_dists):
-        raise NotImplementedError("no request here asks for several answers")
+        raise NotImplementedError("copying blocks: no request of the tests has several answers")

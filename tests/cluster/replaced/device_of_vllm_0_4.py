@@ -1,12 +1,14 @@
-"""In place of the GPUs of a Ray worker process: its CPU. Everything that decides which GPU it is stays.
+"""Replace the GPU of a Ray worker process by its CPU; the code that decides which GPU it is remains.
 
-`install` is a setup hook of Ray's worker processes, for images of vLLM 0.4.2 that are made for GPUs. What it
-replaces are the calls that reach a device:
+`install` is a setup hook of Ray's worker processes, for GPU images of vLLM 0.4.2. It replaces the calls that
+reach a device:
 
-* the functions of `rlhf_stack.accelerator.devices` through which OpenRLHF asks for its device. Which GPU Ray assigned,
-  and which variables an engine's workers get, is decided by the image's own code, as on a GPU;
-* DeepSpeed's fused optimiser, by torch's, and its own collectives in shared memory, by gloo;
-* in the processes of an engine, what `worker_of_vllm_0_4` says.
+* the functions of `rlhf_stack.accelerator.devices` that return OpenRLHF's device. The image's own code
+  decides which GPU Ray assigned and which variables an engine's workers get, as on a GPU;
+* DeepSpeed's fused optimizer, by torch's, and its own collectives in shared memory, by gloo;
+* in the processes of an engine, what `worker_of_vllm_0_4` lists.
+
+It must run before `rlhf_stack.hooks.openrlhf_v0_5` is imported, whose names refer to these functions.
 """
 
 from functools import partial
@@ -18,13 +20,13 @@ from rlhf_stack.sync import gloo
 
 
 def install():
-    """Replace them in this process; torch, DeepSpeed and vLLM are not imported before they are used."""
+    """Replace the calls in this process; torch, DeepSpeed and vLLM are imported at their first use only."""
     devices.device_type = lambda: "cpu"
     devices.current_device = devices.torch_device = cpu
-    devices.set_device = choose_gloo
+    devices.set_device = disable_shm_collectives
     devices.synchronize = devices.empty_cache = devices.current_stream = lambda: None
     deepspeed_ops.adam_class = adam
-    gloo.Buffers = partial(pageable, gloo.Buffers)
+    gloo.Buffers = partial(pageable_buffers, gloo.Buffers)
     worker_extension.WORKERS["cpu"] = worker_extension.WORKERS["cuda"]
     startup.join = partial(join, startup.join)
 
@@ -35,11 +37,11 @@ def cpu():
     return torch.device("cpu")
 
 
-def choose_gloo(_local_rank):
-    """Called before the trainer's ranks meet, when DeepSpeed would compile collectives of its own."""
-    from deepspeed import ops as of_deepspeed
+def disable_shm_collectives(_local_rank):
+    """Make DeepSpeed use gloo; in the trainer's rendezvous, which follows, it would compile collectives."""
+    from deepspeed import ops
 
-    of_deepspeed.__compatible_ops__["deepspeed_shm_comm"] = False
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def adam(offload):
@@ -49,15 +51,14 @@ def adam(offload):
     return torch.optim.AdamW
 
 
-def pageable(buffers, device, pinned):
-    """Buffers in memory that is not pinned, which takes a GPU."""
-    assert pinned
+def pageable_buffers(buffers, device, **_):
+    """Create buffers in pageable memory: pinned memory needs a GPU."""
     return buffers(device, pinned=False)
 
 
-def join(of_the_image, own):
-    """Each process of an engine calls this first, before it asks vLLM for anything."""
+def join(original, engine):
+    """Replace vLLM's worker first: each process of an engine calls `join` before it uses vLLM."""
     import worker_of_vllm_0_4
 
     worker_of_vllm_0_4.install()
-    of_the_image(own)
+    original(engine)

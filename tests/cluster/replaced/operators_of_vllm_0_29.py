@@ -1,7 +1,7 @@
-"""The operators that vLLM 0.29 calls on a device, in torch: what a wheel for GPUs has for GPUs alone.
+"""The operators that vLLM 0.29 calls on a device, in torch; a GPU wheel has them for GPUs only.
 
-They are called as those of vLLM's own extension for CPUs, whose schemas these are. What the tests do not come
-to (a sliding window, ALiBi, sinks, a cache in fp8, fewer heads of keys than of queries) is an error.
+Names and schemas are those of vLLM's own extension for CPUs. What the tests do not need (a sliding window,
+ALiBi, sinks, a cache in fp8, fewer key heads than query heads) is an error.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 NAMESPACE = "_C"
-NO_SLOT = -1  # of a token that only fills a batch up
+NO_SLOT = -1  # of padding tokens
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an operator of `NAMESPACE`; the function is what it computes."""
+    """Define an operator of `NAMESPACE` that the decorated function implements."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         library.define(schema)
@@ -28,12 +28,12 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @operator("init_cpu_memory_env(SymInt[] node_ids) -> ()")
 def bind_memory(nodes: list[int]) -> None:
-    """Memory is where the kernel puts it."""
+    """Leave the placement of memory on NUMA nodes to the kernel."""
 
 
 @operator("silu_and_mul(Tensor(a!) out, Tensor input) -> ()")
 def silu_and_mul(out: torch.Tensor, both: torch.Tensor) -> None:
-    """``out`` (tokens x n) from gate and value side by side (tokens x 2n)."""
+    """Write silu(gate) * value to ``out`` (tokens x n), from gate and value side by side (tokens x 2n)."""
     gate, value = both.chunk(2, dim=-1)
     torch.mul(torch.nn.functional.silu(gate), value, out=out)
 
@@ -45,7 +45,7 @@ def silu_and_mul(out: torch.Tensor, both: torch.Tensor) -> None:
 def find_slots(
     starts: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, size: int
 ) -> None:
-    """Where in the cache each token goes: request i's are ``starts[i]`` to ``starts[i + 1]`` of the batch."""
+    """Write each token's cache slot; request i has tokens ``starts[i]`` to ``starts[i + 1]`` of the batch."""
     lengths = starts.diff()
     request = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = positions[: len(request)]
@@ -58,8 +58,8 @@ def find_slots(
     "ScalarType dtype, Tensor query_start_loc, bool casual, int window_size, str isa_hint, "
     "bool enable_kv_split, Tensor? dynamic_causal, str kv_cache_dtype) -> Tensor"
 )
-def plan_threads(*_: Any) -> torch.Tensor:
-    """Which thread attends to what: there is one."""
+def plan_attention(*_: Any) -> torch.Tensor:
+    """Return an empty plan: attention uses one thread."""
     return torch.empty(0)
 
 
@@ -67,7 +67,7 @@ def plan_threads(*_: Any) -> torch.Tensor:
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) key_cache, Tensor(a3!) value_cache, "
     "Tensor slot_mapping, str isa, float k_scale, float v_scale, str kv_cache_dtype) -> ()"
 )
-def remember(
+def write_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     keys: torch.Tensor,
@@ -78,7 +78,7 @@ def remember(
     _value_scale: float,
     dtype: str,
 ) -> None:
-    """Keys and values (tokens x heads x n) of new tokens, into the cache (blocks x heads x size x n)."""
+    """Write keys and values (tokens x heads x n) of new tokens to the cache (blocks x heads x size x n)."""
     _refuse(fp8=dtype.startswith("fp8"))
     token = (slots != NO_SLOT).nonzero().squeeze(1)
     block, place = slots[token] // keys.shape[2], slots[token] % keys.shape[2]
@@ -92,7 +92,7 @@ def remember(
     "SymInt sliding_window_size, Tensor block_table, float softcap, Tensor scheduler_metadata, "
     "Tensor? s_aux, Tensor? dynamic_causal, float k_scale, float v_scale, str kv_cache_dtype) -> ()"
 )
-def attend(
+def paged_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -112,7 +112,7 @@ def attend(
     _value_scale: float,
     dtype: str,
 ) -> None:
-    """Attention of the new tokens of each request (tokens x heads x n) to all of it that is in the cache."""
+    """Attend from the new tokens of each request (tokens x heads x n) to all of its tokens in the cache."""
     _refuse(
         alibi=slopes is not None,
         window=window != -1,
@@ -129,20 +129,20 @@ def attend(
         seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
         attended = torch.nn.functional.scaled_dot_product_attention(
             query[new].transpose(0, 1),
-            _joined(keys[own], length),
-            _joined(values[own], length),
+            _contiguous(keys[own], length),
+            _contiguous(values[own], length),
             attn_mask=seen,
             scale=scale,
         )
         output[new] = attended.transpose(0, 1)
 
 
-def _joined(cached: torch.Tensor, length: int) -> torch.Tensor:
-    """What is in the blocks of one request (blocks x heads x size x n) as heads x length x n."""
+def _contiguous(cached: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the blocks of one request (blocks x heads x size x n) as heads x length x n."""
     return cached.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def _refuse(**asked: bool) -> None:
-    wanted = [name for name, there in asked.items() if there]
-    if wanted:
-        raise NotImplementedError(f"the replaced device does not know: {', '.join(wanted)}")
+def _refuse(**features: bool) -> None:
+    requested = [name for name, is_requested in features.items() if is_requested]
+    if requested:
+        raise NotImplementedError(f"the replaced device does not support: {', '.join(requested)}")

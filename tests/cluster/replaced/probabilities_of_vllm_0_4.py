@@ -1,7 +1,7 @@
-"""The log-probability of each token of an answer, as engines gave it and as OpenRLHF's trainer computes it.
+"""Compare the log-probability of each answer token between an engine and OpenRLHF's trainer.
 
-probabilities_of_vllm_0_4.py DIR SIZE...: makes a tiny model in DIR, has an engine of OpenRLHF for each tensor
-parallelism SIZE answer, and writes both by SIZE to DIR/probabilities.json.
+probabilities_of_vllm_0_4.py DIR SIZE...: creates a tiny model in DIR, generates answers with an engine of
+OpenRLHF for each tensor parallelism SIZE, and writes both by SIZE to DIR/probabilities.json.
 """
 
 import json
@@ -21,7 +21,7 @@ HEADS = 8
 
 
 def main() -> None:
-    """Sample with the engines, then ask the trainer."""
+    """Sample with the engines, then compute the same tokens with the trainer's model."""
     folder, *sizes = sys.argv[1:]
     tiny_model.HIDDEN = 32 * HEADS
     model = str(Path(folder, "model"))
@@ -39,26 +39,26 @@ def main() -> None:
     for size in sizes:
         (engine,) = create_vllm_engines(1, int(size), model, 0, False, True, 128)
         sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, logprobs=1, seed=0)
-        asked = engine.generate.remote(sampling_params=sampling, prompt_token_ids=PROMPTS)
-        answers = [output.outputs[0] for output in ray.get(asked, timeout=SECONDS)]
+        reference = engine.generate.remote(sampling_params=sampling, prompt_token_ids=PROMPTS)
+        answers = [output.outputs[0] for output in ray.get(reference, timeout=SECONDS)]
         found[size] = {
             "engine": [
-                given[token].logprob
+                logprobs[token].logprob
                 for answer in answers
-                for token, given in zip(answer.token_ids, answer.logprobs, strict=True)
+                for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True)
             ],
             "trainer": [
                 number
                 for prompt, answer in zip(PROMPTS, answers, strict=True)
-                for number in computed(actor, [*prompt, *answer.token_ids])
+                for number in trainer_logprobs(actor, [*prompt, *answer.token_ids])
             ],
         }
     Path(folder, "probabilities.json").write_text(json.dumps(found))
     ray.shutdown()
 
 
-def computed(actor: Actor, tokens: list[int]) -> list[float]:
-    """Of the last `LENGTH` of ``tokens``."""
+def trainer_logprobs(actor: Actor, tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of the last `LENGTH` of ``tokens``."""
     sequence = torch.tensor([tokens])
     with torch.no_grad():
         return actor(sequence, LENGTH, torch.ones_like(sequence))[0].tolist()

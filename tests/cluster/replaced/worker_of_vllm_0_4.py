@@ -1,12 +1,12 @@
-"""In place of the GPU of an engine's worker: its CPU. Model runner, layers and sampler are vLLM 0.4.2's own.
+"""Replace the GPU of an engine's worker by its CPU; model runner, layers and sampler are vLLM 0.4.2's own.
 
-A rank has its shard of the model and computes with it; the ranks of an engine meet in the rendezvous that
-vLLM's executor gave them, and every layer needs all of them. Replaced are
+A rank holds its shard of the model and computes with it. The ranks of an engine use the rendezvous of vLLM's
+executor, and every layer needs all of them. Replaced are
 
-* the kernels: by the PyTorch code that vLLM has beside them, and of attention by `attention_of_vllm_0_4`;
-* NCCL and vLLM's own all-reduce, by gloo; and the broadcast of a step's input, which refuses a CPU's tensors;
-* what asks for memory: the cache has `BLOCKS` blocks, and the machine `MEMORY` bytes, because vLLM refuses
-  one without several GiB for each GPU of an engine to swap to. Nothing is swapped.
+* the kernels, by vLLM's own PyTorch versions, and attention by `attention_of_vllm_0_4`;
+* NCCL and vLLM's own all-reduce, by gloo; and the broadcast of a step's input, which refuses CPU tensors;
+* memory queries: the cache has `BLOCKS` blocks, and the machine `MEMORY` bytes, because vLLM requires several
+  GiB of swap space per GPU of an engine. Nothing is swapped.
 """
 
 from types import SimpleNamespace
@@ -34,16 +34,16 @@ BLOCKS = 1024  # of 16 tokens
 MEMORY = 1 << 40
 
 
-class OnCpu(worker.Worker):
-    """vLLM's worker of a GPU; what it overrides is what reaches the device."""
+class CpuWorker(worker.Worker):
+    """vLLM's GPU worker; it overrides the methods that reach the device."""
 
     def __init__(self, *, device_config, **options):
-        device_config.device = torch.device("cpu")  # its type stays: it chose the executor
+        device_config.device = torch.device("cpu")  # its type is unchanged: it selected the executor
         super().__init__(device_config=device_config, **options)
 
     def init_device(self):
         torch.cuda.current_device = lambda: self.local_rank
-        torch.cuda.get_device_properties = lambda _: SimpleNamespace()  # rlhf_stack asks for a UUID
+        torch.cuda.get_device_properties = lambda _: SimpleNamespace()  # rlhf_stack reads a UUID
         self.device = self.device_config.device
         init_distributed_environment(
             self.parallel_config.world_size,
@@ -62,16 +62,16 @@ class OnCpu(worker.Worker):
         return BLOCKS, 0
 
     def execute_model(self, *arguments, **options):
-        """vLLM's; that this rank has done its part is told, with a number that its weights have."""
-        found = super().execute_model(*arguments, **options)
+        """Run a step, and record as an event that this rank did, with the sum of its absolute weights."""
+        output = super().execute_model(*arguments, **options)
         parameters = self.model_runner.model.parameters()
         weights = sum(float(weight.abs().sum(dtype=torch.float64)) for weight in parameters)
         events.emit("engine step", rank=self.rank, weights=weights)
-        return found
+        return output
 
 
-class Unmeasured:
-    """Of the memory that loading takes."""
+class NoMemoryProfiler:
+    """Replaces vLLM's profiler of the GPU memory that loading allocates."""
 
     consumed_memory = 0
 
@@ -82,43 +82,43 @@ class Unmeasured:
         pass
 
 
-class Cache(cache_engine.CacheEngine):
+class CpuCacheEngine(cache_engine.CacheEngine):
     def _allocate_kv_cache(self, num_blocks, device):
         assert device in ("cuda", "cpu")
         return super()._allocate_kv_cache(num_blocks, "cpu")
 
 
 def broadcast(tensor_dict=None, src=0):
-    """vLLM's ``broadcast_tensor_dict``."""
+    """Replaces vLLM's ``broadcast_tensor_dict``."""
     if dist.get_world_size() == 1:
         return tensor_dict
-    held = [tensor_dict]
-    dist.broadcast_object_list(held, src=src, group=get_tensor_model_parallel_cpu_group())
-    return held[0]
+    objects = [tensor_dict]
+    dist.broadcast_object_list(objects, src=src, group=get_tensor_model_parallel_cpu_group())
+    return objects[0]
 
 
-def gathered(logits, *arguments):
-    """vLLM's ``tensor_model_parallel_gather``; gloo's threads may not write into its inference tensors."""
+def gather_logits(logits, *arguments):
+    """Replaces vLLM's ``tensor_model_parallel_gather``: gloo's threads may not write to inference tensors."""
     with torch.inference_mode(mode=False):
         return tensor_model_parallel_gather(logits.clone(), *arguments)
 
 
-def rotated(self, positions, query, key, offsets=None):
-    """``RotaryEmbedding.forward``; vLLM's PyTorch code takes batches of sequences."""
+def rotary_forward(self, positions, query, key, offsets=None):
+    """Replaces ``RotaryEmbedding.forward``: vLLM's PyTorch version expects a batch of sequences."""
     query, key = self._forward(positions[None], query[None], key[None], offsets)
     return query[0], key[0]
 
 
 def install():
-    """Replace them in this process."""
+    """Replace the functions and classes in this process."""
     config.get_cpu_memory = lambda: MEMORY
-    worker.Worker, worker.CacheEngine = OnCpu, Cache
-    model_runner.CudaMemoryProfiler = Unmeasured
+    worker.Worker, worker.CacheEngine = CpuWorker, CpuCacheEngine
+    model_runner.CudaMemoryProfiler = NoMemoryProfiler
     worker.broadcast_tensor_dict = model_runner.broadcast_tensor_dict = broadcast
-    logits_processor.tensor_model_parallel_gather = gathered
+    logits_processor.tensor_model_parallel_gather = gather_logits
     for module in (model_runner, cache_engine, attention_layer):
         module.get_attn_backend = lambda _dtype: Backend
     for module in (model_runner, cache_engine, sampling_metadata):
         module.is_pin_memory_available = lambda: False
     RMSNorm.forward, SiluAndMul.forward = RMSNorm._forward, SiluAndMul._forward
-    RotaryEmbedding.forward = rotated
+    RotaryEmbedding.forward = rotary_forward
