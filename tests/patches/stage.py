@@ -1,4 +1,4 @@
-# After preamble.py, the beginning of every probe of placement: three Ray nodes with GPUs that are not there.
+# After preamble.py, the start of every probe of placement: three Ray nodes with simulated GPUs.
 import os
 import sys
 import time
@@ -44,15 +44,16 @@ bound(20, "waited for ever")  # noqa: F821 of preamble.py
 
 
 class Handle:
-    # Stands for an actor: every method answers at once, with an address and a port.
+    # Replaces an actor: every method returns at once, with an address and a port.
     def __getattr__(self, _):
         return types.SimpleNamespace(remote=lambda *_, **__: ray.put(("127.0.0.1", 1)))
 
 
 class Recorded:
-    # Stands for an actor class of upstream: what it is asked to be is kept, and nothing is started.
-    def __init__(self, role):
-        self.role, self.__name__, self.made = role, role, []
+    # Replaces an actor class of upstream: records the options of each actor, and starts nothing.
+    def __init__(self, name):
+        self.__name__, self.made = name, []
+        self.__ray_metadata__ = types.SimpleNamespace(class_name=name)
 
     def options(self, **options):
         def remote(*_, **arguments):
@@ -72,7 +73,7 @@ def node_of(strategy, bundle=None):
 
 
 def stage(free, run, cpus=CPUS):
-    # What happens where ``free`` GPUs are left on the nodes: "" or what went wrong.
+    # Runs with ``free`` GPUs left on the nodes, and returns "" or the problem.
     pinned = [(left, f"node:{address}") for left, address in zip(free, PINS, strict=True)]
     taken = [{"GPU": GPUS - left, "CPU": CPUS - cpus, pin: 0.001} for left, pin in pinned]
     taken = [{name: amount for name, amount in bundle.items() if amount} for bundle in taken]
@@ -91,18 +92,18 @@ def stage(free, run, cpus=CPUS):
 
 
 def await_free(gpus, cpus):
-    # Ray tells what was taken or given back only after a while, and of each node and resource on its own.
+    # Ray reports what was taken or released with a delay, for each node and resource separately.
     until = time.monotonic() + 30
     while time.monotonic() < until:
         free = ray.available_resources()
         if (free.get("GPU", 0), free.get("CPU", 0)) == (gpus, cpus):
             return
         time.sleep(0.05)
-    raise AssertionError(f"{gpus} GPUs and {cpus} CPUs were to be free after 30 s, and Ray says {free}")
+    raise AssertionError(f"expected {gpus} GPUs and {cpus} CPUs free after 30 s, and Ray reports {free}")
 
 
 def few_cpus(make, *arguments):
-    # Where nodes have fewer CPUs than what is made asks for.
+    # On nodes with fewer CPUs than requested.
     try:
         make(*arguments)
     except TimeoutError as error:
@@ -121,5 +122,5 @@ def finish(problems):
     ray.shutdown()
     cluster.shutdown()
     problems = [problem for problem in problems if problem]
-    print("; ".join(problems) or "nothing straddles, and what has no place is an error")
+    print("; ".join(problems) or "nothing straddles, and an unsatisfiable request is an error")
     sys.exit(bool(problems))

@@ -1,4 +1,4 @@
-"""How evenly upstream's own code hands out prompts of very different lengths; engines are recorded."""
+"""How evenly upstream's own code distributes prompts of very different lengths over recorded engines."""
 
 import pytest
 
@@ -58,7 +58,7 @@ dispatch = samples_generator.SamplesGenerator._dispatch_prompts_to_vllm
 answers = dispatch(generator, prompts, prompts, max_new_tokens=ANSWER, max_len=512)
 judge(work)
 assert answers == prompts, "answers are awaited in the order of the prompts"
-print("prompts go to engines by work")
+print("prompts are balanced by their tokens")
 """
 )
 
@@ -104,7 +104,7 @@ generate = experience_maker.RemoteExperienceMaker._generate_vllm
 samples = generate(maker, prompts, max_new_tokens=ANSWER)
 found = [sample.sequences[0, 0].item() for sample in samples]
 assert found == [prompt[0] for prompt in prompts], "samples are in the order of the prompts"
-print("prompts go to engines by work")
+print("prompts are balanced by their tokens")
 """
 )
 

@@ -1,6 +1,6 @@
 import pytest
 
-# A trainer and two engines that only note what is asked of them; that weights arrive is in tests/cluster.
+# A trainer and two engines that only record their calls; tests/cluster checks that weights arrive.
 PROBE = """
 import contextlib
 
@@ -22,7 +22,7 @@ class Group:
     name, device, answers, in_place = "gloo", torch.device("cpu"), [], True
 
     class buffers:
-        first = staticmethod(lambda size, number: torch.empty(size, dtype=torch.uint8))
+        for_bucket = staticmethod(lambda size, number: torch.empty(size, dtype=torch.uint8))
 
     def broadcast(self, tensor, src, stream):
         sent.append(tensor)
@@ -74,5 +74,5 @@ print("one call to each engine for", len(parameters), "parameters")
         pytest.param("0.5", marks=pytest.mark.carries("openrlhf==0.5.1")),
     ],
 )
-def test_an_engine_is_asked_once_and_not_for_each_parameter(proves, release):  # noqa: ARG001
+def test_an_engine_is_called_once_per_sync_and_not_per_parameter(proves, release):  # noqa: ARG001
     proves(PROBE, "20 calls to 2 engines for 10 parameters")

@@ -1,4 +1,4 @@
-"""A checkpoint for which there is no room; a whole run that meets a full disk is in tests/faults."""
+"""A checkpoint that does not fit on the disk; tests/faults has a whole run with a full disk."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pretend_flash_attn()
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 alone()
-torch.cuda.synchronize = lambda: None  # upstream's barrier asks for a GPU
+torch.cuda.synchronize = lambda: None  # upstream's barrier needs a GPU
 ROOM = 100_000  # bytes of a file, as on a disk that fills up
 
 
@@ -31,12 +31,12 @@ folder = Path("checkpoints").absolute()
 try:
     DeepspeedStrategy.__new__(DeepspeedStrategy).save_ckpt(Engine(), str(folder), tag="step")
 except Exception as error:
-    said = str(error)
+    message = str(error)
 else:
-    raise SystemExit("the checkpoint was written, though there is no room for it")
-print(said.splitlines()[0])
+    raise SystemExit("the checkpoint was written, although it does not fit")
+print(message.splitlines()[0])
 expected = f"rank 0 on node {os.uname().nodename} ", f"the checkpoint in {folder} is not whole"
-sys.exit(not all(part in said for part in expected))
+sys.exit(not all(part in message for part in expected))
 """
 
 

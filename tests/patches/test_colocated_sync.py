@@ -38,7 +38,7 @@ assert ids[0] == ids[1] != other, (ids, other)
 weight = torch.full((2, 3), 2, dtype=torch.bfloat16)
 assert ray.get(shared[1].load.remote({ids[0]: reduce_tensor(weight), other: None})) == 12
 ray.shutdown()
-print("trainer and engine know the GPU that they share, and the weight came")
+print("trainer and engine identify the shared GPU, and the weight was loaded")
 """
 
 

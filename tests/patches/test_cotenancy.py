@@ -1,4 +1,4 @@
-"""A rank's collectives are seen by an engine on its GPU; tests/cluster has the same with a real engine."""
+"""An engine detects collectives of a rank on its GPU; tests/cluster has the same with a real engine."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from openrlhf.trainer.ray import launcher
 os.environ |= {env_vars.CHECK_COTENANCY: "1", devices.GPU_ID: os.getcwd()}
 dist = importlib.import_module("torch.distributed")
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-# The other rank joins the group, and comes to the barrier when it is told to.
+# The other rank joins the group, and enters the barrier after a line on its stdin.
 OTHER = (
     "import sys, torch.distributed as dist",
     "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), 2, False)",
@@ -35,24 +35,24 @@ class Strategy:
 
 
 launcher.BaseModelActor._setup_distributed(types.SimpleNamespace(_rank=0), Strategy())
-engine = gpu_contention.Watch()
+engine = gpu_contention.ContentionCheck()
 engine.check()
 waiting = threading.Thread(target=dist.barrier)
 waiting.start()
 try:
     waiting.join(2)
     engine.check()
-    told = ""
-except gpu_contention.CotenancyError as error:
-    told = str(error)
+    detected = ""
+except gpu_contention.GpuContentionError as error:
+    detected = str(error)
 other.communicate(b"go", timeout=60)
 waiting.join(60)
-assert "barrier of rank 0" in told, "an engine generates while a rank waits in a barrier, and nobody tells"
-print("an engine that generates while a rank waits in a barrier is told")
+assert "barrier of rank 0" in detected, "an engine generates while a rank waits in a barrier, undetected"
+print("an engine that generates while a rank waits in a barrier is detected")
 """
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(200)
-def test_a_barrier_is_seen_by_an_engine_on_its_gpu(proves):
-    proves(PROBE, "a rank waits in a barrier, and nobody tells")
+def test_an_engine_detects_a_barrier_on_its_gpu(proves):
+    proves(PROBE, "a rank waits in a barrier, undetected")

@@ -27,12 +27,13 @@ class Group:
 
 worker = wrap.WorkerWrap.__new__(wrap.WorkerWrap)
 worker._model_update_with_ray, worker._model_update_group = False, Group()
+worker.device = torch.device("cpu")
 worker.model_config = types.SimpleNamespace(dtype=torch.bfloat16)
 model = types.SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
 worker.model_runner = types.SimpleNamespace(model=model)
 worker.update_weight("w", torch.bfloat16, (2, 3))
 assert loaded["w"].shape == (2, 3) and bool((loaded["w"] == 3).all())
-print("the engine loaded what came")
+print("the engine loaded the received weight")
 """
 
 BARRIER = """
@@ -45,11 +46,11 @@ print("past the barrier")
 
 @pytest.mark.usefixtures("cpu_only")
 @pytest.mark.parametrize("probe", [REPLAY_BUFFER, RECEIVE_BUFFER], ids=["replay buffer", "receive buffer"])
-def test_tensors_go_to_the_accelerator_that_is_there(proves, probe):
+def test_tensors_are_on_the_configured_accelerator(proves, probe):
     proves(probe, NO_CUDA)
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.usefixtures("cpu_only")
-def test_synchronizing_asks_for_no_gpu(proves):
+def test_synchronizing_needs_no_gpu(proves):
     proves(BARRIER, NO_CUDA)

@@ -4,7 +4,7 @@ import pytest
 
 TRAINER = Path(__file__).with_name("flat.py").read_text(encoding="utf-8")
 
-# An engine that dies at its start, and models that take long to load or to train.
+# An engine that dies during startup, and models that take long to load or to train.
 DEAD = """
 import time
 import ray
@@ -13,7 +13,7 @@ pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
-bound(30, "the trainer does not know that an engine is dead")
+bound(30, "the trainer does not detect that an engine is dead")
 
 
 @ray.remote(num_cpus=0)
@@ -83,7 +83,7 @@ train_ppo_ray.RayActorGroup = Models
 
 
 class Counted(int):
-    # No GPUs are planned for the engine that is made above, and yet upstream makes it.
+    # The plan has no GPUs for the engine that is created above, and upstream still creates it.
     def __gt__(self, other):
         return True
 
@@ -106,10 +106,10 @@ run(args)
 @pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(200)
 def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
-    proves(SECTIONS, "does not know that an engine is dead")
+    proves(SECTIONS, "does not detect that an engine is dead")
 
 
 @pytest.mark.carries("openrlhf==0.5.1")
 @pytest.mark.timeout(200)
 def test_an_engine_that_dies_ends_the_older_trainer_too(proves):
-    proves(FLAT, "does not know that an engine is dead")
+    proves(FLAT, "does not detect that an engine is dead")

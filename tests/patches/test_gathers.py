@@ -1,7 +1,7 @@
 import pytest
 
-# Two ranks gather a large weight together with a small one, whose gather ends first. Each rank fills its half
-# anew before each gather, so that memory of the one before cannot pass for what has not come.
+# Two ranks gather a large weight together with a small one, whose gather ends first. Each rank refills its
+# half before each gather, so that memory of the previous one cannot pass for a weight that has not arrived.
 GATHERS = """
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ def run(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     both = configs()
-    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed's; upstream's strategy would look for this GPU
+    os.environ["LOCAL_RANK"] = str(rank)  # for DeepSpeed; upstream's strategy would select this GPU
     results = [whole for config in both for whole in gathered(list(layer(config).parameters()), rank)]
     dist.barrier()
     missing = results.count(False)
-    assert missing == 0, f"{missing} of {len(results)} gathers ended before the weights had come"
+    assert missing == 0, f"{missing} of {len(results)} gathers ended before the weights had arrived"
     print(f"{len(results)} gathers ended with their weights")
 
 
@@ -73,5 +73,5 @@ if __name__ == "__main__":
         pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
     ],
 )
-def test_a_gather_of_zero_3_ends_when_its_weights_have_come(proves, release):
-    proves(GATHERS + release + TWO_RANKS, r"[1-9]\d* of 40 gathers ended before the weights had come")
+def test_a_zero_3_gather_ends_when_its_weights_have_arrived(proves, release):
+    proves(GATHERS + release + TWO_RANKS, r"[1-9]\d* of 40 gathers ended before the weights had arrived")

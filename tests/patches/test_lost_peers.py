@@ -4,7 +4,7 @@ import pytest
 
 TRAINER = Path(__file__).with_name("flat.py").read_text(encoding="utf-8")
 
-# The driver waits for a rank of upstream's own, which is killed.
+# The driver waits for a rank of upstream's class, which is killed.
 LOST = """
 import signal
 import socket
@@ -52,5 +52,5 @@ FLAT = LOST + TRAINER + "lose('BasePPORole', 0)\nrun(args)\n"
         pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
     ],
 )
-def test_a_rank_that_was_killed_is_named_with_its_node(proves, probe):
+def test_a_killed_rank_is_named_with_its_node(proves, probe):
     proves(probe, "The actor died unexpectedly before finishing this task")

@@ -1,4 +1,4 @@
-"""Where upstream's own code puts ranks and engines, on Ray's nodes with GPUs that are not there."""
+"""Where upstream's own code places ranks and engines, on simulated Ray nodes with simulated GPUs."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 SECONDS = 400
 STAGE = Path(__file__).with_name("stage.py").read_text(encoding="utf-8")
 
-# Upstream's trainer up to where the models would be loaded.
+# Upstream's trainer up to the point where it would load the models.
 SECTIONS = """
 pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
@@ -42,8 +42,12 @@ def arguments(actor, engines=None, ref=None, critic=None, block=1):
 
 
 def train(args):
-    # Upstream's train() with recorded actors: them by role.
-    actors = {name: Recorded(name) for name in ("actor", "ref", "critic", "reward", "engine")}
+    # Upstream's train() with recorded actors, which it returns by role.
+    classes = {
+        "actor": "PolicyModelActor", "ref": "ReferenceModelActor", "critic": "CriticModelActor",
+        "reward": "RewardModelActor", "engine": "RolloutRayActor",
+    }
+    actors = {role: Recorded(name) for role, name in classes.items()}
     train_ppo_ray.get_strategy = lambda _: types.SimpleNamespace(print=lambda *_: None)
     train_ppo_ray.PolicyModelActor = actors["actor"]
     train_ppo_ray.ReferenceModelActor = actors["ref"]
@@ -102,8 +106,8 @@ RANKS = (
     + SECTIONS
     + """
 def ranks_in_order():
-    # A script's own group, which is not planned, as upstream's trainer makes one for each role.
-    actors = Recorded("actor")
+    # A group that a script creates itself, without a plan, as upstream's trainer does for each role.
+    actors = Recorded("Own")
     launcher.RayActorGroup(3, 8, actors, duplicate_actors=8)
     nodes = actors.where()
     found = [first // 8 for first in range(0, 24, 8) if len(set(nodes[first : first + 8])) > 1]
@@ -112,7 +116,7 @@ def ranks_in_order():
 
 finish([
     stage([8, 8, 8], ranks_in_order),
-    stage([8, 8, 8], lambda: few_cpus(launcher.RayActorGroup, 2, 6, Recorded("actor")), cpus=3),
+    stage([8, 8, 8], lambda: few_cpus(launcher.RayActorGroup, 2, 6, Recorded("Own")), cpus=3),
 ])
 """
 )

@@ -66,10 +66,10 @@ def seeds():
 
 
 first = seeds()
-assert None not in first, f"requests without a seed of their own: {first}"
+assert None not in first, f"requests without their own seed: {first}"
 assert len(set(first)) == 3, first
-assert seeds() == first, "another run of the same seed asks otherwise"
-print("each request has a seed of its own, the same in the next run")
+assert seeds() == first, "another run with the same seed has other request seeds"
+print("each request has its own seed, the same in the next run")
 """
 
 BATCH = """
@@ -98,10 +98,10 @@ def seeds():
 
 
 first = seeds()
-assert None not in first, f"requests without a seed of their own: {first}"
+assert None not in first, f"requests without their own seed: {first}"
 assert len(set(first)) == 3, first
-assert seeds() == first, "another run of the same seed asks otherwise"
-print("each request has a seed of its own, the same in the next run")
+assert seeds() == first, "another run with the same seed has other request seeds"
+print("each request has its own seed, the same in the next run")
 """
 
 CRITIC = """
@@ -128,25 +128,25 @@ for arrival in ([3, 1, 2], [2, 3, 1]):
     except StopIteration as stopped:
         found.add(tuple(stopped.value))
 assert len(found) == 1, f"the critic trains in the order of arrival: {sorted(found)}"
-print("the critic trains in one order, whoever was first")
+print("the critic trains in the same order")
 """
 
 
 @pytest.mark.carries("openrlhf==0.5.1")
-def test_each_request_of_a_batch_has_a_seed_of_its_own(proves):
-    proves(BATCH, r"requests without a seed of their own")
+def test_each_request_of_a_batch_has_its_own_seed(proves):
+    proves(BATCH, r"requests without their own seed")
 
 
 @pytest.mark.carries("openrlhf==0.5.1")
-def test_a_critic_trains_in_an_order_of_its_own(proves):
+def test_a_critic_trains_in_a_repeatable_order(proves):
     proves(CRITIC, r"the critic trains in the order of arrival")
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
-def test_each_request_has_a_seed_of_its_own(proves):
-    proves(REQUESTS, r"requests without a seed of their own")
+def test_each_request_has_its_own_seed(proves):
+    proves(REQUESTS, r"requests without their own seed")
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
-def test_prompts_are_shuffled_by_the_seed_of_the_run(proves):
+def test_the_seed_of_the_run_shuffles_the_prompts(proves):
     proves(SHUFFLE, r"prompts are shuffled by the seed \d+")

@@ -1,4 +1,4 @@
-"""A user who installs a package over ours is told: in the log of a run, and when a container starts."""
+"""A package installed over the patched one is reported: in the log of a run, and when a container starts."""
 
 import os
 import subprocess
@@ -11,13 +11,13 @@ import logging
 pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 
-# As if it had been installed anew: its record is found first, and no files.
+# As if it had been reinstalled: its metadata is found first, and no files.
 record = Path("replaced", "openrlhf-1.dist-info", "METADATA")
 record.parent.mkdir(parents=True)
 record.write_text("Metadata-Version: 2.1\\nName: openrlhf\\nVersion: 1\\n")
 sys.path.insert(0, str(Path("replaced").resolve()))
-told = []
-logging.getLogger("rlhf_stack").addHandler(types.SimpleNamespace(level=0, handle=told.append))
+logged = []
+logging.getLogger("rlhf_stack").addHandler(types.SimpleNamespace(level=0, handle=logged.append))
 
 
 class Begun(Exception):
@@ -35,20 +35,20 @@ try:
     train_ppo_ray.train(types.SimpleNamespace())
 except Begun:
     pass
-told = [found.getMessage() for found in told]
-found = [line for line in told if line.startswith("openrlhf 1 is not this image's")]
-assert found, f"a run says nothing of it: {told}"
-print("a run tells that openrlhf was replaced")
+lines = [record.getMessage() for record in logged]
+found = [line for line in lines if line.startswith("openrlhf 1 is not this image's")]
+assert found, f"a run does not report it: {lines}"
+print("a run reports that openrlhf was replaced")
 """
 
 
-def test_a_run_tells_of_a_package_that_was_replaced(proves):
-    proves(PROBE, "a run says nothing of it")
+def test_a_run_reports_a_replaced_package(proves):
+    proves(PROBE, "a run does not report it")
 
 
 @pytest.mark.timeout(120)
-def test_a_container_that_starts_tells_of_packages_that_were_replaced():
-    """With the packages as released first on the path, which pip would have put in place of ours."""
+def test_a_starting_container_reports_replaced_packages():
+    """With the pristine packages first on the path, as if pip had installed them over the patched ones."""
     pristine = os.environ["RLHF_STACK_PRISTINE"]
     done = subprocess.run(
         ["rlhf-entrypoint", "sh", "-c", "exit 7"],
@@ -60,4 +60,4 @@ def test_a_container_that_starts_tells_of_packages_that_were_replaced():
     )
     assert (done.returncode, done.stdout) == (7, "")
     assert "rlhf-stack: openrlhf " in done.stderr
-    assert "rlhf-stack patches shows all" in done.stderr
+    assert "(see rlhf-stack patches)" in done.stderr

@@ -27,7 +27,7 @@ ends(
 )
 """
 
-# A trainer that is stopped in a sync, and an engine whose deadline for it has passed.
+# A trainer that is stopped during a sync, and an engine whose deadline has passed.
 STOPPED = """
 import ray
 
@@ -91,15 +91,15 @@ run(lambda: train_ppo_ray.train(args))
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
-def test_an_engine_that_does_not_answer_is_named_within_the_deadline(proves):
+def test_an_engine_that_does_not_respond_is_named_within_the_deadline(proves):
     proves(ENGINES, "after 30 s it still waits for an engine")
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
-def test_what_engines_say_of_a_stopped_trainer_ends_the_run(proves):
+def test_an_engines_error_about_a_stopped_trainer_ends_the_run(proves):
     proves(SYNC, "after 30 s it still waits for a trainer")
 
 
 @pytest.mark.carries("openrlhf==0.5.1")
-def test_what_engines_say_of_a_stopped_trainer_ends_the_older_trainer_too(proves):
+def test_an_engines_error_about_a_stopped_trainer_ends_the_older_trainer_too(proves):
     proves(TRAINING, "after 30 s it still waits for a trainer")

@@ -64,7 +64,7 @@ for given in ([], [FLAG, "nccl"]):
     except Parsed as parsed:
         found.append(str(parsed))
 assert found == ["gloo", "nccl"], f"the image's default is gloo; without and with a flag: {found}"
-print("the image's default holds, and a flag wins")
+print("the image's default applies, and the option overrides it")
 """
 
 DEADLINE = """
@@ -105,8 +105,8 @@ print("the engine names the trainer that is gone")
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
-def test_gloo_means_gloo_and_weights_arrive(proves):
-    """Upstream takes NCCL whatever the flag says, and without NCCL its broadcast does nothing, unnoticed."""
+def test_gloo_is_used_and_weights_arrive(proves):
+    """Upstream takes NCCL whatever the option says, and without NCCL its broadcast silently does nothing."""
     proves(PROBE, r"received: \{.*False|NCCL|CUDA|_queue.Empty")
 
 

@@ -82,7 +82,7 @@ print("the sync is recorded:", syncs[0]["bytes"], "bytes")
 """
 
 
-def test_a_worker_says_what_it_holds(proves):
+def test_a_worker_reports_what_it_holds(proves):
     proves(WORKER, "has no attribute 'weight_digests'")
 
 

@@ -1,7 +1,7 @@
-"""Real Ray actors on machines with eight GPUs that do not exist: on which of them would each compute?
+"""Real Ray actors on machines with eight simulated GPUs: on which of them would each compute?
 
-What a process sees follows from its variables (`rlhf_stack.accelerator.visible_devices.seen`), and its device is the one that it
-would take of these. AMD's GPUs are found by a ``rocm-smi`` of these tests.
+The variables of a process determine which GPUs it sees (`visible_devices.visible_gpus` of rlhf_stack), and
+its device is the one that it would use of these. A ``rocm-smi`` of these tests reports AMD's GPUs.
 """
 
 import importlib.metadata
@@ -23,12 +23,13 @@ OLD_VLLM = pytest.mark.skipif(not VLLM_042, reason="this vLLM places its workers
 
 NODE = """
 import ast
+import importlib.metadata
 import logging
 import socket
 import tempfile
 
 import ray
-from rlhf_stack.accelerator import devices, visible_devices
+from rlhf_stack.accelerator import visible_devices
 from rlhf_stack.config import env_vars
 
 KIND = os.environ[env_vars.ACCELERATOR]
@@ -50,7 +51,7 @@ def start(gpus):
 
 
 def seen():
-    return visible_devices.seen(os.environ, KIND, 8)
+    return visible_devices.visible_gpus(os.environ, KIND, 8)
 
 
 def taken(ordinal):
@@ -59,14 +60,16 @@ def taken(ordinal):
 
 def meant(gpu):
     below = {name: value for name, value in os.environ.items() if name == visible_devices.ROCR}
-    named = visible_devices.seen(below | {visible_devices.CUDA: str(gpu)}, KIND, 8)
+    named = visible_devices.visible_gpus(below | {visible_devices.CUDA: str(gpu)}, KIND, 8)
     return named[0] if named else f"none: {gpu}"
 
 
 def trainer_class():
-    # OpenRLHF's own class, without the models that its module imports.
+    # OpenRLHF's own class, without the models that its module imports; patched, it calls its hooks.
+    release = importlib.metadata.version("openrlhf").split(".")[1]
+    hooks = importlib.import_module(f"rlhf_stack.hooks.openrlhf_v0_{release}")
     folder = Path(importlib.util.find_spec("openrlhf").submodule_search_locations[0]) / "trainer" / "ray"
-    names = {"os": os, "logging": logging, "socket": socket, "ray": ray, "devices": devices}
+    names = {"os": os, "logging": logging, "socket": socket, "ray": ray, "hooks": hooks}
     if (folder / "utils.py").exists():
         names |= vars(load("openrlhf/trainer/ray/utils.py", "utils"))
     tree = ast.parse((folder / "launcher.py").read_text())
@@ -113,7 +116,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class Worker:
-    # vLLM's worker, without what needs a GPU.
+    # vLLM's worker, without the parts that need a GPU.
     def __init__(self, local_rank, **_):
         self.local_rank = local_rank
 
@@ -262,7 +265,7 @@ def test_0_in_a_noset_variable_is_off(proves, machine):
 
 @pytest.mark.skipif(RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell knows no NOSET variable")
 @pytest.mark.parametrize("noset", ["0", "1"])
-def test_a_local_rank_is_not_a_gpus_name(proves, machine, noset):
+def test_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, noset):
     machine("cuda", **{NOSET_CUDA: noset, "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
     proves(f"{NODE}\n{RANKS}", "none: GPU 6 of")
 
@@ -281,7 +284,7 @@ def test_a_local_rank_is_not_a_gpus_name(proves, machine, noset):
 )
 def test_on_rocm_each_engine_computes_on_the_gpus_that_ray_assigned(proves, machine, variables):
     machine("rocm", **variables)
-    proves(f"{NODE}\n{ENGINES}", "taken GPU|Disagreement")
+    proves(f"{NODE}\n{ENGINES}", "taken GPU|VisibleDevicesError")
 
 
 @AMD_RAY
@@ -294,7 +297,7 @@ def test_on_rocm_each_engine_computes_on_the_gpus_that_ray_assigned(proves, mach
     ],
     ids=["warnings around", "no driver", "code"],
 )
-def test_what_rocm_smi_prints_is_no_gpu_unless_it_says_so(proves, machine, prints, expected):
+def test_only_the_cards_that_rocm_smi_lists_are_gpus(proves, machine, prints, expected):
     machine("rocm", RLHF_TEST_SMI=prints, EXPECTED=expected)
     proves(DETECTION, "GPUs were found|was evaluated")
 

@@ -22,12 +22,11 @@ from rlhf_stack.compat.deepspeed_ops import optimizer_config
 from rlhf_stack.compat.determinism import seed_prompt_shuffle, wait_for_answer
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.installed_patches import warn_of_changes as warn_of_replaced_packages
-from rlhf_stack.engine.actor import AsyncEngineMixin as EngineHooks
+from rlhf_stack.engine.actor import AsyncEngineMixin
 from rlhf_stack.engine.gpu_contention import track_collectives
 from rlhf_stack.engine.request_balancer import assign_prompts
 from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments, wait_for_engine_startup
-from rlhf_stack.engine.worker_extension import WorkerMixin as WorkerHooks
 from rlhf_stack.engine.worker_extension import WorkerMixin
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.run_groups import (
