@@ -11,9 +11,11 @@ DIRTY = "-dirty"  # suffix of a revision whose files differ from the commit
 
 
 def revision(root: Path = ROOT) -> str:
-    """Return the commit that is checked out, with `DIRTY` if a file is changed or untracked."""
+    """Return the commit that is checked out, with `DIRTY` unless git reports that every file is committed."""
     commit = _git("rev-parse", "--verify", "--quiet", "HEAD", root=root).stdout.strip()
-    return f"{commit or 'unknown'}{DIRTY if _git('status', '--porcelain', root=root).stdout.strip() else ''}"
+    status = _git("status", "--porcelain", root=root)
+    clean = commit and status.returncode == 0 and not status.stdout.strip()
+    return f"{commit or 'unknown'}{'' if clean else DIRTY}"
 
 
 def files() -> list[Path]:

@@ -9,6 +9,9 @@ root=$1
 chroot "$root" apt-get --yes --quiet install usr-is-merged usrmerge-
 chroot "$root" apt-get --yes --quiet autopurge
 
+# The user of an image can write to its own folders and the temporary ones alone.
+chmod 755 "$root/run/lock"
+
 : >"$root/etc/machine-id"
 rm -f "$root/etc/resolv.conf" "$root/etc/hostname" \
     "$root"/var/cache/debconf/*-old "$root"/var/lib/dpkg/*-old

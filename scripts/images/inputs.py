@@ -105,7 +105,8 @@ def with_vendor_compiler(cell: Cell, builder: str) -> str:
     vendor = next((source.image for source in cell.sources if source.image), None)
     if vendor is None:
         return builder
-    tag = f"{builder}-{sha256(vendor)[:12]}"
+    recipe = (IMAGES / "vendor" / "Dockerfile").read_text(encoding="utf-8")
+    tag = f"{builder}-{sha256(vendor + recipe)[:12]}"
     arguments = [f"--build-arg=BUILDER_BASE={builder}", f"--build-arg=VENDOR={vendor}", f"--tag={tag}"]
     done = subprocess.run(
         [*docker_command(), "build", *arguments, str(IMAGES / "vendor")],

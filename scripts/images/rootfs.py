@@ -4,6 +4,7 @@ The same package versions give a bit-identical tar: mmdebstrap uses ``SOURCE_DAT
 ``images/base/customize.sh`` removes what differs between machines.
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -29,7 +30,6 @@ UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/info/*", "/usr/share/locale/*", 
 # Other variables of the caller would change the result: the scripts of Debian's packages obey, for example,
 # PYTHONDONTWRITEBYTECODE.
 PASSED_ON = {"path", "home", "tmpdir", "apt_config", "http_proxy", "https_proxy", "no_proxy"}
-FORMAT = 2  # increased when this module writes a root differently, so that existing ones are rebuilt
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Root:
 
     @property
     def recipe(self) -> str:
-        """A digest of everything that determines the content, except the versions on the Debian mirror."""
-        parts = [FORMAT, self.name, self.base.suite, self.base.architecture, self.packages, self.epoch]
-        return sha256(json.dumps(parts).encode() + CUSTOMIZE.read_bytes())[:12]
+        """A digest of all that determines the content, except the versions on the Debian mirror."""
+        parts = [self.name, self.epoch, *command(self, Path("root.tar")), inspect.getsource(normalise)]
+        return sha256(json.dumps(parts))[:12]
 
     @property
     def tar(self) -> Path:

@@ -15,7 +15,7 @@ def test_an_edit_or_an_untracked_file_makes_a_revision_dirty(tmp_path: Path) -> 
         return done.stdout.strip()
 
     git("init", "--quiet")
-    assert revision(tmp_path) == "unknown"
+    assert revision(tmp_path) == "unknown-dirty"
     (tmp_path / "matrix.yaml").write_text("new", encoding="utf-8")
     git("add", ".")
     git("commit", "--quiet", "--message=x")

@@ -1,6 +1,7 @@
 """Inputs and context of a build, without building."""
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scripts.digests import sha256_file
 from scripts.errors import UserError
 from scripts.images import rootfs
-from scripts.images.context import IMAGES, LAYERS, dockerfile, quoted
+from scripts.images.context import IMAGES, LAYERS, dockerfile, normalise_modes, place, quoted
 from scripts.images.inputs import INPUTS, REVISION, Inputs, image_labels
 from scripts.images.pins import local_wheels, pinned, repin, source_pin
 from scripts.locks import lockfile, targets
@@ -152,6 +153,51 @@ def test_every_file_counts_by_name_content_and_whether_it_is_run(tmp_path: Path)
         change()
         digests.append(inputs_in(folder).digest)
     assert len(set(digests)) == len(digests)
+
+
+def test_folders_links_and_modes_count(tmp_path: Path) -> None:
+    folder = tmp_path / "context"
+    digests = [inputs_in(folder).digest]
+    link = folder / "link"
+    changes: list[Callable[[], object]] = [
+        (folder / "empty").mkdir,
+        lambda: (folder / "empty").chmod(0o775),
+        lambda: (folder / "Dockerfile").chmod(0o664),
+        lambda: link.symlink_to("Dockerfile"),
+        link.unlink,
+        lambda: link.symlink_to("empty"),
+    ]
+    for change in changes:
+        change()
+        digests.append(inputs_in(folder).digest)
+    assert len(set(digests)) == len(digests) - 1  # without the link it is as it was before
+    assert digests[3] == digests[5]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
+def test_the_umask_of_the_checkout_does_not_reach_the_context(tmp_path: Path, umask: int) -> None:
+    """Under 002, Ubuntu's for users, /usr of the image would be writable for its user's group."""
+    folder = tmp_path / "context"
+    shutil.copytree(IMAGES / "rootfs", folder)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
+    normalise_modes(folder)
+    modes = {path.stat().st_mode & 0o7777 for path in [folder, *folder.rglob("*")]}
+    assert modes == {0o755, 0o644}
+    assert (folder / "usr/local/bin/rlhf-entrypoint").stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_file_that_others_cannot_read_is_copied_and_keeps_its_mode(tmp_path: Path) -> None:
+    """Wheels are hard-linked: the mode of the user's own file would change with the link's."""
+    private, public = tmp_path / "private.whl", tmp_path / "public.whl"
+    for wheel, mode in ((private, 0o600), (public, 0o644)):
+        wheel.write_bytes(b"x")
+        wheel.chmod(mode)
+        place(wheel, tmp_path / "context" / wheel.name)
+    normalise_modes(tmp_path / "context")
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "context" / private.name).stat().st_mode & 0o777 == 0o644
+    assert public.samefile(tmp_path / "context" / public.name)
 
 
 def test_an_image_stays_while_its_inputs_do(tmp_path: Path) -> None:
