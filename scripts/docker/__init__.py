@@ -1,4 +1,4 @@
-"""Docker on this machine: a client, the command that builds, registries, and what sets Docker up.
+"""Docker on this machine: a client, the command that builds, registries, and the installation of Docker.
 
-Imports ``locks``, ``matrix`` and what is below them in the host's layers.
+Imports ``errors`` and ``paths`` only; everything that runs containers or builds images imports it.
 """

@@ -22,7 +22,7 @@ SYSTEMD = Path("/run/systemd/system")
 SYSTEM_DOCKER = Path("/usr/bin/docker")
 LAST_WITHOUT_BUILDX = 22
 ANSWER_SECONDS = 60
-SETUP = "python -m scripts docker ensure"
+SETUP = "bash scripts/nox.sh -s roots"
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -1,4 +1,4 @@
-"""What a registry has, asked by the docker command, with the credentials and certificates that it knows."""
+"""Query a registry through the docker command, which has the user's credentials and certificates."""
 
 import ipaddress
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import docker
 
-from scripts.docker import bootstrap
+from scripts.docker.client import docker_command
 from scripts.errors import UserError
 
 SECONDS = 60
@@ -31,32 +31,32 @@ REFUSED = ("unauthorized", "denied", "no basic auth credentials", "authenticatio
 
 @dataclass(frozen=True)
 class Remote:
-    """A tag of a registry: the digest of its manifest, that of the image in it, layers with packed sizes."""
+    """A tag of a registry: digests of its manifest and its config, layers with compressed sizes in bytes."""
 
     digest: str
     config: str
     layers: tuple[tuple[str, int], ...]
 
     def holds(self, image: str) -> bool:
-        """Whether it is the image with that id: one digest or the other, as the engine stores images."""
+        """Whether it is the image with that id, which is either digest, depending on Docker's image store."""
         return image in (self.digest, self.config)
 
 
 def repository(text: str) -> str:
-    """``text`` if it names a repository of a registry; a `UserError` says what is expected."""
+    """``text`` if it names a repository of a registry; otherwise a `UserError` with the expected form."""
     if REPOSITORY.fullmatch(text) is None:
         raise UserError(f"{text!r}: expected REGISTRY/REPO without a tag, such as ghcr.io/you/rlhf-stacks")
     return text
 
 
 def host_of(repo: str) -> str:
-    """The registry of a repository, as ``docker login`` takes it."""
+    """The registry of a repository, as ``docker login`` names it."""
     first = repo.partition("/")[0]
     return first if "." in first or ":" in first or first == "localhost" else "docker.io"
 
 
-def insecure(host: str, config: Mapping[str, Any]) -> bool:
-    """Whether the engine speaks to ``host`` without TLS, by the ``RegistryConfig`` of its info."""
+def is_insecure(host: str, config: Mapping[str, Any]) -> bool:
+    """Whether Docker connects to ``host`` without TLS, by the ``RegistryConfig`` of its info."""
     known = (config.get("IndexConfigs") or {}).get(host)
     if known is not None:
         return not known.get("Secure", True)
@@ -70,20 +70,18 @@ def insecure(host: str, config: Mapping[str, Any]) -> bool:
     )
 
 
-def told(message: str, repo: str) -> str:
-    """What a registry's refusal comes to, in one line with what to do."""
+def explain_refusal(message: str, repo: str) -> str:
+    """A registry's error message in one line, with what to do."""
     host, line = host_of(repo), " ".join(message.split())
     if any(sign in line.lower() for sign in REFUSED):
-        return (
-            f"{host} does not let you into {repo}: run `docker login {host}`, or ask for the right ({line})"
-        )
+        return f"{host} refuses access to {repo}: run `docker login {host}`, or request permission ({line})"
     if any(sign in line.lower() for sign in UNREACHABLE):
         return f"the registry {host} cannot be reached: check its name and the network ({line})"
     return f"{host}: {line}"
 
 
 def parse(text: str) -> Remote:
-    """What ``docker manifest inspect --verbose`` printed; a `UserError` for a tag that is several images."""
+    """Parse ``docker manifest inspect --verbose``; a `UserError` for a tag of several images."""
     answer = json.loads(text)
     if not isinstance(answer, dict):
         raise UserError("the tag is a list of images for several platforms")
@@ -95,13 +93,13 @@ def parse(text: str) -> Remote:
     )
 
 
-def look(client: docker.DockerClient, reference: str) -> Remote | None:
-    """What is under ``reference``, None if nothing is; a `UserError` if the registry cannot be asked."""
+def inspect_remote(client: docker.DockerClient, reference: str) -> Remote | None:
+    """The image under ``reference``, None without one; a `UserError` if the registry cannot be queried."""
     repo = reference.rpartition(":")[0]
-    options = ["--insecure"] if insecure(host_of(repo), client.info().get("RegistryConfig") or {}) else []
+    options = ["--insecure"] if is_insecure(host_of(repo), client.info().get("RegistryConfig") or {}) else []
     try:
         done = subprocess.run(
-            [*bootstrap.builder(), "manifest", "inspect", "--verbose", *options, reference],
+            [*docker_command(), "manifest", "inspect", "--verbose", *options, reference],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -109,7 +107,7 @@ def look(client: docker.DockerClient, reference: str) -> Remote | None:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(told(f"timeout: no answer within {SECONDS} s", repo)) from None
+        raise UserError(explain_refusal(f"timeout: no answer within {SECONDS} s", repo)) from None
     if done.returncode == 0:
         try:
             return parse(done.stdout)
@@ -117,4 +115,4 @@ def look(client: docker.DockerClient, reference: str) -> Remote | None:
             raise UserError(f"{reference}: {problem}") from None
     if any(sign in done.stderr.lower() for sign in ABSENT):
         return None
-    raise UserError(told(done.stderr, repo))
+    raise UserError(explain_refusal(done.stderr, repo))

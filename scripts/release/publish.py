@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
 from scripts.docker.client import connect, with_docker_errors
-from scripts.docker.registry import Remote, host_of, look, repository, told
+from scripts.docker.registry import Remote, explain_refusal, host_of, inspect_remote, repository
 from scripts.errors import UserError, run
 from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, digest_for
 from scripts.locking import exclusive_lock
@@ -155,11 +155,11 @@ def push(client: docker.DockerClient, image: Image, repo: str, tag: str, console
     try:
         upload = _upload(client, repo, tag, console)
     except UserError as problem:
-        raise UserError(told(str(problem), repo)) from None
+        raise UserError(explain_refusal(str(problem), repo)) from None
     finally:
         if not known:
             client.images.remove(reference, noprune=True)
-    there = look(client, reference)
+    there = inspect_remote(client, reference)
     if there is None or there.digest != upload.digest or not there.holds(str(image.id)):
         raise UserError(f"{reference}: the registry does not have what was pushed; run this again")
     return Row(reference, there.digest, moved(upload.pushed, image.attrs["RootFS"]["Layers"], there))
@@ -183,7 +183,7 @@ def publish(client: docker.DockerClient, repo: str, items: Sequence[Item], conso
     rows = []
     for item in items:
         reference = f"{repo}:{item.immutable}"
-        there = look(client, reference)
+        there = inspect_remote(client, reference)
         if refused := overwrites(reference, there, str(item.image.id)):
             raise UserError(refused[0])
         rows.append(
@@ -192,7 +192,7 @@ def publish(client: docker.DockerClient, repo: str, items: Sequence[Item], conso
             else push(client, item.image, repo, item.immutable, console)
         )
     for item in items:
-        there = look(client, f"{repo}:{item.cell.id}")
+        there = inspect_remote(client, f"{repo}:{item.cell.id}")
         rows.append(
             Row(f"{repo}:{item.cell.id}", there.digest, None)
             if there and there.holds(str(item.image.id))
@@ -220,7 +220,7 @@ def gather(
         refused = refusals(cell, image.labels, records.read(str(image.id), kept), given)
         if not refused:
             reference = f"{repo}:{item.immutable}"
-            refused = overwrites(reference, look(client, reference), str(image.id))
+            refused = overwrites(reference, inspect_remote(client, reference), str(image.id))
         items.append(item)
         reasons += refused
     return items, reasons

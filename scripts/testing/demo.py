@@ -82,7 +82,8 @@ class Bar:
         rewards = [float(event["reward"]) for event in events if event["event"] == "step"]
         text = "training" if "models up" in phases else "starting engines and trainers"
         if rewards:
-            text = f"step {len(rewards)}/{self._total}, reward {rewards[-1]:.2f} {demo_report.sparkline(rewards)}"
+            bars = demo_report.sparkline(rewards)
+            text = f"step {len(rewards)}/{self._total}, reward {rewards[-1]:.2f} {bars}"
         self._progress.update(self._task, description=text, completed=len(rewards))
         if not self._console.is_terminal:
             for number in range(self._done, len(rewards)):
@@ -219,7 +220,7 @@ def run_demo(
     with exclusive_lock(folder(cell), "a demo"):
         display = Display(console)
         with display.phase("build", f"{cell.tag}, cached layers are used"):
-            image = image_build.build(cell)
+            image = build(cell)
         is_test = (layout, steps, seed) == (LAYOUT, STEPS, SEED)
         record = records.recording(cell.id, image, "demo") if is_test else nullcontext(records.Tally())
         with record as tally:

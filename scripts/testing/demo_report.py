@@ -1,4 +1,4 @@
-"""What a demo run showed: from the events of its processes to a report, as a dict and as a picture."""
+"""The report of a demo run, from the events of its processes: as a dict and as tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def build(
     events: Sequence[Event],
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The report of one run. Rewards are means of the first and the last three steps; seconds are by phase.
+    """The report of a run. Rewards are means of the first and the last three steps; seconds are by phase.
 
     A `UserError` if the run recorded no step, no engine, or no sync.
     """
@@ -68,7 +68,7 @@ def _engine(event: Event) -> dict[str, Any]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A bar a value, from 0 to 1."""
+    """A line of one bar for each value from 0 to 1."""
     top = len(BARS) - 1
     return "".join(BARS[max(0, min(top, round(value * top)))] for value in values)
 
@@ -81,12 +81,12 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def _tables(report: Mapping[str, Any]) -> RenderableType:
     places = Table("node", "address", "fake GPUs", "engines", title=report["cell"], title_justify="left")
     for node in report["nodes"]:
-        here = [
+        engines = [
             f"engine {index} on GPUs {', '.join(engine['gpus'])}{' STRADDLES' if engine['straddles'] else ''}"
             for index, engine in enumerate(report["engines"])
             if node["address"] in engine["node"].split(", ")
         ]
-        places.add_row(node["host"], node["address"], f"{node['gpus']:g}", "\n".join(here) or "none")
+        places.add_row(node["host"], node["address"], f"{node['gpus']:g}", "\n".join(engines) or "none")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     equal = (
         Text("equal", style="green") if report["weights_equal"] else Text("NOT SHOWN EQUAL", style="bold red")

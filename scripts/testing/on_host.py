@@ -1,56 +1,38 @@
-"""Run the tests of the host's side against the image of a cell, and keep what they said of it.
+"""Run the pytest suites of the host against the image of a cell."""
 
-``python -m scripts.testing.on_host {layers,network,registry,faults} [CELL]``, then arguments for pytest: with
-these, which choose some of the tests, no record is kept.
-"""
-
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import docker
 import pytest
 
-from scripts.docker.client import connect, with_docker_errors
-from scripts.errors import UserError, run
-from scripts.matrix.load import Cell, find, load
+from scripts.errors import UserError
+from scripts.matrix.load import Cell
+from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
 from scripts.testing import records
-from scripts.testing.in_image import built
-
-SUITES = ("layers", "network", "registry", "faults")
+from scripts.testing.in_image import local_image
 
 
-def run_pytest(cell: Cell, suite: str, arguments: Sequence[str], junit: Path) -> int:
-    """Run a suite in this process; pytest's exit code. Interrupted, it is an interrupt here too."""
-    code = pytest.main([str(ROOT / "tests" / suite), f"--cell={cell.id}", f"--junitxml={junit}", *arguments])
-    if code == pytest.ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt
-    return int(code)
-
-
-def main() -> int:
-    """The command line; exit code 1 when a test failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.testing.on_host", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("cell", nargs="?", help="a cell id; the default cell if none is given")
-    options, arguments = parser.parse_known_args()
-    matrix = load()
-    cell = find(matrix, options.cell or matrix.default)
-    client = connect()
-    image = built(client, cell)
+def run_suite(client: docker.DockerClient, cell: Cell, suite: str, arguments: Sequence[str]) -> int:
+    """Run a suite; 1 when a test failed. With ``arguments`` for pytest, which may select tests, no record."""
+    image = local_image(client, cell)
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
         if arguments:
-            return min(1, run_pytest(cell, options.suite, arguments, junit))
-        with records.kept(cell.id, image, options.suite) as tally:
-            tally.add(junit, run_pytest(cell, options.suite, [], junit))
-            if built(client, cell) != image:
-                raise UserError(f"{cell.tag} was built anew while its tests ran: run them again")
+            return min(1, _run_pytest(cell, suite, arguments, junit))
+        with records.recording(cell.id, image, suite) as tally:
+            tally.add(junit, _run_pytest(cell, suite, [], junit))
+            if local_image(client, cell) != image:
+                raise UserError(f"{cell.tag} was rebuilt while its tests ran: run them again")
     return min(1, tally.code)
 
 
-if __name__ == "__main__":
-    run(with_docker_errors(main))
+def _run_pytest(cell: Cell, suite: str, arguments: Sequence[str], junit: Path) -> int:
+    """Run a suite in this process and return pytest's exit code; an interrupt of pytest is raised again."""
+    folder = ROOT / "tests" / SUITES[suite].folder
+    code = pytest.main([str(folder), f"--cell={cell.id}", f"--junitxml={junit}", *arguments])
+    if code == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    return int(code)

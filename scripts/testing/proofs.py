@@ -1,4 +1,4 @@
-"""What the tests of the patches said: each patch on the package as released, and on ours."""
+"""How the tests of the patches ended: on the package as released, and on the patched one."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,14 @@ PASSED = "exit 0"
 
 
 class Proved(msgspec.Struct, frozen=True):
-    """How the tests of a patch ended on the package as released, and on the patched one."""
+    """The outcomes of a patch's tests on the package as released and on the patched one."""
 
     pristine: str
     patched: str
 
 
 def proofs_of(series: Iterable[Series], proofs: Sequence[Proof]) -> dict[str, Proved]:
-    """How each patch was proved, by ``package/name``; those whose test did not run are left out."""
+    """The outcomes of each patch's tests by ``package/name``, without patches whose test did not run."""
     found = {}
     for s in series:
         for patch in s.patches:
@@ -37,41 +37,41 @@ def proofs_of(series: Iterable[Series], proofs: Sequence[Proof]) -> dict[str, Pr
 
 
 def unproved(cell: Cell, series: Iterable[Series], proofs: Sequence[Proof]) -> list[str]:
-    """The patches of a cell of which no test failed on the package as released and passed on ours.
+    """The patches without a test that failed on the package as released and passed on the patched one.
 
-    Only of a CPU cell: on others a patch that lets the CPU do something has nothing to show.
+    Only CPU cells are checked: on others, a patch that adds CPU support makes no difference.
     """
     if cell.accelerator.kind != "cpu":
         return []
-    shown = {
+    proved = {
         proof.file
         for proof in proofs
         if not proof.pristine.startswith(PASSED) and proof.patched.startswith(PASSED)
     }
-    return [f"{s.package}/{p.name}" for s in series for p in s.patches if p.header["Test"] not in shown]
+    return [f"{s.package}/{p.name}" for s in series for p in s.patches if p.header["Test"] not in proved]
 
 
 def report(cell: Cell, series: Sequence[Series], proofs: Sequence[Proof], console: Console) -> int:
-    """Print the table of a cell; 1 if a patch of it is not proved."""
+    """Print the table of a cell; 1 if one of its patches is not proved."""
     found = proofs_of(series, proofs)
     table = Table("patch", "as released", "patched", title=cell.id)
     for name in (f"{s.package}/{patch.name}" for s in series for patch in s.patches):
         proved = found.get(name)
-        table.add_row(name, *((proved.pristine, proved.patched) if proved else ("not tried", "")))
+        table.add_row(name, *((proved.pristine, proved.patched) if proved else ("not tested", "")))
     console.print(table)
-    lacking = unproved(cell, series, proofs)
-    for name in lacking:
+    missing = unproved(cell, series, proofs)
+    for name in missing:
         console.print(
             f"error: {name}: no test failed without it and passed with it on this cell: its header's Test "
-            "must name a file in which one does",
+            "must name a file with such a test",
             markup=False,
             soft_wrap=True,
         )
-    return 1 if lacking else 0
+    return 1 if missing else 0
 
 
 def _ended(outcomes: Iterable[str]) -> str:
-    """``exit 1: ImportError: ...`` as what it came to, without a text that names places."""
+    """Summarize outcomes such as ``exit 1: ImportError: ...``, without text that depends on paths."""
     outcomes = list(outcomes)
     failed = [outcome for outcome in outcomes if not outcome.startswith(PASSED)]
     causes = sorted({cause[1] for outcome in failed if (cause := CAUSE.search(outcome))})

@@ -22,7 +22,7 @@ from scripts.errors import run
 from scripts.matrix.load import find, load
 from scripts.testing.cluster import Cluster, ContainerNode
 from scripts.testing.demo import DATA
-from scripts.testing.in_image import built
+from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
 
 SCRIPT = Path(__file__).with_name("cotenancy_engines.py")
@@ -65,7 +65,8 @@ def main() -> int:
     matrix, client = load(), connect()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
-    with Cluster(client, built(client, cell), (ContainerNode("one", gpus=2),), options=mounts) as cluster:
+    nodes = (ContainerNode("one", gpus=2),)
+    with Cluster(client, local_image(client, cell), nodes, options=mounts) as cluster:
         make = ["python", "-m", "rlhf_stack.demo.tiny_model", "--out", DATA, "--layers", str(LAYERS)]
         cluster.output(cluster.head, make)
         output = cluster.output(cluster.head, ["python", INSIDE, f"{DATA}/model"])

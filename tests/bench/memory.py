@@ -15,7 +15,7 @@ from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
 from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
-from scripts.testing.in_image import built
+from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
 
 KINDS = ("activations", "states", "cache")
@@ -52,7 +52,7 @@ def main() -> int:
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
     client = connect()
-    image = built(client, cell)
+    image = local_image(client, cell)
     found = [one for kind in options.kind or KINDS for one in measured(client, image, kind)]
     rows = [
         Row(str(one["name"]), "MB", one["estimated"] / MEGABYTE, one["measured"] / MEGABYTE) for one in found

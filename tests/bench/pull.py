@@ -24,7 +24,7 @@ from docker.models.images import Image
 from rich.console import Console
 
 from scripts.docker.client import check_space, connect, with_docker_errors
-from scripts.docker.registry import look
+from scripts.docker.registry import inspect_remote
 from scripts.errors import UserError, run
 from scripts.images.build import unpacked_size
 from scripts.matrix.load import Cell, expand, find, load
@@ -139,7 +139,7 @@ def push(client: docker.DockerClient, image: Image, registry: server.Registry, c
 
 def whole(client: docker.DockerClient, row: publish.Row) -> float:
     """All layers of what was pushed, packed, in megabytes."""
-    there = look(client, row.reference)
+    there = inspect_remote(client, row.reference)
     return sum(layer for _, layer in there.layers) / 1e6 if there else 0.0
 
 

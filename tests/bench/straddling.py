@@ -23,7 +23,7 @@ from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
 from scripts.testing.cluster import Cluster, ContainerNode
 from scripts.testing.demo import DATA
-from scripts.testing.in_image import built
+from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
 from tests.network import links
 
@@ -90,7 +90,7 @@ def main() -> int:
     matrix, client = load(), connect()
     cell = find(matrix, asked.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
-    with Cluster(client, built(client, cell), NODES, options=mounts) as cluster:
+    with Cluster(client, local_image(client, cell), NODES, options=mounts) as cluster:
         for container in cluster.containers:
             cluster.output(
                 container,

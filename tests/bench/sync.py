@@ -18,7 +18,7 @@ from scripts.errors import run
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
 from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
-from scripts.testing.in_image import built
+from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
 
 INSIDE = "/opt/bench/sync_ranks.py"
@@ -98,7 +98,7 @@ def main() -> int:
     asked = options.parse_args()
     client = connect()
     matrix = load()
-    image = built(client, find(matrix, asked.cell or matrix.default))
+    image = local_image(client, find(matrix, asked.cell or matrix.default))
     table: list[Row] = []
     for workers in asked.workers:
         near = loopback(client, image, workers, asked.repeat)

@@ -10,7 +10,7 @@ import pytest
 
 PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 CELL = Path("/etc/rlhf-stack/cell.json")
-DERIVED = os.environ.get("RLHF_STACK_DERIVED") == "1"  # set by scripts/testing/in_image.py --derived
+DERIVED = os.environ.get("RLHF_STACK_DERIVED") == "1"  # set by python -m scripts test image --derived
 
 
 def locked() -> dict[str, str]:

@@ -105,7 +105,7 @@ def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cel
 
 def start_demo(*arguments: str) -> "subprocess.Popen[str]":
     """The demo as a process of its own, with a number of steps that makes it no test of the image."""
-    command = [sys.executable, "-m", "scripts.testing.demo", "--steps", "3", *arguments]
+    command = [sys.executable, "-m", "scripts", "demo", "--steps", "3", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -18,7 +18,7 @@ def test_a_layout_over_both_nodes_trains(cell: Cell, image: Image) -> None:
         name for name in tiny_run.installed(cell.versions["openrlhf"]).layouts if name != "separate"
     )
     display = demo.Display(Console())
-    result = demo.demo(cell, str(image.id), layout, STEPS, seed=0, timeout=800, display=display)
+    result = demo.train_on_nodes(cell, str(image.id), layout, STEPS, seed=0, timeout=800, display=display)
     assert result["steps"] == STEPS
     assert not any(engine["straddles"] for engine in result["engines"])
     assert len({engine["node"] for engine in result["engines"]}) == len(result["engines"])

@@ -14,7 +14,7 @@ import pytest
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts.docker.registry import look
+from scripts.docker.registry import inspect_remote
 from scripts.errors import UserError
 from scripts.images.inputs import INPUTS, digest_for
 from scripts.matrix.load import Cell
@@ -87,7 +87,7 @@ def test_an_immutable_tag_is_not_overwritten(
     )
     with pytest.raises(UserError, match="it is immutable"):
         publish.publish(client, repo, [other], CONSOLE)
-    there = look(client, f"{repo}:{other.cell.id}")
+    there = inspect_remote(client, f"{repo}:{other.cell.id}")
     assert there is not None
     assert there.holds(str(first.image.id))
 
@@ -98,7 +98,7 @@ def test_a_new_release_moves_the_alias_alone(client: docker.DockerClient, repo: 
     before = publish.publish(client, repo, [old], CONSOLE)[0]
     _, alias = publish.publish(client, repo, [new], CONSOLE)
     assert alias.digest != before.digest
-    stays = look(client, before.reference)
+    stays = inspect_remote(client, before.reference)
     assert stays is not None
     assert stays.digest == before.digest
 
@@ -119,12 +119,12 @@ def test_interrupted_it_is_run_again(
         patched.setattr(publish, "Upload", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             publish.publish(client, repo, [item], CONSOLE)
-    assert look(client, f"{repo}:{item.cell.id}") is None
+    assert inspect_remote(client, f"{repo}:{item.cell.id}") is None
     assert client.images.get(item.cell.tag).tags == [item.cell.tag]
 
     immutable, alias = publish.publish(client, repo, [item], CONSOLE)
     assert immutable.digest == alias.digest
-    there = look(client, alias.reference)
+    there = inspect_remote(client, alias.reference)
     assert there is not None
     assert there.holds(str(item.image.id))
 

@@ -1,4 +1,4 @@
-"""The script that makes nox's environment, tried on a made-up lock, and the sessions of the noxfile."""
+"""The script that makes nox's environment, on a made-up lock, and the sessions of the noxfile."""
 
 import base64
 import hashlib
@@ -11,41 +11,44 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import pip
 import pytest
+import typer.main
 from nox import registry
 
-from scripts import lint
-from scripts.matrix import load as matrix_module
-from scripts.matrix.load import expand, load
+from scripts import cli
 from scripts.paths import ROOT
 
-MATRIX = load()
 SESSIONS = [
     "lint",
     "unit",
     "lock",
-    "base",
+    "roots",
     "build",
     "image",
     "cluster",
     "integration",
     "network",
     "patches",
-    "knownbad",
+    "known_bad",
     "registry",
     "faults",
     "catalogue",
     "publish",
     "demo",
     "tests",
-    "others",
+    "ci_extra",
     "full",
 ]
+# A python3 whose environments get the pip of this one: making pip's own takes seconds.
+PYTHON = """#!/bin/sh
+[ "$1 $2" = "-m venv" ] || exec {python} "$@"
+{python} -m venv --without-pip "$3" && ln -s {pip} "$3"/lib/python3.*/site-packages/
+"""
 
 
 def wheel(folder: Path, version: str) -> str:
-    """Make a package ``nox`` that prints its version and arguments; its line in a lock."""
+    """Make a package ``nox`` that prints its version and arguments; returns its line in a lock."""
     folder.mkdir(exist_ok=True)
     info = f"nox-{version}.dist-info"
     files = {
@@ -66,6 +69,9 @@ def wheel(folder: Path, version: str) -> str:
     return f"nox=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
+BASE_PYTHON = Path(sys.base_prefix, "bin", "python3")
+
+
 class Project:
     """A folder with nox.sh and a lock of one made-up package, which no index has."""
 
@@ -75,6 +81,11 @@ class Project:
         (folder / "scripts").mkdir()
         shutil.copy(ROOT / "scripts" / "nox.sh", folder / "scripts")
         self.lock(wheel(folder / "wheels", "1.0"))
+        self.python = folder / "python"
+        self.python.mkdir()
+        python = self.python / "python3"
+        python.write_text(PYTHON.format(python=BASE_PYTHON, pip=Path(pip.__file__).parent), encoding="utf-8")
+        python.chmod(0o755)
 
     def lock(self, text: str) -> None:
         (self.folder / "scripts" / "requirements.txt").write_text(text, encoding="utf-8")
@@ -84,6 +95,7 @@ class Project:
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.folder / "wheels"),
             "PIP_CONFIG_FILE": os.devnull,
+            "PATH": f"{self.python}:{os.environ['PATH']}",
         }
         return subprocess.run(
             ["bash", str(self.folder / "scripts" / "nox.sh"), *arguments],
@@ -102,19 +114,19 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def test_the_environment_is_made_once_and_anew_when_it_is_broken_or_the_lock_changed(
+def test_the_environment_is_made_once_and_rebuilt_if_broken_or_if_the_lock_changed(
     project: Project,
 ) -> None:
-    (project.environment / "bin").mkdir(parents=True)  # a former attempt that was cut short
+    (project.environment / "bin").mkdir(parents=True)  # an interrupted attempt
     first = project.run("-s", "a b")
     assert (first.returncode, first.stdout) == (0, f"nox 1.0 -s a b {project.folder}\n"), first.stderr
     assert "making the host's environment" in first.stderr
     assert project.run().stderr == "", "a second run must install nothing"
-    other = os.pathsep.join([str(project.environment / "bin"), os.environ["PATH"]])
-    assert project.run(PATH=other).stderr == "", "nor one that finds another Python first"
+    other = f"{project.environment / 'bin'}:{project.python}:{os.environ['PATH']}"
+    assert project.run(PATH=other).stderr == "", "nor one that finds another Python first in PATH"
 
     (project.environment / "bin" / "python").unlink()
-    assert "making the host's environment" in project.run().stderr, "a broken one must be made anew"
+    assert "making the host's environment" in project.run().stderr, "a broken environment must be rebuilt"
 
     project.lock(wheel(project.folder / "wheels", "2.0"))
     changed = project.run()
@@ -122,7 +134,7 @@ def test_the_environment_is_made_once_and_anew_when_it_is_broken_or_the_lock_cha
     assert project.run().stderr == ""
 
 
-def test_what_cannot_be_installed_is_told_and_leaves_no_stamp(project: Project) -> None:
+def test_a_failed_installation_is_reported_and_leaves_no_stamp(project: Project) -> None:
     failed = project.run(PIP_FIND_LINKS="/nowhere")
     assert failed.returncode == 2
     assert (
@@ -138,7 +150,7 @@ def test_a_file_with_another_hash_is_refused(project: Project) -> None:
     assert "DO NOT MATCH THE HASHES" in failed.stderr
 
 
-def test_a_machine_without_python_and_rights_is_told_what_to_run(project: Project, tmp_path: Path) -> None:
+def test_without_python_and_root_the_error_names_the_command_to_run(project: Project, tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("bash", "dirname", "mkdir", "sha256sum"):
@@ -156,85 +168,48 @@ def test_a_machine_without_python_and_rights_is_told_what_to_run(project: Projec
     assert failed.stderr == f"error: {wish}\n"
 
 
-def nox(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nox", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 def test_every_session_is_listed_with_one_sentence() -> None:
-    listed = [line for line in nox("--list").stdout.splitlines() if line[:2] in ("- ", "* ")]
-    assert list(dict.fromkeys(line[2:].split("(")[0].split(" ")[0] for line in listed)) == SESSIONS
+    command = [sys.executable, "-m", "nox", "--list"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = [line for line in output.splitlines() if line[:2] in ("- ", "* ")]
+    assert [line[2:].split(" ")[0] for line in listed] == SESSIONS
     for line in listed:
         sentence = line.partition(" -> ")[2]
         assert sentence.endswith(".")
         assert sentence.count(". ") == 0
 
 
-def test_a_wrong_cell_is_told_the_nearest_in_one_line() -> None:
-    done = nox("-s", "build(cell='ray2.55.0-vllm0.29-cpu')")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert f"did you mean '{MATRIX.default}'" in done.stderr
+class Session:
+    """A fake of nox's session that collects the commands."""
 
+    def __init__(self, *posargs: str) -> None:
+        self.posargs = posargs
+        self.commands: list[list[str]] = []
 
-def test_without_the_environment_one_line_says_what_to_run() -> None:
-    code = f"""import runpy, sys
-sys.modules["msgspec"] = None
-sys.argv = ["nox", "-l"]
-runpy.run_path({str(ROOT / "noxfile.py")!r})"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "error: msgspec is not in this environment: run `bash scripts/nox.sh -l` instead\n"
+    def run(self, *command: str, **_: object) -> None:
+        assert command[:2] == (sys.executable, "-m")
+        self.commands.append(list(command[2:]))
 
 
 @pytest.fixture
-def two_cells(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Our matrix with a second Ray; the ids of the default cell and of the other."""
-    entry = MATRIX.cells[0]
-    other = msgspec.structs.replace(entry, ray=msgspec.structs.replace(entry.ray, version="2.54.0"))
-    doubled = msgspec.structs.replace(MATRIX, cells=(other, entry))
-    monkeypatch.setattr(matrix_module, "load", lambda: doubled)
-    return MATRIX.default, expand(doubled)[0].id
-
-
-def cells(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
-    """The cells for which the noxfile offers its sessions when nox is given ``arguments``."""
-    monkeypatch.setattr(sys, "argv", ["nox", *arguments])
+def sessions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(registry, "_REGISTRY", {})
-    found: dict[str, Any] = runpy.run_path(str(ROOT / "noxfile.py"))
-    chosen: list[str] = found["CELLS"]
-    return chosen
+    found = runpy.run_path(str(ROOT / "noxfile.py"))
+    return {name: found[name] for name in SESSIONS}
 
 
-def test_a_plain_session_runs_for_the_default_cell_alone(
-    two_cells: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    default, other = two_cells
-    assert cells(monkeypatch, "-s", "build") == [default]
-    assert cells(monkeypatch, "-s", f"build(cell='{other}')") == [other, default]
-    assert cells(monkeypatch, "-s", f'build(cell="{other}")') == [other, default]
-    assert cells(monkeypatch, "--list") == [other, default]
+def test_sessions_run_commands_that_exist(sessions: dict[str, Any]) -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for run in sessions.values():
+        session = Session()
+        run(session)
+        for module, word, *_ in session.commands:
+            assert module != "scripts" or word in commands
 
 
-def test_a_script_is_known_by_its_first_line(tmp_path: Path) -> None:
-    texts = {
-        "a": "#!/bin/sh\n",
-        "b": "#!/usr/bin/env bash\n",
-        "c.sh": "echo\n",
-        "d": "#!/usr/bin/python3\n",
-        "e": "",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    files = [tmp_path / name for name in (*texts, "absent")]
-    assert lint.shell_scripts(files) == [tmp_path / "a", tmp_path / "b"]
-
-
-def test_lint_names_every_check_that_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(lint, "checks", lambda: {"good": ["true"], "bad": ["false"], "worse": ["false"]})
-    assert lint.main() == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "failed: bad, worse"
-    monkeypatch.setattr(lint, "checks", lambda: {"good": ["true"]})
-    assert lint.main() == 0
+def test_arguments_of_a_session_are_those_of_its_command(sessions: dict[str, Any]) -> None:
+    session = Session("CELL", "-k", "this or that")
+    sessions["network"](session)
+    ensure, network = session.commands
+    assert ensure == ["scripts", "docker", "ensure"]
+    assert network == ["scripts", "test", "network", "CELL", "-k", "this or that"]

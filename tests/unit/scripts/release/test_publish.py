@@ -57,7 +57,7 @@ def test_tls_is_left_out_where_the_engine_leaves_it_out(host: str, plain: bool) 
         "InsecureRegistryCIDRs": ["127.0.0.0/8"],
         "IndexConfigs": {"known.example": {"Secure": False}, "docker.io": {"Secure": True}},
     }
-    assert registry.insecure(host, config) is plain
+    assert registry.is_insecure(host, config) is plain
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_tls_is_left_out_where_the_engine_leaves_it_out(host: str, plain: bool) 
     ],
 )
 def test_what_a_registry_says_is_one_line(said: str, told: str) -> None:
-    line = registry.told(said, "h.example/x")
+    line = registry.explain_refusal(said, "h.example/x")
     assert told in line
     assert "\n" not in line
 

@@ -1,14 +1,13 @@
-"""scripts.testing.proofs: what is said of each patch after its tests, and a patch that nothing proves."""
+"""The table of patches after their tests, and the error for a patch without a proof."""
 
 import io
 
 import msgspec
 import pytest
 from rich.console import Console
-from scripts.patches.patch_series import load_all
 
 from scripts.matrix.load import find, load
-from scripts.patches.series import series_of
+from scripts.patches.series import load_all, series_of
 from scripts.testing import proofs
 from scripts.testing.records import Proof
 
@@ -64,6 +63,6 @@ def test_a_patch_without_a_proof_is_an_error(others: list[tuple[str, str]]) -> N
     assert f"error: {SERIES[0].package}/{SERIES[0].patches[0].name}: no test failed without it" in text
 
 
-def test_what_only_a_cpu_needs_has_nothing_to_show_elsewhere() -> None:
+def test_patches_are_proved_on_cpu_cells_alone() -> None:
     accelerator = msgspec.structs.replace(CELL.accelerator, kind="cuda")
     assert proofs.unproved(msgspec.structs.replace(CELL, accelerator=accelerator), SERIES, []) == []

@@ -1,4 +1,4 @@
-"""scripts.testing.known_bad and the probes: what is asked, and what an answer makes of a row."""
+"""The check of the known-bad rows: which requirements are resolved, and the state of a row by the result."""
 
 import pytest
 from rlhf_stack import known_bad
@@ -18,29 +18,29 @@ UV = (
 
 
 @pytest.mark.parametrize(
-    ("answer", "state"),
+    ("error", "state"),
     [(UV, "holds"), (None, "gone"), ("the package index cannot be reached", "unknown")],
 )
-def test_a_row_holds_only_if_the_resolver_says_its_own_symptom(answer: str | None, state: str) -> None:
-    assert session.outcome(ROWS["xgrammar-0.1.16-gone"], answer)[0] == state
+def test_a_row_holds_only_if_the_resolver_reports_its_symptom(error: str | None, state: str) -> None:
+    assert session.outcome(ROWS["xgrammar-0.1.16-gone"], error)[0] == state
 
 
-def test_the_resolver_is_asked_for_the_rows_that_have_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_the_requirements_of_rows_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = []
 
     def answer(question: resolver.Question) -> str:
-        asked.append(question.requirements)
+        resolved.append(question.requirements)
         raise UserError(UV)
 
     monkeypatch.setattr(resolver, "answer", answer)
     found = session.resolved(list(ROWS.values()), find(MATRIX, MATRIX.default))
     assert set(found) == {name for name, row in ROWS.items() if row.unsolvable}
-    assert "openrlhf==0.7.0\nvllm==0.8.3\n" in asked
+    assert "openrlhf==0.7.0\nvllm==0.8.3\n" in resolved
     assert found["xgrammar-0.1.16-gone"][0] == "holds"
     assert found["openrlhf-0.7.0-vllm-0.8.3"][0] == "unknown"
 
 
-def test_every_probe_is_of_a_row() -> None:
+def test_every_probe_belongs_to_a_row() -> None:
     assert set(probes.PROBES) <= set(ROWS)
 
 
@@ -54,7 +54,7 @@ def test_every_probe_is_of_a_row() -> None:
     ],
     ids=["versions", "other versions", "ROCm without a card", "CUDA alone"],
 )
-def test_a_probe_runs_where_its_row_is_about(
+def test_a_probe_runs_on_the_versions_of_its_row(
     row: str, versions: dict[str, str], about: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RLHF_STACK_ACCELERATOR", raising=False)

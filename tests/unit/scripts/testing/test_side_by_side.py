@@ -11,8 +11,8 @@ from scripts import errors
 from scripts.errors import UserError
 from scripts.matrix.load import load
 from scripts.paths import ROOT
-from scripts.testing import suites
-from scripts.testing.suites import Job, Lanes, parse
+from scripts.testing import side_by_side
+from scripts.testing.side_by_side import Job, Lanes, parse
 
 MEETS = """
 import sys, time
@@ -36,53 +36,56 @@ finally:
     Path(__file__).with_name("ended well").touch()
 """
 INTERRUPTED = """
-from scripts.testing import suites
+import sys
 from scripts.errors import run
-never = (("meets", "never", "never"),)
-suites.COMMANDS = {"long": (("waits",), *never), "later": never}
-suites.LANES = 1
-run(suites.main)
+from scripts.testing.side_by_side import Job, Lanes
+commands = {"long": ["waits"], "later": ["meets", "never", "never"]}
+Job.command = lambda job: [sys.executable, "-m", *commands[job.suite]]
+run(lambda: Lanes().run([Job("long", "one"), Job("later", "one")], lanes=1))
 """
 
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Make suites of commands that are modules: those of this file's texts, and one that fails."""
+    """Set the commands of suites: modules with this file's texts, and one that fails."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name, text in {"meets": MEETS, "waits": WAITS, "fails": "raise SystemExit(3)"}.items():
         tmp_path.joinpath(f"{name}.py").write_text(text, encoding="utf-8")
 
-    def make(**commands: tuple[tuple[str, ...], ...]) -> None:
-        monkeypatch.setattr(suites, "COMMANDS", commands)
+    def make(**commands: tuple[str, ...]) -> None:
+        def command(job: Job) -> list[str]:
+            return [sys.executable, "-m", *commands[job.suite], job.cell]
+
+        monkeypatch.setattr(side_by_side.Job, "command", command)
 
     return make
 
 
-def test_two_run_at_a_time_and_each_line_says_whose_it_is(
+def test_two_run_at_a_time_and_each_line_names_its_suite(
     made_up: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each of the two waits for the other; one after the other, both would fail."""
-    made_up(left=(("meets", "left", "right"),), right=(("meets", "right", "left"),))
+    made_up(left=("meets", "left", "right"), right=("meets", "right", "left"))
     lanes = Lanes()
     lanes.run([Job("left", "one"), Job("right", "two")], lanes=2)
     assert [code for code, _ in lanes.outcomes.values()] == [0, 0]
     assert sorted(capfd.readouterr().out.splitlines()) == ["left | met for one", "right | met for two"]
 
 
-def test_after_a_failure_the_rest_is_run(made_up: Callable[..., None]) -> None:
-    """Of a suite of two commands and of the suites: what failed is told by its exit code."""
-    made_up(bad=(("fails",), ("meets", "a", "a")), good=(("meets", "b", "a"),))
+def test_a_failure_does_not_stop_the_other_suites(made_up: Callable[..., None]) -> None:
+    """The outcome of the failed suite is its exit code."""
+    made_up(bad=("fails",), good=("meets", "a", "a"))
     lanes = Lanes()
     lanes.run([Job("bad", "one"), Job("good", "one")], lanes=1)
     assert {job.suite: code for job, (code, _) in lanes.outcomes.items()} == {"bad": 3, "good": 0}
 
 
-def test_interrupted_it_ends_what_runs_and_starts_no_more(
+def test_an_interrupt_ends_the_running_suite_and_starts_no_other(
     made_up: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The suite that runs has the time to end in its own way."""
+    """The running suite has time to clean up."""
     made_up()
-    command = [sys.executable, "-c", INTERRUPTED, "long", "later"]
+    command = [sys.executable, "-c", INTERRUPTED]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "long | up\n"
@@ -93,10 +96,16 @@ def test_interrupted_it_ends_what_runs_and_starts_no_more(
 
 
 def test_words_are_suites_and_cells() -> None:
-    """Without a cell the default one is meant; what is no suite is named with those there are."""
-    assert parse(["cluster", "demo:ray2.9.3-vllm0.4.2-cpu"]) == [
-        Job("cluster", load().default),
+    """Without a cell the default one is used; the error of a wrong word names the suites."""
+    matrix = load()
+    assert parse(["cluster", "demo:ray2.9.3-vllm0.4.2-cpu"], matrix) == [
+        Job("cluster", matrix.default),
         Job("demo", "ray2.9.3-vllm0.4.2-cpu"),
     ]
-    with pytest.raises(UserError, match="'clutser:' begins with no suite: choose from image, cluster"):
-        parse(["clutser:"])
+    with pytest.raises(UserError, match="'clutser:': no suite 'clutser'; choose from image, layers"):
+        parse(["clutser:"], matrix)
+
+
+def test_each_suite_is_a_command_of_scripts() -> None:
+    assert Job("demo", "cell").command()[1:] == ["-m", "scripts", "demo", "cell"]
+    assert Job("network", "cell").command()[1:] == ["-m", "scripts", "test", "network", "cell"]

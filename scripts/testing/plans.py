@@ -1,0 +1,84 @@
+"""What is built and tested for the default cell, for a submission and for a release."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from scripts.matrix.load import Cell, Matrix, expand, stand_ins
+from scripts.paths import ROOT
+from scripts.testing.records import required
+from scripts.testing.side_by_side import SCRIPTS, Job, Lanes, table
+
+LANES = 2
+LONGEST_FIRST = ("patches", "network", "cluster", "image", "layers")
+
+Command = tuple[str, ...]
+CHECKS: tuple[Command, ...] = ((*SCRIPTS, "lint"), (sys.executable, "-m", "pytest", "tests/unit"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Commands that run one by one, then suites side by side, then suites that have to run alone."""
+
+    commands: tuple[Command, ...]
+    jobs: tuple[Job, ...]
+    alone: tuple[Job, ...] = ()
+
+
+def for_default(matrix: Matrix) -> Plan:
+    """Lint, unit tests, build and suites of the default cell."""
+    jobs = tuple(Job(suite, matrix.default) for suite in LONGEST_FIRST)
+    return Plan((*CHECKS, _build(matrix.default)), jobs)
+
+
+def for_submission(matrix: Matrix) -> Plan:
+    """Build the cells that have ``ci_suites``, and run these."""
+    cells = [cell for cell in _every(matrix) if cell.ci_suites]
+    jobs = tuple(Job(suite, cell.id) for cell in cells for suite in cell.ci_suites)
+    return Plan(tuple(_build(cell.id) for cell in cells), jobs)
+
+
+def for_release(matrix: Matrix) -> Plan:
+    """Lint, unit tests, build and every required suite of every cell (for ROCm, of its stand-in)."""
+    cells = [cell for cell in _every(matrix) if not cell.sources]
+    jobs = tuple(Job(suite, cell.id) for cell in cells for suite in required(cell))
+    builds = tuple(_build(cell.id) for cell in cells)
+    return Plan((*CHECKS, *builds), jobs, (Job("registry", matrix.default),))
+
+
+def run(plan: Plan) -> int:
+    """Carry out a plan up to the first of its three parts that fails; 1 if one failed."""
+    if any(_run(command) for command in plan.commands) or run_side_by_side(plan.jobs):
+        return 1
+    return int(any(_run(tuple(job.command())) for job in plan.alone))
+
+
+def run_side_by_side(jobs: Sequence[Job]) -> int:
+    """Run suites, two at a time, and print a table of their results; 1 if one failed."""
+    lanes = Lanes()
+    lanes.run(jobs, LANES)
+    Console().print(table(lanes.outcomes))
+    return int(any(code for code, _ in lanes.outcomes.values()))
+
+
+def _every(matrix: Matrix) -> tuple[Cell, ...]:
+    return (*expand(matrix), *stand_ins(matrix))
+
+
+def _build(cell: str) -> Command:
+    return (*SCRIPTS, "build", cell)
+
+
+def _run(command: Command) -> int:
+    """Run a command to its end; on an interrupt it cleans up first. Not `subprocess.run`, which kills it."""
+    print(f"$ {' '.join(command[1:])}", flush=True)
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise

@@ -1,0 +1,111 @@
+"""Run suites side by side, each as a process of its own.
+
+A suite waits for Ray most of its time, so two suites at a time finish sooner than one after the other, even
+on two cores. Each line of output begins with its suite; all suites run, also after one has failed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from scripts.errors import UserError
+from scripts.matrix.load import Matrix, find
+from scripts.matrix.suites import SUITES
+from scripts.paths import ROOT
+
+SCRIPTS = (sys.executable, "-m", "scripts")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A suite on the image of a cell."""
+
+    suite: str
+    cell: str
+
+    def command(self) -> list[str]:
+        """The command that runs the suite."""
+        suite = ["demo"] if SUITES[self.suite].place == "demo" else ["test", self.suite]
+        return [*SCRIPTS, *suite, self.cell]
+
+
+@dataclass
+class Lanes:
+    """Runs jobs, and ends the running ones on an interrupt; ``outcomes`` are exit codes and seconds."""
+
+    outcomes: dict[Job, tuple[int, float]] = field(default_factory=dict)
+    _running: list[subprocess.Popen[str]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: bool = False
+
+    def run(self, jobs: Iterable[Job], lanes: int) -> None:
+        """Run all jobs, ``lanes`` at a time; an interrupt first lets the running jobs clean up."""
+        with ThreadPoolExecutor(lanes) as pool:
+            running = [pool.submit(self._run, job) for job in jobs]
+            try:
+                for future in running:
+                    future.result()
+            except BaseException:
+                self._end()
+                raise
+
+    def _run(self, job: Job) -> None:
+        start = time.monotonic()
+        with self._lock:
+            if self._ended:
+                return
+            process = _start(job.command(), len(job.suite))
+            self._running.append(process)
+        with process:
+            for line in process.stdout or ():
+                print(f"{job.suite} | {line}", end="", flush=True)
+        self.outcomes[job] = (abs(process.returncode), time.monotonic() - start)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.terminate()
+
+
+def _start(command: list[str], indent: int) -> subprocess.Popen[str]:
+    columns = shutil.get_terminal_size().columns - indent - len(" | ")
+    environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def parse(words: Iterable[str], matrix: Matrix) -> list[Job]:
+    """The jobs of ``SUITE:CELL`` words; without a cell, the default one. A `UserError` names a wrong word."""
+    jobs = []
+    for word in words:
+        suite, _, cell = word.partition(":")
+        if suite not in SUITES:
+            raise UserError(f"{word!r}: no suite {suite!r}; choose from {', '.join(SUITES)}")
+        jobs.append(Job(suite, find(matrix, cell or matrix.default).id))
+    return jobs
+
+
+def table(outcomes: Mapping[Job, tuple[int, float]]) -> Table:
+    """The result and the seconds of each job."""
+    rows = Table("suite", "cell", "seconds", "result")
+    for job, (code, seconds) in outcomes.items():
+        result = f"failed, exit code {code}" if code else "passed"
+        rows.add_row(job.suite, job.cell, f"{seconds:.0f}", result)
+    return rows

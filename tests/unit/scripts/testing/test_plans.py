@@ -1,0 +1,54 @@
+"""What runs for the default cell, for a submission and for a release."""
+
+import sys
+
+import pytest
+
+from scripts.matrix.load import expand, load
+from scripts.testing import plans
+from scripts.testing.plans import Plan
+from scripts.testing.records import required
+from scripts.testing.side_by_side import Job
+
+MATRIX = load()
+
+
+def builds(plan: Plan) -> list[str]:
+    return [command[-1] for command in plan.commands if "build" in command]
+
+
+def test_the_default_cell_is_checked_built_and_tested() -> None:
+    plan = plans.for_default(MATRIX)
+    assert [command[-1] for command in plan.commands] == ["lint", "tests/unit", MATRIX.default]
+    assert {job.suite for job in plan.jobs} == {"patches", "network", "cluster", "image", "layers"}
+
+
+def test_a_submission_runs_the_ci_suites_of_cells() -> None:
+    plan = plans.for_submission(MATRIX)
+    cells = [cell for cell in expand(MATRIX) if cell.ci_suites]
+    assert {cell.id for cell in cells} <= set(builds(plan))
+    assert {Job(suite, cell.id) for cell in cells for suite in cell.ci_suites} <= set(plan.jobs)
+
+
+def test_a_release_runs_every_required_suite() -> None:
+    """Cells of vendors' sources are replaced by their stand-ins; the registry suite runs alone."""
+    plan = plans.for_release(MATRIX)
+    cells = [cell for cell in expand(MATRIX) if not cell.sources]
+    assert {Job(suite, cell.id) for cell in cells for suite in required(cell)} <= set(plan.jobs)
+    assert {job.cell for job in plan.jobs} == set(builds(plan))
+    assert not {cell.id for cell in expand(MATRIX) if cell.sources} & set(builds(plan))
+    assert plan.alone == (Job("registry", MATRIX.default),)
+
+
+@pytest.mark.parametrize(("fails", "ran"), [("", "abc"), ("a", "a"), ("b", "ab"), ("c", "abc")])
+def test_a_plan_ends_with_its_first_part_that_fails(
+    fails: str, ran: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command(name: str) -> tuple[str, ...]:
+        return (sys.executable, "-c", f"print('ran {name}'); exit({int(name == fails)})")
+
+    monkeypatch.setattr(Job, "command", lambda job: list(command(job.suite)))
+    code = plans.run(Plan((command("a"),), (Job("b", "cell"),), (Job("c", "cell"),)))
+    assert code == bool(fails)
+    printed = capfd.readouterr().out.splitlines()
+    assert "".join(line[-1] for line in printed if line.removeprefix("b | ").startswith("ran ")) == ran
