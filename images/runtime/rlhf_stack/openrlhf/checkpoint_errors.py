@@ -1,6 +1,6 @@
-"""Which rank could not write a checkpoint, where it was and where to: the error of torch has none of these.
+"""Checkpoint errors with rank, node and folder, none of which torch's error has.
 
-A disk that is full is "unexpected pos 128 vs 0" to torch.
+A full disk is "unexpected pos 128 vs 0" to torch.
 """
 
 import functools
@@ -15,11 +15,11 @@ GB = 1e9
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is not whole; the text has rank, node, folder, room there, and why."""
+    """A checkpoint is incomplete; the message has rank, node, folder, free space and reason."""
 
 
 def name_checkpoint_errors(save: Callable[..., Any]) -> Callable[..., Any]:
-    """``save(strategy, model, folder, ...)`` with errors of writing, and of peers that wait for it, named."""
+    """Decorate ``save(strategy, model, folder, ...)``: its errors become `CheckpointError`."""
 
     @functools.wraps(save)
     def saved(strategy: Any, model: Any, folder: str, *arguments: Any, **options: Any) -> Any:
@@ -32,15 +32,15 @@ def name_checkpoint_errors(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _text(folder: Path, reason: str) -> str:
-    """Who it was first; ``reason`` may have more than one line."""
+    """Return the message, rank first, because ``reason`` may have more than one line."""
     from torch import distributed as dist
 
     who = actor_registry.describe(actor_registry.own_record(f"rank {dist.get_rank()}"), [])
-    return f"{who}: the checkpoint in {folder} is not whole{_room(folder)}: {reason}"
+    return f"{who}: the checkpoint in {folder} is not whole{_free_space(folder)}: {reason}"
 
 
-def _room(folder: Path) -> str:
-    """What is free there in GB, or nothing where there is no such folder."""
+def _free_space(folder: Path) -> str:
+    """Describe the free space in GB; empty if ``folder`` does not exist."""
     if not folder.is_dir():
         return ""
     usage = shutil.disk_usage(folder)

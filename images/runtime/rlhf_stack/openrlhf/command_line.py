@@ -1,8 +1,8 @@
-"""The arguments of a run of OpenRLHF, read by the parser of the OpenRLHF that is installed.
+"""The arguments of an OpenRLHF run, read by the parser of the installed OpenRLHF.
 
-Upstream builds its parser under ``if __name__ == "__main__"``. That block is run here as it stands, checks
-and defaults included, with a function in the place of ``train`` that keeps what it is given: no option is
-written down twice, and nothing starts.
+Upstream builds its parser under ``if __name__ == "__main__"``. That block is executed unchanged, with its
+checks and defaults, but with a replacement of ``train`` that records the parsed arguments. No option is
+declared twice, and nothing starts.
 """
 
 import ast
@@ -25,12 +25,12 @@ CHECKS = "_validate_args"  # of OpenRLHF 0.5
 
 
 class ArgumentsError(UserError):
-    """A command line that this OpenRLHF does not take, or no OpenRLHF to ask; one line says which."""
+    """The installed OpenRLHF rejects a command line, or is not installed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What ``train`` would be given: nested from OpenRLHF 0.9 on, flat before. ``notes`` it printed."""
+    """Arguments of ``train``, nested from OpenRLHF 0.9 on, flat before; ``notes`` are the lines printed."""
 
     release: str
     values: Any
@@ -38,24 +38,23 @@ class Parsed:
 
 
 def extract_arguments(command: Sequence[str]) -> list[str]:
-    """The arguments of ``train_ppo_ray`` in a command that starts it, or ``command`` if it is only these."""
+    """Return the arguments of ``train_ppo_ray`` in ``command``, which may consist of them only."""
     for index in range(len(command) - 1, -1, -1):
         if command[index].removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:
             return list(command[index + 1 :])
     if command and not command[0].startswith("-"):
         raise ArgumentsError(
             f"{command[0]!r} does not start a run that can be planned: give the command line of {NAME}, "
-            f"such as "
-            f"-- python -m {MODULE} ARGUMENTS"
+            f"such as -- python -m {MODULE} ARGUMENTS"
         )
     return list(command)
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """``arguments`` as the installed OpenRLHF reads them; `ArgumentsError` if it does not take them."""
+    """Parse ``arguments`` with the installed OpenRLHF; `ArgumentsError` if it rejects them."""
     release, source = _installed()
-    kept: list[Any] = []
-    code, scope = _main(source, kept.append)
+    recorded: list[Any] = []
+    code, scope = _main_block(source, recorded.append)
     printed, errors = io.StringIO(), io.StringIO()
     try:
         with (
@@ -65,21 +64,21 @@ def parse(arguments: Sequence[str]) -> Parsed:
         ):
             exec(code, scope)  # noqa: S102  (the installed OpenRLHF's own code)
     except SystemExit:
-        said = (errors.getvalue() or printed.getvalue()).strip().splitlines() or ["no reason"]
-        raise ArgumentsError(f"OpenRLHF {release}: {said[-1].split('error: ')[-1]}") from None
-    except Exception as error:  # its checks are assertions, and what it forgot to check raises anything
-        raise ArgumentsError(f"OpenRLHF {release} does not take these arguments: {_said(error)}") from error
+        lines = (errors.getvalue() or printed.getvalue()).strip().splitlines() or ["no reason"]
+        raise ArgumentsError(f"OpenRLHF {release}: {lines[-1].split('error: ')[-1]}") from None
+    except Exception as error:  # its checks are assertions, and an unchecked mistake raises anything
+        raise ArgumentsError(f"OpenRLHF {release} rejects these arguments: {_summary(error)}") from error
     notes = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
-    return Parsed(release, kept[0], tuple(notes))
+    return Parsed(release, recorded[0], tuple(notes))
 
 
 def _installed() -> tuple[str, Path]:
-    """The version of OpenRLHF, and the file with its parser."""
+    """Return the version of OpenRLHF and the file with its parser."""
     try:
         release = version("openrlhf")
     except PackageNotFoundError:
         raise ArgumentsError(
-            "OpenRLHF is not installed here, and its own parser reads the command line: run this in an image "
+            "OpenRLHF is not installed, and its parser reads the command line: run this in an image "
             "or in the environment of the run"
         ) from None
     spec = importlib.util.find_spec(MODULE)
@@ -88,12 +87,12 @@ def _installed() -> tuple[str, Path]:
     return release, Path(spec.origin)
 
 
-def _main(source: Path, train: Any) -> tuple[Any, dict[str, Any]]:
-    """The main block of a module, compiled, and a scope with ``train`` and the imports that it uses."""
+def _main_block(source: Path, train: Any) -> tuple[Any, dict[str, Any]]:
+    """Compile the main block of a module and the imports it uses; return it and a scope with ``train``."""
     tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     block = next((node for node in tree.body if _is_main(node)), None)
     if block is None:
-        raise ArgumentsError(f"{source}: no main block in which a parser could be")
+        raise ArgumentsError(f"{source} has no main block with a parser")
     used = {node.id for node in ast.walk(block) if isinstance(node, ast.Name)}
     imports = [
         node
@@ -102,11 +101,11 @@ def _main(source: Path, train: Any) -> tuple[Any, dict[str, Any]]:
         and used & {(name.asname or name.name).split(".")[0] for name in node.names}
     ]
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECKS]
-    if checks:  # upstream's `train` begins with them
+    if checks:  # upstream's `train` calls them first
         block.body.append(ast.parse(f"{CHECKS}(args)").body[0])
-    wanted: list[ast.stmt] = [*imports, *checks, *block.body]
+    statements: list[ast.stmt] = [*imports, *checks, *block.body]
     scope = {"__name__": MODULE, "__file__": str(source), "train": train}
-    return compile(ast.Module(wanted, []), str(source), "exec"), scope
+    return compile(ast.Module(statements, []), str(source), "exec"), scope
 
 
 def _is_main(node: ast.stmt) -> TypeGuard[ast.If]:
@@ -115,7 +114,7 @@ def _is_main(node: ast.stmt) -> TypeGuard[ast.If]:
 
 @contextlib.contextmanager
 def _argv(arguments: list[str]) -> Iterator[None]:
-    """Another ``sys.argv``."""
+    """Replace ``sys.argv`` for the duration of the context."""
     before = sys.argv
     sys.argv = arguments
     try:
@@ -124,8 +123,8 @@ def _argv(arguments: list[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _said(error: Exception) -> str:
-    """An error's first line; of one that was not raised for users its kind and the statement too."""
+def _summary(error: Exception) -> str:
+    """Return the first line of an assertion; of any other error the type and the statement too."""
     text = str(error).split("\n")[0]
     if isinstance(error, AssertionError) and text:
         return text

@@ -1,20 +1,20 @@
-"""What a run of OpenRLHF places, from its arguments."""
+"""The placement request of an OpenRLHF run, from its arguments."""
 
 from typing import Any
 
 from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
 
-DIGITS = "0123456789"  # of a second reward model
-CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to be started, and holds none then
+DIGITS = "0123456789"  # suffix of a second reward model
+CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to start, and holds none afterwards
 
 
 def request_of(args: Any) -> tuple[Request, dict[str, str]]:
-    """What ``train_ppo_ray`` asks for, and the group of each role, by ``args`` of OpenRLHF 0.11 or 0.5."""
+    """Return the request of ``train_ppo_ray`` and the group of each role (OpenRLHF 0.11 or 0.5)."""
     return _flat(args) if hasattr(args, "actor_num_nodes") else _sections(args)
 
 
 def _sections(args: Any) -> tuple[Request, dict[str, str]]:
-    """OpenRLHF 0.11, which packs a group on any nodes."""
+    """Return the request of OpenRLHF 0.11, which packs a group on any nodes."""
     train = args.train
     together = train.colocate_actor_ref or train.colocate_all
     has_critic, has_reward = bool(args.critic.model_name_or_path), not args.reward.remote_url
@@ -33,23 +33,23 @@ def _sections(args: Any) -> tuple[Request, dict[str, str]]:
     if args.vllm.num_engines:
         shares = "actor" if train.colocate_all and not train.async_enable else None
         engines = Engines(args.vllm.num_engines, args.vllm.tensor_parallel_size, shares)
-    block = args.ds.ring_attn_size * args.ds.tensor_parallel_size
-    return Request(groups, engines, block, CONTROLLER_CPUS), roles
+    tp_sp_size = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    return Request(groups, engines, tp_sp_size, CONTROLLER_CPUS), roles
 
 
 def _flat(args: Any) -> tuple[Request, dict[str, str]]:
-    """OpenRLHF 0.5, which spreads a group over as many nodes as it names.
+    """Return the request of OpenRLHF 0.5, which spreads a group over as many nodes as its flags name.
 
-    It does not where a role with one GPU a node has a group of its own: then Ray put its ranks anywhere. A
-    pair shares each GPU by 0.75 and 0.25.
+    Exception: Ray places the ranks of an unshared role with one GPU per node anywhere. The two roles of a
+    pair share each GPU by 0.75 and 0.25.
     """
     roles = {"actor": "actor", "ref": "actor" if args.colocate_actor_ref else "ref"}
     rewards = [] if args.remote_rm_url else args.reward_pretrain.split(",")
     pair = bool(args.critic_pretrain and args.colocate_critic_reward)
     if pair and len(rewards) > 1:
         raise PlacementError(
-            f"--colocate_critic_reward leaves room for one reward model on each GPU, and {len(rewards)} are "
-            "asked for: leave it out"
+            f"--colocate_critic_reward allows one reward model on each GPU, and {len(rewards)} are "
+            "requested: leave it out"
         )
     if args.critic_pretrain:
         roles["critic"] = "critic"
@@ -67,12 +67,12 @@ def _flat(args: Any) -> tuple[Request, dict[str, str]]:
     engines = None
     if args.vllm_num_engines:
         engines = Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size, separate_groups=True)
-    spare = CONTROLLER_CPUS if args.remote_rm_url else 0  # it is asked by a task of Ray's
+    spare = CONTROLLER_CPUS if args.remote_rm_url else 0  # a Ray task calls it
     return Request(tuple(groups), engines, spare_cpus=spare), roles
 
 
 def upstream_order(args: Any) -> list[str]:
-    """In which order ``train_ppo_ray`` of OpenRLHF 0.11.2 as released makes its groups."""
+    """Return the order in which ``train_ppo_ray`` of pristine OpenRLHF 0.11.2 creates its groups."""
     request, roles = request_of(args)
     first = ["actor"] if args.train.colocate_actor_ref or args.train.colocate_all else []
     engines = [ENGINES] if request.engines and not request.engines.shares else []

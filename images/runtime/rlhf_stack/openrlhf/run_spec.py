@@ -1,4 +1,4 @@
-"""What a run of OpenRLHF places and computes, in one form for all releases, from its parsed arguments."""
+"""The specification of an OpenRLHF run, in one form for all releases, from its parsed arguments."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,14 +9,14 @@ from rlhf_stack.openrlhf.request import DIGITS, request_of, upstream_order
 from rlhf_stack.placement.model import ENGINES, PlacementError, Request
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
-UTILIZATION_OF_VLLM_0_4 = 0.9  # OpenRLHF 0.5 has no flag for it, and takes vLLM's own
+VLLM_0_4_UTILIZATION = 0.9  # vLLM's default; OpenRLHF 0.5 has no flag for it
 
 
 @dataclass(frozen=True)
 class Role:
-    """One model of the trainer: ``ranks`` processes, on the GPUs of the group ``group``.
+    """A model of the trainer: ``ranks`` processes on the GPUs of the group ``group``.
 
-    ``value_head``: a number for each token in place of logits. ``offloaded``: its weights stay on the host.
+    ``value_head``: a scalar for each token instead of logits. ``offloaded``: the weights stay on the host.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Role:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was asked for.
+    """A run as requested.
 
-    ``order`` is that in which upstream makes its groups. ``length`` is of prompt and answer, in tokens, and
-    the batches are sequences for each GPU at a time; ``tokens`` takes their place where batches are dynamic.
-    ``batch`` sequences make a step of the optimiser. ``parallel`` ranks share each layer, ``ring`` ranks each
-    sequence. ``release`` is OpenRLHF's.
+    ``release`` is OpenRLHF's. ``order`` is that in which upstream creates its groups. ``length`` is the
+    tokens of prompt and answer. ``train_batch`` and ``rollout_batch`` are sequences per GPU at a time;
+    ``tokens`` and ``rollout_tokens`` replace them if batches are dynamic. ``batch`` is the sequences of an
+    optimizer step. ``tensor_parallel`` ranks share each layer, ``ring`` ranks each sequence.
     """
 
     release: str
@@ -55,26 +55,26 @@ class Run:
     trainer_sleeps: bool = False
     tokens: int | None = None
     rollout_tokens: int | None = None
-    parallel: int = 1
+    tensor_parallel: int = 1
     ring: int = 1
     lora: int = 0
-    average: bool = False
+    ema: bool = False
     half_precision_logits: bool = False
 
     @property
     def flat(self) -> bool:
-        """Whether its flags have no sections, as before OpenRLHF 0.9."""
+        """Whether the flags have no sections, as before OpenRLHF 0.9."""
         return is_flat(self.release)
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of a training step for each GPU, of the trained role with the most of them."""
+        """Sequences of a training step per GPU, for the trained role with the most ranks."""
         ranks = max(role.ranks for role in self.roles if role.trained)
-        return max(1, self.batch * self.ring * self.parallel // ranks)
+        return max(1, self.batch * self.ring * self.tensor_parallel // ranks)
 
     def zero_of(self, role: Role) -> Zero:
-        """How the model of a role is spread."""
-        ranks = max(1, role.ranks // self.parallel)
+        """Return how ZeRO shards the model of ``role``."""
+        ranks = max(1, role.ranks // self.tensor_parallel)
         if role.trained:
             return replace(self.zero, ranks=ranks, shards=min(self.zero.shards, ranks))
         stage = self.zero.stage if self.zero.stage == 3 else 0
@@ -82,13 +82,13 @@ class Run:
 
 
 def is_flat(release: str) -> bool:
-    """Whether this OpenRLHF has flags without sections."""
+    """Report whether the flags of this OpenRLHF have no sections."""
     major, minor = (int(part) for part in release.split(".")[:2])
     return (major, minor) < (0, 9)
 
 
 def run_of(release: str, values: Any) -> Run:
-    """The run that the parsed arguments ``values`` of OpenRLHF ``release`` ask for."""
+    """Return the run that the parsed arguments ``values`` of OpenRLHF ``release`` request."""
     try:
         return _flat(release, values) if is_flat(release) else _sections(release, values)
     except PlacementError as error:
@@ -134,10 +134,10 @@ def _sections(release: str, args: Any) -> Run:
         utilization=args.vllm.gpu_memory_utilization,
         engine_sleeps=args.vllm.enable_sleep,
         trainer_sleeps=args.ds.enable_sleep,
-        parallel=args.ds.tensor_parallel_size,
+        tensor_parallel=args.ds.tensor_parallel_size,
         ring=args.ds.ring_attn_size,
         lora=args.ds.lora.rank,
-        average=args.train.enable_ema,
+        ema=args.train.enable_ema,
     )
 
 
@@ -177,8 +177,8 @@ def _flat(release: str, args: Any) -> Run:
         attention="flash_attention_2" if args.flash_attn else "eager",
         batch=args.train_batch_size,
         engine_model=str(args.pretrain),
-        utilization=UTILIZATION_OF_VLLM_0_4,
+        utilization=VLLM_0_4_UTILIZATION,
         lora=args.lora_rank,
-        average=args.enable_ema,
+        ema=args.enable_ema,
         half_precision_logits=True,
     )

@@ -85,8 +85,8 @@ class Plan:
 
     ``bundles`` has the node of each bundle by group (in rank order), and under `ENGINES` for engines with
     their own GPUs (engine by engine). ``engines`` has the nodes of each engine's workers. ``straddling``
-    lists engines that span nodes, which must be allowed explicitly. ``split`` counts blocks that span nodes by
-    group.
+    lists engines that span nodes, which must be allowed explicitly. ``split`` counts blocks that span nodes
+    by group.
     """
 
     bundles: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -56,12 +56,12 @@ class Need:
 def need(run: Run, role: Role, shape: Shape) -> Need:
     """The memory of one rank of ``role``, whose model has ``shape``."""
     parameters = shape.value_head_params if role.value_head else shape.total
-    own = shard_size(parameters, run.parallel)
+    own = shard_size(parameters, run.tensor_parallel)
     trained = _trained(run, role, shape, own)
     zero = run.zero_of(role)
     found = model_states(own, zero, trained)
     weights, host = found.weights, found.host
-    if role.name == ACTOR and run.average:
+    if role.name == ACTOR and run.ema:
         copy = BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own)
         weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
     sleeping = found.optimizer + found.gradients if run.trainer_sleeps and role.trained else 0
@@ -103,7 +103,7 @@ def _trained(run: Run, role: Role, shape: Shape, own: int) -> int:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
     sides += 3 * (shape.hidden + shape.intermediate) * max(1, shape.experts)
-    return shard_size(run.lora * sides * shape.layers, run.parallel)
+    return shard_size(run.lora * sides * shape.layers, run.tensor_parallel)
 
 
 def _activations(run: Run, role: Role, shape: Shape) -> int:

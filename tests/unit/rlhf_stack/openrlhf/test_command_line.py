@@ -1,4 +1,4 @@
-"""rlhf_stack.openrlhf.command_line: upstream's main block is run up to ``train``, and a mistake is one line."""
+"""Parsing by upstream's main block, which is executed up to ``train``; a mistake is a one-line error."""
 
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -63,7 +63,7 @@ def test_upstreams_own_block_says_what_train_would_be_given() -> None:
     [
         (["--nodes", "many"], "OpenRLHF 0.11.2: argument --nodes: invalid int value: 'many'"),
         (["--nod", "1", "--bogus", "2"], "OpenRLHF 0.11.2: unrecognized arguments: --bogus 2"),
-        (["--nodes", "8"], "OpenRLHF 0.11.2 does not take these arguments: nodes must be below 5, got 8"),
+        (["--nodes", "8"], "OpenRLHF 0.11.2 rejects these arguments: nodes must be below 5, got 8"),
         (
             ["--critic", "broken"],
             "AttributeError: 'str' object has no attribute 'split_up', in `args.critic.split_up()`",
@@ -88,7 +88,7 @@ def test_without_openrlhf_it_says_where_to_run(monkeypatch: pytest.MonkeyPatch) 
         raise PackageNotFoundError
 
     monkeypatch.setattr(command_line, "version", absent)
-    with pytest.raises(ArgumentsError, match="OpenRLHF is not installed here"):
+    with pytest.raises(ArgumentsError, match="OpenRLHF is not installed, and"):
         parse([])
 
 

@@ -139,7 +139,7 @@ def test_several_reward_models_are_several_roles() -> None:
 
 
 def test_two_reward_models_do_not_fit_beside_the_critic() -> None:
-    with pytest.raises(UserError, match="room for one reward model"):
+    with pytest.raises(UserError, match="allows one reward model"):
         run_of("0.5.1", flat(reward_pretrain="judge,jury", colocate_critic_reward=True))
 
 

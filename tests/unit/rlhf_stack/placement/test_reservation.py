@@ -112,7 +112,7 @@ def test_roles_of_the_older_openrlhf_are_spread_where_it_spreads_them() -> None:
 def test_every_reward_model_of_the_older_openrlhf_has_a_group_and_one_at_most_shares_the_critics() -> None:
     _, roles = request_of(flat(reward_pretrain="a,b", critic_pretrain=None, colocate_critic_reward=True))
     assert roles == {name: name for name in ("actor", "ref", "reward", "reward1")}
-    with pytest.raises(PlacementError, match="room for one reward model"):
+    with pytest.raises(PlacementError, match="allows one reward model"):
         request_of(flat(reward_pretrain="a,b", colocate_critic_reward=True))
 
 
