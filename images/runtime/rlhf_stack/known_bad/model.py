@@ -1,11 +1,12 @@
-"""A row of the known-bad database, read from TOML and checked.
+"""A row of the known-bad database, read from TOML and validated.
 
-``packages`` are specifiers by name, of which all must hold; "python" and "glibc" are names too. ``variables``
-are conditions on the environment: "set", "unset", "=value", "!=value" or "~pattern". ``differ`` are two
-packages, or two variables, that are both there and not equal. ``when`` is what neither can show, in words.
-``mended_by`` are patches of this distribution, by name without number: where all are present the row does not
-hold. ``symptoms`` are patterns of which any in a log names the row. ``unsolvable`` are requirements that
-exclude each other: a probe.
+``packages``: version specifiers by name, which all must hold; "python" and "glibc" are names too.
+``variables``: conditions on environment variables: "set", "unset", "=value", "!=value" or "~pattern".
+``differ``: two packages or variables that are both present and not equal. ``when``: a condition in words that
+cannot be checked.
+``fixed_by``: patches of this distribution, by name without number; if all are present the row does not apply.
+``symptoms``: patterns; any match in a log identifies the row. ``unsolvable``: requirements that exclude each
+other, for the probe with the resolver. ``shown``: how the row was confirmed.
 """
 
 import re
@@ -20,22 +21,22 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rlhf_stack.known_bad.finding import ERROR, NOTE, WARNING
 
 KINDS = ("hang", "crash", "wrong", "slow", "install")
-SHOWN = ("run", "read", "told")  # by us, in the released code, in a thread
+SHOWN = ("run", "read", "reported")  # by our own run, in the released code, in an issue
 ACCELERATORS = ("cpu", "cuda", "rocm")
 CONDITION = re.compile(r"set|unset|!?=.*|~.+")
 NAME = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 REQUIRED = ("id", "kind", "severity", "title", "cause", "remedy", "symptoms", "sources", "shown")
-CONDITIONS = ("packages", "variables", "differ", "accelerator", "when", "mended_by", "unsolvable")
+CONDITIONS = ("packages", "variables", "differ", "accelerator", "when", "fixed_by", "unsolvable")
 KEYS = REQUIRED + CONDITIONS
 
 
 class MalformedRow(ValueError):
-    """Which row, and what is wrong with it."""
+    """A row is invalid; the message names the row and the reason."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One known-bad combination, or one symptom with its cause; the fields are those of the file."""
+    """A known-bad combination, or a symptom with its cause; the fields are the keys in the file."""
 
     id: str
     kind: str
@@ -51,28 +52,28 @@ class Row:
     differ: tuple[str, ...] = ()
     accelerator: str | None = None
     when: str = ""
-    mended_by: tuple[str, ...] = ()
+    fixed_by: tuple[str, ...] = ()
     unsolvable: tuple[str, ...] = ()
 
     @property
     def has_condition(self) -> bool:
-        """Whether versions and environment can tell that it applies; else only a log can."""
+        """Whether versions and environment can show that the row applies; otherwise only a log can."""
         return bool(self.packages or self.variables or self.differ)
 
 
 def load() -> list[Row]:
-    """Every row that this package carries, in the order of the files; `MalformedRow` if one is not right."""
+    """Load all rows in the order of the files; `MalformedRow` if one is invalid."""
     rows = []
     for file in sorted((files("rlhf_stack.known_bad") / "rows").iterdir(), key=lambda entry: entry.name):
         rows += list(read(file.read_text(encoding="utf-8")))
-    twice = {row.id for row in rows if sum(row.id == other.id for other in rows) > 1}
-    if twice:
-        raise MalformedRow(f"more than one row is called {', '.join(sorted(twice))}")
+    duplicates = {row.id for row in rows if sum(row.id == other.id for other in rows) > 1}
+    if duplicates:
+        raise MalformedRow(f"more than one row has the id {', '.join(sorted(duplicates))}")
     return rows
 
 
 def read(text: str) -> Iterator[Row]:
-    """The rows of one file; `MalformedRow` names the row and what is wrong."""
+    """Parse the rows of a file; `MalformedRow` names the first invalid row."""
     for entry in tomllib.loads(text)["row"]:
         try:
             yield _row(entry)
@@ -88,30 +89,33 @@ def _row(entry: dict[str, Any]) -> Row:
     values["packages"] = {name: _specifier(text) for name, text in entry.get("packages", {}).items()}
     values["symptoms"] = tuple(re.compile(pattern, re.MULTILINE) for pattern in entry["symptoms"])
     values["unsolvable"] = tuple(entry.get("unsolvable", {}).get("requirements", ()))
-    for name in ("sources", "differ", "mended_by"):
+    for name in ("sources", "differ", "fixed_by"):
         values[name] = tuple(entry.get(name, ()))
     row = Row(**values)
-    for wrong, what in _mistakes(row):
+    for wrong, message in _validation_errors(row):
         if wrong:
-            raise ValueError(what)
+            raise ValueError(message)
     return row
 
 
-def _mistakes(row: Row) -> Iterator[tuple[bool, str]]:
-    yield not NAME.fullmatch(row.id), "an id is of lower-case words joined by hyphens"
+def _validation_errors(row: Row) -> Iterator[tuple[bool, str]]:
+    yield not NAME.fullmatch(row.id), "an id consists of lower-case words joined by hyphens"
     yield row.kind not in KINDS, f"kind {row.kind!r}: expected one of {KINDS}"
-    yield row.severity not in (NOTE, WARNING, ERROR), f"severity {row.severity!r}"
+    yield row.severity not in (NOTE, WARNING, ERROR), f"invalid severity {row.severity!r}"
     yield row.shown not in SHOWN, f"shown {row.shown!r}: expected one of {SHOWN}"
-    yield row.accelerator not in (None, *ACCELERATORS), f"accelerator {row.accelerator!r}"
-    yield not row.sources, "a row without a source is hearsay"
-    yield not (row.has_condition or row.symptoms), "nothing tells that it applies"
-    yield bool(row.differ) and len(row.differ) != 2, "differ takes two names"
-    yield any(not CONDITION.fullmatch(text) for text in row.variables.values()), "a condition on a variable"
-    yield any(pattern.match("") for pattern in row.symptoms), "a symptom that every text has"
+    yield row.accelerator not in (None, *ACCELERATORS), f"invalid accelerator {row.accelerator!r}"
+    yield not row.sources, "a row needs a source"
+    yield not (row.has_condition or row.symptoms), "a row needs a condition or a symptom"
+    yield bool(row.differ) and len(row.differ) != 2, "differ needs two names"
+    yield (
+        any(not CONDITION.fullmatch(text) for text in row.variables.values()),
+        "invalid condition on a variable",
+    )
+    yield any(pattern.match("") for pattern in row.symptoms), "a symptom that matches every text"
 
 
 def _specifier(text: str) -> SpecifierSet:
     try:
         return SpecifierSet(text, prereleases=True)
     except InvalidSpecifier as error:
-        raise ValueError(f"{text!r} is no version specifier") from error
+        raise ValueError(f"{text!r} is not a version specifier") from error

@@ -1,7 +1,7 @@
-"""Probes of rows, on a CPU: each says whether what its row tells happens with the packages that are here.
+"""Probes on a CPU that test whether the symptom of a row occurs with the installed packages.
 
-``python -m rlhf_stack.known_bad.probes`` runs all of them and prints, for each row, "holds", "gone" or
-"elsewhere" (the row is about other versions), with what was seen. It starts Ray nodes of its own.
+``python -m rlhf_stack.known_bad.probes`` runs them all and prints for each row "holds", "gone" or "elsewhere"
+(the row is about other versions) with the evidence. It starts its own Ray nodes.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from typing import Any
 from packaging.version import Version
 
 from rlhf_stack.config import env_vars
-from rlhf_stack.known_bad.matching import explain, named
+from rlhf_stack.known_bad.matching import canonical_names, explain
 from rlhf_stack.known_bad.model import Row, load
 
 HOLDS, GONE, ELSEWHERE = "holds", "gone", "elsewhere"
@@ -27,32 +27,32 @@ SHORT_SECONDS, LONG_SECONDS = 5.0, 120.0
 GPUS, NODES = 8, 3
 ACCELERATORS = "from ray._private.accelerators.amd_gpu import AMDGPUAcceleratorManager as amd\n"
 
-Probe = Callable[[Row], Iterator[str]]  # yields what it saw of the row's symptom; nothing if it did not show
+Probe = Callable[[Row], Iterator[str]]  # yields evidence of the symptom, nothing if it does not occur
 
 
 def rocr_is_refused(row: Row) -> Iterator[str]:
-    """Ray is asked for the visible GPUs of a process with ``ROCR_VISIBLE_DEVICES``."""
+    """Query Ray for the visible GPUs of a process with ``ROCR_VISIBLE_DEVICES``."""
     code = ACCELERATORS + "amd.get_current_process_visible_accelerator_ids()"
-    yield from _said(row, code, ROCR_VISIBLE_DEVICES="0")
+    yield from _matching_output(row, code, ROCR_VISIBLE_DEVICES="0")
 
 
 def hip_and_cuda_differ(row: Row) -> Iterator[str]:
-    """Ray is asked for them where the two variables differ."""
+    """Query Ray for the variable of visible GPUs while the two variables differ."""
     code = ACCELERATORS + "amd.get_visible_accelerator_ids_env_var()"
-    yield from _said(row, code, HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1")
+    yield from _matching_output(row, code, HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1")
 
 
 def interface_is_missing(row: Row) -> Iterator[str]:
-    """A group over gloo on an interface that is not there."""
+    """Create a gloo group on an interface that does not exist."""
     code = (
         "import torch.distributed as group\n"
         "group.init_process_group('gloo', init_method='tcp://127.0.0.1:29581', rank=0, world_size=1)"
     )
-    yield from _said(row, code, GLOO_SOCKET_IFNAME="eth9")
+    yield from _matching_output(row, code, GLOO_SOCKET_IFNAME="eth9")
 
 
 def lock_is_waited_for(row: Row) -> Iterator[str]:
-    """torch's lock, left by nobody: whoever waits for it is interrupted, and shows where."""
+    """Wait for an abandoned lock of torch; the traceback after a time limit shows the wait."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder, "lock")
         lock.touch()
@@ -61,11 +61,11 @@ def lock_is_waited_for(row: Row) -> Iterator[str]:
             f"faulthandler.dump_traceback_later({SHORT_SECONDS}, exit=True)\n"
             f"FileBaton({str(lock)!r}).wait()"
         )
-        yield from _said(row, code)
+        yield from _matching_output(row, code)
 
 
 def setup_commands_are_ignored(_: Row) -> Iterator[str]:
-    """A runtime environment with a field that does not exist."""
+    """Create a runtime environment with a field that does not exist."""
     from ray.runtime_env import RuntimeEnv
 
     accepted = RuntimeEnv(setup_commands=["true"])
@@ -73,13 +73,13 @@ def setup_commands_are_ignored(_: Row) -> Iterator[str]:
 
 
 def operators_moved(_: Row) -> Iterator[str]:
-    """vLLM's compiled module by its old name."""
+    """Look for vLLM's compiled module under its old name."""
     if importlib.util.find_spec("vllm._C") is None:
-        yield "there is no module vllm._C"
+        yield "no module vllm._C"
 
 
 def bundles_are_out_of_order(_: Row) -> Iterator[str]:
-    """A placement group that fills three nodes: is each node's share of the bundles one run?"""
+    """Fill three nodes with a placement group, and check that the bundles of each node are contiguous."""
     order = json.loads(_ray("order"))
     runs = 1 + sum(one != other for one, other in itertools.pairwise(order))
     if runs > NODES:
@@ -87,17 +87,17 @@ def bundles_are_out_of_order(_: Row) -> Iterator[str]:
 
 
 def a_cpu_is_missing(_: Row) -> Iterator[str]:
-    """A placement group that asks for more CPUs than a node has: nothing ends it."""
+    """Create a placement group that requests more CPUs than a node has."""
     state = json.loads(_ray("pending"))
     if state == "PENDING":
         yield f"{state} after {SHORT_SECONDS:g} s"
 
 
 def actor_ignores_its_bundle(_: Row) -> Iterator[str]:
-    """Actors without resources, each pinned to a bundle: how many are on the bundle's node?"""
-    there = json.loads(_ray("pinned"))
-    if there < NODES:
-        yield f"{there} of {NODES} actors are on the node of their bundle"
+    """Pin actors without resources to bundles, and count those on the node of their bundle."""
+    matching = json.loads(_ray("pinned"))
+    if matching < NODES:
+        yield f"{matching} of {NODES} actors are on the node of their bundle"
 
 
 PROBES: dict[str, Probe] = {
@@ -114,9 +114,9 @@ PROBES: dict[str, Probe] = {
 
 
 def is_about(row: Row, versions: dict[str, str]) -> bool:
-    """Whether the row is about this accelerator and ``versions``; a package that is not here does not matter.
+    """Whether the row applies to this accelerator and ``versions``; missing packages are ignored.
 
-    A row about ROCm alone is probed on a CPU all the same: what Ray says does not depend on the card.
+    Rows for ROCm are probed on a CPU too, because Ray's behaviour does not depend on the card.
     """
     if row.accelerator == "cuda" != env_vars.accelerator():
         return False
@@ -125,21 +125,21 @@ def is_about(row: Row, versions: dict[str, str]) -> bool:
 
 
 def run() -> dict[str, tuple[str, str]]:
-    """For each row with a probe what came of it, and what was seen."""
+    """Run the probes; return outcome and evidence by row id."""
     rows = {row.id: row for row in load()}
-    versions = named({one.metadata["Name"]: one.version for one in metadata.distributions()})
+    versions = canonical_names({one.metadata["Name"]: one.version for one in metadata.distributions()})
     found = {}
     for name, probe in PROBES.items():
         if not is_about(rows[name], versions):
             found[name] = (ELSEWHERE, "other versions")
             continue
         seen = next(probe(rows[name]), "")
-        found[name] = (HOLDS, seen) if seen else (GONE, "the symptom did not show")
+        found[name] = (HOLDS, seen) if seen else (GONE, "the symptom did not occur")
     return found
 
 
-def _said(row: Row, code: str, **variables: str) -> Iterator[str]:
-    """The line in which Python, running ``code``, says what the row's symptoms look for."""
+def _matching_output(row: Row, code: str, **variables: str) -> Iterator[str]:
+    """Run ``code`` in a new Python process; yield the lines of its output that match the row's symptoms."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | variables,
@@ -152,7 +152,7 @@ def _said(row: Row, code: str, **variables: str) -> Iterator[str]:
 
 
 def _ray(question: str) -> str:
-    """The last line of `on_nodes` in a process of its own, whose Ray ends with it."""
+    """The output of `on_nodes` in a process of its own, so that its Ray ends with it."""
     code = f"from rlhf_stack.known_bad import probes\nprobes.on_nodes({question!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_SECONDS, check=True
@@ -161,7 +161,7 @@ def _ray(question: str) -> str:
 
 
 def on_nodes(question: str) -> None:
-    """Start nodes with fake GPUs, ask, and print the answer as JSON."""
+    """Start nodes with simulated GPUs, run the probe ``question``, and print its result as JSON."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -180,7 +180,7 @@ def on_nodes(question: str) -> None:
 
 
 def _order() -> list[int]:
-    """The node, by number, of each bundle of a group that takes every GPU."""
+    """The index of the node of each bundle of a group that takes every GPU."""
     import ray
 
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * (GPUS * NODES), strategy="PACK")
@@ -191,7 +191,7 @@ def _order() -> list[int]:
 
 
 def _pending() -> str:
-    """The state, after a while, of a group that asks for two CPUs of nodes with one."""
+    """The state after `SHORT_SECONDS` of a group that requests two CPUs on nodes with one."""
     import ray
 
     group = ray.util.placement_group([{"GPU": 2, "CPU": 2}])
@@ -200,7 +200,7 @@ def _pending() -> str:
 
 
 def _pinned() -> int:
-    """How many actors without resources are on the node of the bundle that they name."""
+    """The number of actors without resources on the node of their bundle."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -208,11 +208,11 @@ def _pinned() -> int:
     ray.get(group.ready(), timeout=LONG_SECONDS)
     places = ray.util.placement_group_table(group)["bundles_to_node_id"]
 
-    class Here:
+    class NodeProbe:
         def node(self) -> str:
             return str(ray.get_runtime_context().get_node_id())
 
-    remote: Any = ray.remote(num_cpus=0, num_gpus=0)(Here)
+    remote: Any = ray.remote(num_cpus=0, num_gpus=0)(NodeProbe)
     actors = [
         remote.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(

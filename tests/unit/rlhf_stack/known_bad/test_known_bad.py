@@ -1,4 +1,4 @@
-"""rlhf_stack.known_bad: the rows that are carried, and how they are matched."""
+"""rlhf_stack.known_bad: the rows, their validation and their matching."""
 
 import re
 from collections.abc import Iterable
@@ -13,11 +13,10 @@ from rlhf_stack.diagnostics.installed_patches import slug
 from rlhf_stack.known_bad import Environment, MalformedRow, Row
 from rlhf_stack.known_bad.finding import Finding
 from rlhf_stack.known_bad.model import read
-from scripts.patches.patch_series import Series, load_all
 
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell, expand, load
-from scripts.patches.series import series_of
+from scripts.patches.series import Series, load_all, series_of
 
 ROWS = known_bad.load()
 LOGS = sorted(Path(__file__).with_name("logs").glob("*.log"))
@@ -120,7 +119,7 @@ def test_our_own_cells_have_no_error(cell: Cell) -> None:
 def test_what_mends_a_row_is_a_patch_that_exists() -> None:
     names = names_of(load_all())
     for found in ROWS:
-        assert set(found.mended_by) <= names, found.id
+        assert set(found.fixed_by) <= names, found.id
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_without_a_process_no_condition_on_a_variable_holds() -> None:
 
 
 def test_a_patch_mends_a_row_only_with_all_the_others() -> None:
-    mended = row(mended_by=("a", "b"))
+    mended = row(fixed_by=("a", "b"))
     assert known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a", "b", "c"})) == []
     assert ids(known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a"}))) == ["a-row"]
 
@@ -198,12 +197,12 @@ def test_any_text_can_be_a_log_or_a_freeze(text: str) -> None:
     [
         ('kind = "crash"', 'kind = "crush"', "crush"),
         ('id = "a-row"', 'id = "A row"', "lower-case"),
-        ('sources = ["here"]', "sources = []", "hearsay"),
-        ('symptoms = ["some text"]', "symptoms = []", "nothing tells"),
+        ('sources = ["here"]', "sources = []", "needs a source"),
+        ('symptoms = ["some text"]', "symptoms = []", "needs a condition"),
         ('symptoms = ["some text"]', 'symptoms = ["("]', "parenthesis|unterminated"),
         ('symptoms = ["some text"]', 'symptoms = [".*"]', "every text"),
         ('title = "t"', 'titel = "t"', "missing.*title.*unknown.*titel"),
-        ('shown = "run"', 'shown = "run"\npackages = { ray = "2.44" }', "no version specifier"),
+        ('shown = "run"', 'shown = "run"\npackages = { ray = "2.44" }', "not a version specifier"),
         ('shown = "run"', 'shown = "run"\nvariables = { A = "maybe" }', "condition"),
         ('shown = "run"', 'shown = "run"\ndiffer = ["a"]', "two names"),
     ],
