@@ -1,4 +1,4 @@
-"""A mistake or a missing thing that the user can mend: one line, no traceback."""
+"""Errors that the user can correct: one line, no traceback."""
 
 import errno
 import signal
@@ -10,18 +10,18 @@ INTERRUPTED = 130
 
 
 def interrupt(*_: object) -> NoReturn:
-    """A signal handler: what Ctrl-C does."""
+    """A signal handler that raises `KeyboardInterrupt`, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 class UserError(Exception):
-    """What went wrong and what to do about it, in one line."""
+    """An error and its remedy, in one line."""
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Exit with what ``main`` returns; show a `UserError` as one line on stderr, exit code 2.
+    """Exit with the code that ``main`` returns; print a `UserError` as one line on stderr, exit code 2.
 
-    A termination or hang-up ends it as Ctrl-C does, by an exception, so that contexts end and clean up.
+    A termination or hang-up raises `KeyboardInterrupt`, as Ctrl-C does, so that contexts clean up.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)

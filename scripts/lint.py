@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from scripts import git
 from scripts.paths import ROOT
 
 SHELLS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
@@ -43,13 +44,6 @@ def dockerfiles(files: Iterable[Path]) -> list[Path]:
     return sorted(file for file in files if file.name == "Dockerfile")
 
 
-def tracked() -> list[Path]:
-    """The files of the repository, including those not yet added."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / name for name in done.stdout.split("\0") if name]
-
-
 def checks() -> dict[str, list[str]]:
     """The command of each check, by name."""
     scripts = [sys.executable, "-m", "scripts"]
@@ -57,8 +51,8 @@ def checks() -> dict[str, list[str]]:
         "ruff check": [_tool("ruff"), "check", "--quiet"],
         "ruff format": [_tool("ruff"), "format", "--quiet", "--check"],
         "mypy": [_tool("mypy"), "--no-error-summary"],
-        "shellcheck": [_tool("shellcheck"), "--severity=warning", *map(str, shell_scripts(tracked()))],
-        "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(tracked()))],
+        "shellcheck": [_tool("shellcheck"), "--severity=warning", *map(str, shell_scripts(git.files()))],
+        "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(git.files()))],
         "layers": [_tool("lint-imports")],
         "schema": [*scripts, "matrix", "schema", "--check"],
         "patches": [*scripts, "patches", "check"],

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs nox in the project's own environment, which it makes first: bash scripts/nox.sh -s demo
 #
-# The environment is .nox/host, made of scripts/requirements.txt, hashes required, by the pip that the user
-# configured. It is made anew when that lock changed, when its Python is gone or is another release by now, or when
-# a former attempt was cut short: the stamp is written last.
+# The environment is .nox/host. The user's configured pip installs scripts/requirements.txt into it, with hashes. It
+# is rebuilt after a change of that lock, after an upgrade or removal of its Python, and after an interrupted
+# attempt: the stamp is written last.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,8 +15,8 @@ fail() {
     exit 2
 }
 
-# A Python that is new enough and can make an environment with pip in it; empty if there is none. Not that of an
-# environment, which may be the one that is made anew.
+# Prints a Python that is new enough and can make an environment with pip, or nothing. Never one inside an
+# environment, which may be the one to be rebuilt.
 find_python() {
     local candidate
     for candidate in python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
@@ -29,20 +29,20 @@ find_python() {
 }
 
 install_python() {
-    local wish='Python 3.11 or newer with venv is missing: run sudo apt-get install --yes python3 python3-venv'
+    local instruction='Python 3.11 or newer with venv is missing: run sudo apt-get install --yes python3 python3-venv'
     local as_root=()
     command -v apt-get >/dev/null || fail "Python 3.11 or newer with venv is missing: install it"
     if [ "$(id -u)" -ne 0 ]; then
-        sudo -n true 2>/dev/null || fail "$wish"
+        sudo -n true 2>/dev/null || fail "$instruction"
         as_root=(sudo -n)
     fi
     echo "installing from this system's packages, once: python3 python3-venv" >&2
-    quietly apt-get --yes update || fail "apt-get update failed; $wish"
+    quietly apt-get --yes update || fail "apt-get update failed; $instruction"
     quietly env DEBIAN_FRONTEND=noninteractive apt-get --yes install --no-install-recommends python3 python3-venv ||
-        fail "$wish"
+        fail "$instruction"
 }
 
-# Runs a command as root, by the as_root of its caller; its output is shown only if it fails.
+# Runs a command as root, through the caller's as_root; prints its output only if it fails.
 quietly() {
     local output
     if ! output=$("${as_root[@]}" "$@" 2>&1 </dev/null); then
@@ -64,9 +64,9 @@ if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] || ! "$environment/
         python=$(find_python)
         [ -n "$python" ] || fail "this system's Python is older than 3.11: install Python 3.11 or newer with venv"
     fi
-    echo "making the host's environment, once (.nox/host)" >&2
+    echo "making the host's environment (.nox/host)" >&2
     rm -rf "$environment"
-    "$python" -m venv "$environment" || fail "python3 -m venv failed: see above"
+    "$python" -m venv "$environment" || fail "python3 -m venv failed: see the lines above"
     "$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-deps \
         --require-hashes --only-binary :all: --requirement "$lock" ||
         fail "the host's tools could not be installed: check the network and \`pip config list\`; then run this again"

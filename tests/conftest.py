@@ -1,6 +1,6 @@
-"""What host-side tests share: the engine and the cell under test.
+"""Fixtures of the host's tests: Docker's client, the cell under test and its image.
 
-Tests that run inside an image load this file too, where there is no Docker: it imports where it uses.
+Tests inside an image load this file too, without Docker: imports are local to their use.
 """
 
 import json
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 IN_IMAGE = Path("/etc/rlhf-stack/cell.json")
-ANSWER_SECONDS = 600  # of the engine, which may have to export an image of 9 GB, or to prune, beside
+ANSWER_SECONDS = 600  # Docker may have to export an image of 9 GB, or to prune, at the same time
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say what the marks mean."""
+    """Declare the marks."""
     config.addinivalue_line("markers", "carries(*pins): for cells with one of these packages, name==version")
     config.addinivalue_line(
         "markers", "integration: minutes each; run before a release, as a suite of its own"
@@ -30,24 +30,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def carried(request: pytest.FixtureRequest) -> None:
-    """Skip, inside an image, a test that is a statement about a release which is not in it."""
+    """Skip, inside an image, a test about a release that is not in it."""
     mark = request.node.get_closest_marker("carries")
     if mark is None:
         return
     packages = json.loads(IN_IMAGE.read_text(encoding="utf-8"))["packages"]
     pins = {f"{package['distribution']}=={package['version']}" for package in packages}
     if not pins & set(mark.args):
-        pytest.skip(f"for {' or '.join(mark.args)}, which this cell does not carry")
+        pytest.skip(f"for {' or '.join(mark.args)}, which this cell does not have")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--cell ID``; the default cell if it is not given."""
+    """Add ``--cell ID``; the default is the default cell."""
     parser.addoption("--cell", default=None, help="a cell id")
 
 
 @pytest.fixture(scope="session")
 def client() -> "docker.DockerClient":
-    """The engine."""
+    """Docker's client."""
     from scripts.docker.client import connect
 
     return connect(ANSWER_SECONDS)

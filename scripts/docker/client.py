@@ -89,7 +89,7 @@ def docker_command() -> list[str]:
     found = choose(candidates(os.get_exec_path()), output_of)
     if found is None:
         raise UserError(
-            "no docker command here can build with BuildKit: "
+            "no docker command on this machine can build with BuildKit: "
             "`sudo apt-get install docker.io docker-buildx` (Ubuntu, Debian 13) or `docker.io` (Debian 12)"
         )
     return [str(found)]

@@ -33,7 +33,7 @@ LABEL = "rlhf-stacks.owner"
 PORT = 6379
 STARTED = b"Ray runtime started"
 POLL_SECONDS = 0.5
-MEGABYTE = 1 << 20
+MEBIBYTE = 1 << 20
 KILLED = 137
 END_SECONDS = 5
 SHARES, SHARES_AT_START = 1024, 32768  # of the CPUs, against containers that have Docker's own 1024
@@ -49,8 +49,8 @@ class ContainerNode:
     name: str
     gpus: int
     cpus: int = 8
-    object_store: int = 300 * MEGABYTE
-    shm: int = 1024 * MEGABYTE
+    object_store: int = 300 * MEBIBYTE
+    shm: int = 1024 * MEBIBYTE
 
 
 def ray_start(node: ContainerNode, head: str | None) -> list[str]:

@@ -32,7 +32,7 @@ def build(
     verified = [event for event in events if event["event"] == "verify"]
     for what, found in (("training step", steps), ("engine", engines), ("weight sync", syncs)):
         if not found:
-            raise UserError(f"the run recorded no {what}: its log says why")
+            raise UserError(f"the run recorded no {what}: see its log")
     rewards = [float(event["reward"]) for event in steps]
     return {
         "cell": cell,

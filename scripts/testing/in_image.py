@@ -26,13 +26,12 @@ from scripts.patches.pristine import fetch_pristine, locked_hashes
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.testing import proofs, records
-from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
+from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing"
 PRISTINE = ROOT / "build" / "pristine"
 PYTEST = ("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "pygments")
 DERIVED = "RLHF_STACK_DERIVED"  # read by tests/image/test_lock.py
-MEGABYTE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ def test_tools(cell: Cell) -> Path:
 def _install(requirements: Path, python: str) -> None:
     """Install the requirements, for that version of Python, into the folder of their file."""
     command = [find_uv_bin(), "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-    wheels_of = ["--target", str(requirements.parent), "--python-version", python, "--only-binary=:all:"]
+    options = ["--target", str(requirements.parent), "--python-version", python, "--only-binary=:all:"]
     done = subprocess.run(
-        [*command, *wheels_of, "-r", str(requirements)], capture_output=True, text=True, check=False
+        [*command, *options, "-r", str(requirements)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise UserError(f"pytest cannot be installed for the image: {' '.join(done.stderr.split())[:300]}")
@@ -176,7 +175,7 @@ def _run_in_container(
         environment=environment,
         volumes=volumes,
         labels={LABEL: owner_label()},
-        shm_size=1024 * MEGABYTE,
+        shm_size=1024 * MEBIBYTE,
         working_dir="/tmp",  # noqa: S108
         **setting.options,
     )

@@ -18,8 +18,8 @@ from scripts.docker.client import connect
 from scripts.errors import UserError
 from scripts.locks import resolver
 from scripts.matrix.load import Cell, find, load
-from scripts.testing.cluster import LABEL, owner_label, remove_on_exit, sweep
-from scripts.testing.in_image import MEGABYTE, local_image, pristine
+from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit, sweep
+from scripts.testing.in_image import local_image, pristine
 
 PRISTINE = "/opt/pristine"
 # Released as source only: resolving their metadata would compile them, and the other rows do not need it.
@@ -63,7 +63,7 @@ def probed(client: docker.DockerClient, cell: Cell, image: str) -> Outcomes:
         environment={"PYTHONPATH": PRISTINE, "PYTHONDONTWRITEBYTECODE": "1"},
         volumes={str(pristine(cell)): {"bind": PRISTINE, "mode": "ro"}},
         labels={LABEL: owner_label()},
-        shm_size=1024 * MEGABYTE,
+        shm_size=1024 * MEBIBYTE,
         working_dir="/tmp",  # noqa: S108
     )
     with remove_on_exit([container]):

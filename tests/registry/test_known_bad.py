@@ -12,7 +12,7 @@ from scripts.locks import index_config
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.testing import in_image
-from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
+from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 # 0.18.2 beside the image's own, with the operators that are compiled for that.
 PUT_IN = """
@@ -49,7 +49,7 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
             volumes=mounts,
             labels={LABEL: owner_label()},
             network_mode="host",  # as a build has it: the index may be a name of this machine
-            shm_size=1024 * in_image.MEGABYTE,
+            shm_size=1024 * MEBIBYTE,
         )
         with remove_on_exit([container]):
             container.start()

@@ -31,7 +31,7 @@ def fake_docker(folder: Path, version: str) -> Path:
     return script(folder / "docker", WITHOUT_BUILDX.replace("{version}", version))
 
 
-def test_a_client_with_buildx_is_preferred(tmp_path: Path) -> None:
+def test_a_command_with_buildx_is_preferred(tmp_path: Path) -> None:
     fake_docker(tmp_path / "a", "20.10.24")
     good = script(tmp_path / "b" / "docker", WITH_BUILDX)
     assert (
@@ -39,20 +39,20 @@ def test_a_client_with_buildx_is_preferred(tmp_path: Path) -> None:
     )
 
 
-def test_a_new_client_without_buildx_is_passed_over_for_an_old_one(tmp_path: Path) -> None:
+def test_an_old_command_is_preferred_to_a_new_one_without_buildx(tmp_path: Path) -> None:
     new, old = fake_docker(tmp_path / "new", "28.2.2"), fake_docker(tmp_path / "old", "20.10.24")
     assert client.choose([new, old], client.output_of) == old
     assert client.choose([new], client.output_of) is None
 
 
-def test_a_client_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+def test_a_command_that_does_not_run_is_ignored(tmp_path: Path) -> None:
     broken = tmp_path / "docker"
     broken.write_text("no program", encoding="utf-8")
     broken.chmod(0o755)
     assert client.choose([broken, tmp_path / "absent"], client.output_of) is None
 
 
-def test_a_client_found_twice_is_one_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_found_twice_is_one_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fake_docker(tmp_path / "real", "20.10.24")
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "docker").symlink_to(real)
@@ -67,7 +67,7 @@ def test_the_error_without_a_command_that_builds_names_the_packages(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(client, "SYSTEM_DOCKER", tmp_path / "absent")
     with pytest.raises(
-        UserError, match="no docker command here can build with BuildKit: `sudo apt-get install"
+        UserError, match="no docker command on this machine can build with BuildKit: `sudo apt-get install"
     ):
         client.docker_command()
 
@@ -85,7 +85,7 @@ def failure(cause: BaseException) -> DockerException:
         (FileNotFoundError(2, "no"), {}, False, "Docker Engine is not installed: `sudo apt-get install"),
         (FileNotFoundError(2, "no"), {}, True, "Docker Engine is not running: `sudo "),
         (ConnectionRefusedError(111, "no"), {}, True, "Docker Engine is not running"),
-        (PermissionError(13, "no"), {}, True, "no permission to use Docker's socket, which belongs to the group"),
+        (PermissionError(13, "no"), {}, True, "no permission to use Docker's socket, which belongs to"),
         (TimeoutError("slow"), {}, True, "Docker Engine does not answer: "),
         (ConnectionRefusedError(111, "no"), {"DOCKER_HOST": "tcp://h:1"}, True, "no Docker Engine answers at DOCKER_HOST=tcp://h:1"),
     ],

@@ -11,7 +11,7 @@ from scripts.testing.cluster import ContainerNode, is_orphan, owner_label, ray_s
 
 
 def test_head_and_worker_are_started_as_on_two_machines() -> None:
-    """The worker knows the head's name and nothing else."""
+    """The worker has only the head's name."""
     head = ray_start(ContainerNode("head", gpus=2), None)
     worker = ray_start(ContainerNode("worker", gpus=2), "head")
     assert "--head" in head

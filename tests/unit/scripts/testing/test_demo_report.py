@@ -40,8 +40,7 @@ def build(run: list[dict[str, Any]]) -> dict[str, Any]:
     return demo_report.build("cell", {"ray": "2.55.0"}, NODES, run, {"total": 61.234})
 
 
-def test_report_says_what_the_run_showed() -> None:
-    """Every key that is promised."""
+def test_the_report_has_every_documented_key() -> None:
     made = build(events())
     assert made["nodes"][1] == {"address": "10.0.0.3", "host": "worker", "gpus": 2.0}
     assert made["engines"] == [{"node": "10.0.0.3", "gpus": ["0", "1"], "straddles": False}]
@@ -53,11 +52,11 @@ def test_report_says_what_the_run_showed() -> None:
 
 @pytest.mark.parametrize("changes", [{"equal": False}, {"index": 0}])
 def test_weights_are_equal_only_if_the_last_sync_was_verified(changes: dict[str, Any]) -> None:
-    """A mismatch, or a last sync that nobody looked at, is not equality."""
+    """A mismatch, or a last sync that was not verified, is not equality."""
     assert build(events(**changes))["weights_equal"] is False
 
 
-def test_one_mismatch_on_the_way_counts() -> None:
+def test_an_earlier_mismatch_counts() -> None:
     """Later syncs send everything again and would hide it."""
     run = events()
     run[2]["equal"] = False
@@ -65,14 +64,12 @@ def test_one_mismatch_on_the_way_counts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["step", "engine", "sync"])
-def test_a_run_that_did_nothing_is_no_report(kind: str) -> None:
-    """What is missing is named."""
+def test_the_error_of_an_incomplete_run_names_what_is_missing(kind: str) -> None:
     with pytest.raises(UserError, match=r"recorded no (training step|engine|weight sync)"):
         build([event for event in events() if event["event"] != kind])
 
 
-def test_the_picture_names_nodes_and_straddling_engines() -> None:
-    """What people look at first."""
+def test_the_tables_name_nodes_and_straddling_engines() -> None:
     run = events()
     run[0] = {
         "event": "engine",
