@@ -1,5 +1,5 @@
-"""A mistake or a missing thing that the user can mend."""
+"""The error that reports a user's mistake or a missing requirement."""
 
 
 class UserError(Exception):
-    """What is wrong and what to do about it, in one line; the command shows it without a traceback."""
+    """One line that states the problem and the remedy; the command prints it without a traceback."""

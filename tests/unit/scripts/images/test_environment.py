@@ -73,7 +73,7 @@ def test_a_user_s_own_value_wins_and_is_told_with_the_default_and_its_reason(fol
 def test_a_secret_is_not_shown(folder: Path) -> None:
     """By the name of the variable."""
     _, told = sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "hidden"})
-    assert told == ["rlhf-stack: API_KEY is set to something else (default none: reason of API_KEY)"]
+    assert told == ["rlhf-stack: API_KEY has another value (default none: reason of API_KEY)"]
 
 
 def test_a_shell_below_does_not_tell_the_same_again(folder: Path) -> None:
