@@ -15,6 +15,6 @@ print(len(paths), "files import their hooks")
 """
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.carries("openrlhf==0.11.2", "openrlhf==0.5.1")
 def test_each_patched_file_imports_the_hooks(proves):
     proves(PROBE, "no hooks are imported in")
