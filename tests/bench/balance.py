@@ -1,8 +1,8 @@
-"""How much longer the busiest engine works if prompts are split by number instead of by work.
+"""Load of the busiest engine if prompts are divided by number instead of by expected tokens.
 
 ``PYTHONPATH=images/runtime python -m tests.bench.balance [--json]``; a second, no Docker. A computation, not
 a measurement: work is tokens, lengths are drawn from a seed. "Answers of any length" are drawn too and
-known to nobody when the prompts are split; else every answer is as long as it may be.
+unknown when the prompts are divided; otherwise every answer has the maximum length.
 """
 
 import argparse
@@ -21,17 +21,17 @@ LENGTHS = {"even": 0.1, "skewed": 1.0, "very skewed": 1.6}  # sigma of the logar
 
 
 def lengths(choose: random.Random, sigma: float) -> list[int]:
-    """Lengths of prompts around 500 tokens."""
+    """Draw the lengths of a batch's prompts, around 500 tokens."""
     return [max(1, min(8192, round(choose.lognormvariate(6.2, sigma)))) for _ in range(PROMPTS)]
 
 
 def busiest(engines: list[int], work: list[int], count: int) -> float:
-    """The largest share of an engine, as a multiple of the mean."""
+    """Return the work of the busiest engine, as a multiple of the mean."""
     return request_balancer.makespan(work, [0] * count, engines) * count / sum(work)
 
 
 def compare(sigma: float, count: int, any_length: bool) -> tuple[float, float]:
-    """The busiest engine, by work and in pieces of equally many prompts: means of `BATCHES` batches."""
+    """Return the busiest engine's load by tokens and by number of prompts: means of `BATCHES` batches."""
     choose = random.Random(0)  # noqa: S311
     ours, peer = [], []
     for _ in range(BATCHES):
@@ -45,7 +45,7 @@ def compare(sigma: float, count: int, any_length: bool) -> tuple[float, float]:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.balance", description=(__doc__ or "").split("\n")[0]
     )

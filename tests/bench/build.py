@@ -1,20 +1,20 @@
-"""Build time and size of a cell against the same requirement list in a plain `pip install` Dockerfile.
+"""Build time and size of a cell compared with the same requirements in a plain `pip install` Dockerfile.
 
 ``python -m tests.bench.build [--cell CELL] [--json]``; about 20 minutes, network needed.
 
 The peer is what a user would write: the builder root, because DeepSpeed compiles its ops at first use; the
 headline pins of the cell and the requirements of OpenRLHF that install without CUDA, by `pip install`; then
-the packages removed again that keep the stack from starting. Its image stays tagged as ``PEER`` for
-``tests.bench.ready``. Ours is built by ``python -m scripts build``, in a context of its own; the tag of the
-cell does not move. A cell whose vLLM is compiled from source has no such peer: ours is measured alone.
+the removal of packages that prevent the stack from starting. Its image stays tagged as ``PEER`` for
+``tests.bench.ready``. Ours is built by ``python -m scripts build``, in a separate context; the tag of the
+cell does not move. A cell whose vLLM is compiled from source has no such peer: only ours is measured.
 
-- *cold*: no layer and no downloaded package is reused, by either. The machine's network takes part in it.
-- *unchanged*: built again at once.
-- *OpenRLHF's pin changed*: ours makes the layers from OpenRLHF's up. The peer has one layer for all
-  packages, so this is its cold time, not measured again.
+- *cold*: neither reuses a layer or a downloaded package. It includes downloads over the machine's network.
+- *unchanged*: rebuilt immediately.
+- *OpenRLHF's pin changed*: ours rebuilds the layers from OpenRLHF's upwards. The peer has one layer for all
+  packages, so its cold time is used, not measured again.
 - *size*: as `docker image ls` counts it, with the root filesystem.
 
-Compare the ratio, which is of one run; seconds depend on the machine, its load and its network.
+Compare the ratios, which are from one run; seconds depend on the machine, its load and its network.
 """
 
 import operator
@@ -46,39 +46,39 @@ from tests.bench.results import Row, parser, show
 PEER = "rlhf-stacks-bench:plain-pip"
 OURS = "rlhf-stacks-bench:ours"
 FREE_MEGABYTES = 20_000
-# Their wheels on the index link CUDA's torch: where that is not there, transformers or vLLM fail on them.
+# Their wheels on the index link CUDA's torch: without it, transformers or vLLM fail to import them.
 UNLOADABLE = ("torchaudio", "torchcodec", "torchvision")
-# No wheel, and its source distribution asks for CUDA's compiler.
+# It has no wheel, and its source distribution requires CUDA's compiler.
 UNBUILDABLE = ("flash-attn",)
-# Its setup.py downloads from where many builds do not reach: the peer gets an empty package of that name.
+# Its setup.py downloads from a host that many builds cannot reach: the peer gets an empty package instead.
 UNREACHABLE = {"vllm-nccl-cu12": "2.18.1"}
 NOTES = [
-    "cold: no layer and no downloaded package is reused, by either; plain pip compiles DeepSpeed's ops "
-    "later, whenever they are first used",
-    "OpenRLHF's pin changed: plain pip has one layer for all, so this is its cold time",
+    "cold: neither reuses a layer or a downloaded package; plain pip compiles DeepSpeed's ops later, "
+    "at their first use",
+    "OpenRLHF's pin changed: plain pip has one layer for all packages, so this is its cold time",
     "plain pip starts from the root with compilers, because DeepSpeed compiles at first use",
 ]
 
 
-def unseen(dockerfile: str) -> str:
-    """A Dockerfile of which the builder has no layer yet, though it keeps those that are now made.
+def uncached(dockerfile: str) -> str:
+    """Return a Dockerfile none of whose layers the builder has cached; the new layers are cached.
 
-    `--no-cache` would not do: the old BuildKit does not find again all that it made so.
+    `--no-cache` does not serve: an old BuildKit does not reuse all layers that it built with it.
     """
     stamp = f"ENV RLHF_STACKS_BENCH={uuid.uuid4().hex}"
     return re.sub(r"(?m)^FROM \$\{.*$", lambda line: f"{line[0]}\n{stamp}", dockerfile)
 
 
 def without_downloads(dockerfile: str) -> str:
-    """Our Dockerfile without its cache of downloaded packages."""
-    kept = [line for line in dockerfile.splitlines() if "type=cache,id=rlhf-stacks-uv" not in line]
+    """Return our Dockerfile without its cache of downloaded packages."""
+    lines = [line for line in dockerfile.splitlines() if "type=cache,id=rlhf-stacks-uv" not in line]
     return re.sub(
-        r"(?m)^( +(?:UV_OFFLINE=1 )?)(/opt/tools/install-layer)$", r"\1UV_NO_CACHE=1 \2", "\n".join(kept)
+        r"(?m)^( +(?:UV_OFFLINE=1 )?)(/opt/tools/install-layer)$", r"\1UV_NO_CACHE=1 \2", "\n".join(lines)
     )
 
 
 def requirements(cell: Cell) -> tuple[list[str], str]:
-    """What the peer asks pip for, and the pin of OpenRLHF, which is installed without what it requires."""
+    """Return the peer's requirements, and the pin of OpenRLHF, which is installed without dependencies."""
     pins = {package.name: package.requirement for package in cell.packages}
     openrlhf, version = pins.pop("openrlhf"), cell.versions["openrlhf"]
     hashes = locked_hashes("openrlhf", version, lockfile.path(cell).read_text(encoding="utf-8"))
@@ -91,17 +91,17 @@ def requirements(cell: Cell) -> tuple[list[str], str]:
 
 
 def unloadable(cell: Cell) -> list[str]:
-    """What has to be removed again before a plain `pip install` of the cell can import a model."""
+    """Return the packages whose removal lets a plain `pip install` of the cell import a model."""
     return [item.name for item in cell.excluded if item.name in UNLOADABLE]
 
 
-def peer_dockerfile(asked: Sequence[str], openrlhf: str, removed: Sequence[str]) -> str:
-    """The plain Dockerfile; certificate and pip configuration reach it as secrets too."""
+def peer_dockerfile(requirements: Sequence[str], openrlhf: str, removed: Sequence[str]) -> str:
+    """Return the plain Dockerfile; it too gets certificate and pip configuration as secrets."""
     mounts = (
         "--mount=type=secret,id=ca --mount=type=secret,id=pip --mount=type=bind,source=wheels,target=/wheels"
     )
     pip = "/opt/venv/bin/pip install --no-cache-dir --prefer-binary --find-links /wheels"
-    quoted = " ".join(f"'{line}'" for line in asked)
+    quoted = " ".join(f"'{line}'" for line in requirements)
     uninstall = f"RUN /opt/venv/bin/pip uninstall --yes {' '.join(removed)}\n" if removed else ""
     return f"""ARG BASE
 FROM ${{BASE}}
@@ -113,7 +113,7 @@ RUN {mounts} \\
 
 
 def place_empty(name: str, version: str, folder: Path) -> None:
-    """Write a wheel that has a name and nothing else, so that pip does not look for another."""
+    """Write an empty wheel of this name, so that pip does not look for another."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     files = {
@@ -127,7 +127,7 @@ def place_empty(name: str, version: str, folder: Path) -> None:
 
 
 def timed(what: str, command: Sequence[str], log: Path) -> float:
-    """Seconds of a build; a `UserError` with what it printed last if it fails."""
+    """Return the seconds of a build; `UserError` with the cause in its log if it fails."""
     print(what, "...", file=sys.stderr, flush=True)
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -144,42 +144,42 @@ def timed(what: str, command: Sequence[str], log: Path) -> float:
 
 
 def size(tag: str) -> float:
-    """The size of an image in 10^6 bytes."""
+    """Return the size of an image in 10^6 bytes."""
     return unpacked_size(connect().images.get(tag)) / 1e6
 
 
 def compiled(log: Path) -> float:
-    """Seconds of a build that went into DeepSpeed's ops, by its log."""
+    """Return the seconds in which a build compiled DeepSpeed's ops, from its log."""
     lines = log.read_text(encoding="utf-8").splitlines()
     return sum(stage.seconds or 0.0 for stage in build_log.stages(lines) if stage.name.endswith("source"))
 
 
-def measure_ours(given: Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
-    """Seconds: cold, the part of it that compiles, unchanged, with a change to what OpenRLHF's layer has."""
-    file = given.folder / "Dockerfile"
-    file.write_text(unseen(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
-    build = build_command(given, secrets, log.with_suffix(".id"))
+def measure_ours(inputs: Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
+    """Return seconds: cold, of these compiling, unchanged, and with a change to OpenRLHF's layer."""
+    file = inputs.folder / "Dockerfile"
+    file.write_text(uncached(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
+    build = build_command(inputs, secrets, log.with_suffix(".id"))
     build = [*build[:-1], f"--tag={OURS}", build[-1]]
     seconds = {"cold": timed("ours, cold", build, log), "compiled": compiled(log)}
     seconds["unchanged"] = timed("ours, unchanged", build, log)
-    with (given.folder / "requirements" / "openrlhf.txt").open("a", encoding="utf-8") as requirements:
+    with (inputs.folder / "requirements" / "openrlhf.txt").open("a", encoding="utf-8") as requirements:
         requirements.write("# changed\n")
     return {**seconds, "changed": timed("ours, OpenRLHF's pin changed", build, log)}
 
 
 def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
-    """Seconds: cold, unchanged."""
+    """Return seconds: cold, unchanged."""
     folder.mkdir()
     (folder / "wheels").mkdir()
-    asked, openrlhf = requirements(cell)
+    pins, openrlhf = requirements(cell)
     for wheel in local_wheels(
         lockfile.path(cell).read_text(encoding="utf-8"), index_config.load().find_links
     ):
         place(wheel, folder / "wheels" / wheel.name)
     for name in (item.name for item in cell.excluded if item.name in UNREACHABLE):
         place_empty(name, UNREACHABLE[name], folder / "wheels")
-    text = peer_dockerfile(asked, openrlhf, unloadable(cell))
-    (folder / "Dockerfile").write_text(unseen(text), encoding="utf-8")
+    text = peer_dockerfile(pins, openrlhf, unloadable(cell))
+    (folder / "Dockerfile").write_text(uncached(text), encoding="utf-8")
     build = [
         *docker_command(),
         "build",
@@ -194,7 +194,7 @@ def measure_peer(cell: Cell, folder: Path, secrets: Mapping[str, Path], log: Pat
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     options = parser("build", __doc__).parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)
@@ -210,7 +210,7 @@ def main() -> int:
     roots = [size(rootfs.image(root)) for root in rootfs.roots(cell)]
     rows = [
         Row("cold build", "s", ours["cold"], peer.get("cold")),
-        Row("of it: compiling", "s", ours["compiled"]),
+        Row("cold build: compiling", "s", ours["compiled"]),
         Row("build, unchanged", "s", ours["unchanged"], peer.get("unchanged")),
         Row("build, OpenRLHF's pin changed", "s", ours["changed"], peer.get("cold")),
         Row("image size", "MB", *sizes),
@@ -222,9 +222,9 @@ def main() -> int:
 
 
 def notes(cell: Cell) -> list[str]:
-    """What to know of the peer."""
+    """Return the notes on the peer."""
     removed = unloadable(cell)
-    without = f"plain pip works only without {', '.join(removed)}, removed again in its last step"
+    without = f"plain pip works only without {', '.join(removed)}, which its last step removes"
     return [*NOTES, without] if removed else NOTES
 
 

@@ -1,11 +1,11 @@
-"""What it costs that a trainer's rank waits in a collective on the GPU of an engine that generates.
+"""Cost of a trainer rank that waits in a collective on the GPU of an engine that generates.
 
 ``python -m tests.bench.cotenancy [--plot FILE.png] [--json]``; about 2 minutes.
 
 One container of the default cell, two engines and two ranks; a core of the CPU stands for a GPU that an
-engine and a rank share. A kernel of NCCL waits busily, and so does the rank here: gloo's own wait takes no
-core. In the first rounds nothing was trained yet, then a rank waits while the engines generate (OpenRLHF's
-did before 0.6.3), then nobody does, as in 0.11.2, where RLHF_STACK_CHECK_COTENANCY=1 makes such a wait an
+engine and a rank share. A kernel of NCCL busy-waits, and so does the rank here: gloo's own wait uses no
+core. The first rounds precede all training; then a rank waits while the engines generate (as in OpenRLHF
+before 0.6.3); then no rank waits, as in 0.11.2, where RLHF_STACK_CHECK_COTENANCY=1 makes such a wait an
 error.
 """
 
@@ -28,17 +28,17 @@ from tests.bench.results import Row, parser, show
 SCRIPT = Path(__file__).with_name("cotenancy_engines.py")
 INSIDE = "/opt/bench.py"
 LAYERS = 8
-TOKENS = 8 * 64  # of an engine in a round
-BEFORE, WAITING, AFTER = "before the first training step", "a rank waits", "nobody waits"
+TOKENS = 8 * 64  # per engine and round
+BEFORE, WAITING, AFTER = "before the first training step", "a rank waits", "no rank waits"
 
 
 def seconds(rounds: Sequence[dict[str, Any]], phase: str, index: int) -> float:
-    """The median of an engine's rounds in a phase."""
+    """Return the median seconds of an engine's rounds in a phase."""
     return float(statistics.median(one["seconds"][index] for one in rounds if one["phase"] == phase))
 
 
 def plot(file: Path, rounds: Sequence[dict[str, Any]]) -> None:
-    """Each engine's tokens a second over time, with the rounds in which a rank waits shaded."""
+    """Plot each engine's tokens per second over time, with the rounds in which a rank waits shaded."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     times = [one["start"] for one in rounds]
@@ -48,7 +48,7 @@ def plot(file: Path, rounds: Sequence[dict[str, Any]]) -> None:
     waiting = [one["start"] for one in rounds if one["phase"] == WAITING]
     after = min(one["start"] for one in rounds if one["phase"] == AFTER)
     axes.axvline(trained[0], color="black", linewidth=1, linestyle=":", label="first training step")
-    axes.axvspan(waiting[0], after, color="tab:red", alpha=0.15, label="a rank waits beside engine 0")
+    axes.axvspan(waiting[0], after, color="tab:red", alpha=0.15, label="a rank waits next to engine 0")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("tokens/s")
@@ -58,12 +58,12 @@ def plot(file: Path, rounds: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     options = parser("cotenancy", __doc__)
-    options.add_argument("--plot", type=Path, help="also draw it, as PNG")
-    asked = options.parse_args()
+    options.add_argument("--plot", type=Path, help="also draw a plot, as PNG")
+    arguments = options.parse_args()
     matrix, client = load(), connect()
-    cell = find(matrix, asked.cell or matrix.default)
+    cell = find(matrix, arguments.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
     nodes = (ContainerNode("one", gpus=2),)
     with Cluster(client, local_image(client, cell), nodes, options=mounts) as cluster:
@@ -71,8 +71,8 @@ def main() -> int:
         cluster.output(cluster.head, make)
         output = cluster.output(cluster.head, ["python", INSIDE, f"{DATA}/model"])
     rounds: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
-    if asked.plot:
-        plot(asked.plot, rounds)
+    if arguments.plot:
+        plot(arguments.plot, rounds)
     rows = [
         Row(
             f"{TOKENS} tokens of engine {index}",
@@ -83,7 +83,7 @@ def main() -> int:
         for index in range(len(rounds[0]["seconds"]))
     ]
     before = ", ".join(f"{seconds(rounds, BEFORE, index):.3g} s" for index in range(len(rows)))
-    show(rows, [f"{BEFORE}: {before}", "a rank waits beside engine 0 alone"], asked.json, WAITING)
+    show(rows, [f"{BEFORE}: {before}", "a rank waits next to engine 0 only"], arguments.json, WAITING)
     return 0
 
 

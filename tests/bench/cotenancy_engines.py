@@ -1,6 +1,6 @@
-"""How long two engines generate, round by round, while a rank of a trainer waits on the GPU of one, or not.
+"""Measures two engines' rounds of generation, with and without a trainer rank that waits on one's GPU.
 
-cotenancy_engines.py MODEL: prints JSON, an object a round: its phase, when it began, and the seconds of each
+cotenancy_engines.py MODEL: prints JSON, one object per round: its phase, its start, and the seconds of each
 engine.
 """
 
@@ -21,12 +21,12 @@ from vllm import SamplingParams
 ENGINES = 2
 REQUESTS, TOKENS = 8, 64
 ROUNDS = 6
-BEFORE, WAITING, AFTER = "before the first training step", "a rank waits", "nobody waits"
+BEFORE, WAITING, AFTER = "before the first training step", "a rank waits", "no rank waits"
 DEADLINE = 600
 
 
 def pin(_: object, core: int) -> None:
-    """Give this process and its children one core, which stands for a GPU."""
+    """Pin this process and its children to one core, which stands for a GPU."""
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
         for thread in process.threads():
@@ -34,28 +34,28 @@ def pin(_: object, core: int) -> None:
 
 
 class Rank:
-    """A rank of a trainer, on the core of the engine of the same number."""
+    """A trainer rank, on the core of the engine with the same index."""
 
     def __init__(self, rank: int, port: int, core: int) -> None:
         pin(self, core)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ENGINES)
 
     def reduce(self, elements: int) -> None:
-        """A collective of training, which ends when every rank is in it."""
+        """Run a collective of training, which ends when every rank has joined it."""
         dist.all_reduce(torch.ones(elements))
 
-    def wait(self) -> None:
-        """The same, awaited as a kernel of NCCL does on its GPU: busily."""
+    def wait_busily(self) -> None:
+        """Join the collective and busy-wait for it, as a kernel of NCCL does on its GPU."""
         work = dist.all_reduce(torch.ones(1), async_op=True)
         while not work.is_completed():
             pass
 
 
 def main() -> None:
-    """Start engines and ranks, generate in rounds, say how fast it was."""
+    """Start engines and ranks, generate in rounds, print their times."""
     cores = sorted(os.sched_getaffinity(0))[:ENGINES]
     if len(cores) < ENGINES:
-        sys.exit(f"a core for each of {ENGINES} engines is needed, and there are {len(cores)}")
+        sys.exit(f"{ENGINES} engines need a core each, and {len(cores)} are available")
     ray.init(address="auto", log_to_driver=False)
     engines = vllm_engine.create_vllm_engines(
         num_engines=ENGINES,
@@ -75,21 +75,21 @@ def main() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     ranks = [ray.remote(num_cpus=0)(Rank).remote(index, port, core) for index, core in enumerate(cores)]
-    generate(engines)  # what is done once is not measured
+    generate(engines)  # warm-up, not measured
     print(json.dumps(rounds(engines, ranks)))
 
 
 def rounds(
     engines: list[ray.actor.ActorHandle], ranks: list[ray.actor.ActorHandle]
 ) -> list[dict[str, object]]:
-    """What each round was; a training step is between any two, but for those before the first one."""
+    """Run all rounds, with a training step before each except those of the first phase."""
     begin, found = time.monotonic(), []
     for phase in (BEFORE, WAITING, AFTER):
         for _ in range(ROUNDS):
             if phase != BEFORE:
                 ray.get([rank.reduce.remote(1 << 20) for rank in ranks], timeout=DEADLINE)
             start = time.monotonic()
-            waiting = [ranks[0].wait.remote()] if phase == WAITING else []
+            waiting = [ranks[0].wait_busily.remote()] if phase == WAITING else []
             seconds = generate(engines)
             if waiting:
                 ray.get([*waiting, ranks[1].reduce.remote(1)], timeout=DEADLINE)
@@ -98,18 +98,18 @@ def rounds(
 
 
 def generate(engines: list[ray.actor.ActorHandle]) -> list[float]:
-    """The seconds until each engine had answered its requests; all begin together."""
-    asked = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
+    """Return the seconds until each engine has answered its requests; all start together."""
+    parameters = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
     start = time.monotonic()
-    left = {
-        engine.generate.remote([3 + number + place for place in range(16)], asked): index
+    pending = {
+        engine.generate.remote([3 + number + place for place in range(16)], parameters): index
         for index, engine in enumerate(engines)
         for number in range(REQUESTS)
     }
     seconds = [0.0] * len(engines)
-    while left:
-        (done,), _ = ray.wait(list(left), timeout=DEADLINE)
-        seconds[left.pop(done)] = time.monotonic() - start
+    while pending:
+        (done,), _ = ray.wait(list(pending), timeout=DEADLINE)
+        seconds[pending.pop(done)] = time.monotonic() - start
     return seconds
 
 

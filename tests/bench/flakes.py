@@ -1,7 +1,7 @@
-"""Which tests of a suite fail now and then: the suite again and again, on one image.
+"""Repeats a suite on one image, to find tests that fail intermittently.
 
 ``python -m tests.bench.flakes [SUITE] [--runs 10] [--cell CELL] [--json]``; ten times as long as the suite.
-What each run printed is kept in ``build/flakes``. No record of the image is written.
+The output of each run is in ``build/flakes``. No record of the image is written.
 """
 
 import json
@@ -25,22 +25,22 @@ from scripts.testing.suites import COMMANDS
 from tests.bench.results import parser
 
 LOGS = ROOT / "build" / "flakes"
-SUITES = tuple(suite for suite in COMMANDS if suite != "demo")  # which is no pytest
+SUITES = tuple(suite for suite in COMMANDS if suite != "demo")  # not a pytest suite
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 PASSED = re.compile(r"\b(\d+) passed\b")
 
 
 @dataclass(frozen=True)
-class Once:
-    """One run of the suite."""
+class SuiteRun:
+    """The result of one run of a suite."""
 
     passed: int
     failed: tuple[str, ...]
     seconds: float
 
 
-def once(suite: str, cell: str, log: Path) -> Once:
-    """Run the suite; a `UserError` if it fails and names no test."""
+def run_suite(suite: str, cell: str, log: Path) -> SuiteRun:
+    """Run the suite; `UserError` if it fails without a failed test."""
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         codes = [
@@ -56,12 +56,12 @@ def once(suite: str, cell: str, log: Path) -> Once:
     text = log.read_text(encoding="utf-8")
     failed = tuple(FAILED.findall(text))
     if any(codes) and not failed:
-        raise UserError(f"{suite} failed, and no test of it: {log.relative_to(ROOT)}")
-    return Once(sum(map(int, PASSED.findall(text))), failed, time.monotonic() - start)
+        raise UserError(f"{suite} failed without a failed test: {log.relative_to(ROOT)}")
+    return SuiteRun(sum(map(int, PASSED.findall(text))), failed, time.monotonic() - start)
 
 
-def show(suite: str, runs: Sequence[Once]) -> None:
-    """The runs, and of each test that failed how often it did."""
+def show(suite: str, runs: Sequence[SuiteRun]) -> None:
+    """Print the runs, and for each failed test how often it failed."""
     table = Table("run", "passed", "failed", "seconds", title=suite)
     for number, one in enumerate(runs, 1):
         table.add_row(str(number), str(one.passed), str(len(one.failed)), f"{one.seconds:.0f}")
@@ -72,22 +72,22 @@ def show(suite: str, runs: Sequence[Once]) -> None:
 
 
 def main() -> int:
-    """The command line; a flaky test is a result here, and no error."""
+    """Run the command line; a flaky test is a result and not an error."""
     options = parser("flakes", __doc__)
     options.add_argument("suite", nargs="?", default="cluster", choices=SUITES)
-    options.add_argument("--runs", type=int, default=10, help="how often (10)")
-    asked = options.parse_args()
+    options.add_argument("--runs", type=int, default=10, help="number of runs (10)")
+    arguments = options.parse_args()
     matrix = load()
-    cell = find(matrix, asked.cell or matrix.default)
+    cell = find(matrix, arguments.cell or matrix.default)
     LOGS.mkdir(parents=True, exist_ok=True)
     runs = []
-    for number in range(1, asked.runs + 1):
-        print(f"{asked.suite}: run {number} of {asked.runs} ...", file=sys.stderr, flush=True)
-        runs.append(once(asked.suite, cell.id, LOGS / f"{asked.suite}-{number}.log"))
-    if asked.json:
+    for number in range(1, arguments.runs + 1):
+        print(f"{arguments.suite}: run {number} of {arguments.runs} ...", file=sys.stderr, flush=True)
+        runs.append(run_suite(arguments.suite, cell.id, LOGS / f"{arguments.suite}-{number}.log"))
+    if arguments.json:
         print(json.dumps([asdict(one) for one in runs]))
     else:
-        show(f"{asked.suite} on {cell.id}", runs)
+        show(f"{arguments.suite} on {cell.id}", runs)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""What rlhf_stack.memory estimates against what torch, DeepSpeed and vLLM allocate for small models.
+"""Estimates of rlhf_stack.memory compared with what torch, DeepSpeed and vLLM allocate for small models.
 
 ``python -m tests.bench.memory [--cell CELL] [--kind KIND] [--json]``; some minutes, in a container of the
-cell. *ours* is the estimate; a ratio of 1.02 says that 2 % more was allocated. ``tests/image/measured.py``
-measures, and ``tests/image/test_memory.py`` holds the same figures to limits.
+cell. *ours* is the estimate; a ratio of 1.02 means that 2 % more was allocated. ``tests/image/measured.py``
+measures, and ``tests/image/test_memory.py`` checks the same figures against limits.
 """
 
 import json
@@ -24,7 +24,7 @@ MEGABYTE = 1e6
 
 
 def measured(client: docker.DockerClient, image: str, kind: str) -> list[dict[str, Any]]:
-    """The rows of one kind, from a container of ``image``."""
+    """Return the rows of one kind, measured in a container of ``image``."""
     container = client.containers.create(
         image,
         ["python", "/opt/tests/image/measured.py", kind],
@@ -45,9 +45,11 @@ def measured(client: docker.DockerClient, image: str, kind: str) -> list[dict[st
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     arguments = parser("memory", __doc__)
-    arguments.add_argument("--kind", choices=KINDS, action="append", help="only this; repeatable")
+    arguments.add_argument(
+        "--kind", choices=KINDS, action="append", help="measure only this kind; repeatable"
+    )
     options = arguments.parse_args()
     matrix = load()
     cell = find(matrix, options.cell or matrix.default)

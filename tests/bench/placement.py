@@ -1,7 +1,7 @@
-"""Seconds to plan a run on large clusters, and to foretell what Ray would do there.
+"""Seconds to plan a run on large clusters, and to predict Ray's placement there.
 
-``PYTHONPATH=images/runtime python -m tests.bench.placement [--json]``; a few seconds, no Docker. Nothing to
-compare with: upstream does not plan. The notes say how the time grows from 1,000 to 10,000 nodes.
+``PYTHONPATH=images/runtime python -m tests.bench.placement [--json]``; a few seconds, no Docker. There is no
+comparison, as upstream does not plan. The notes report how the time grows from 1,000 to 10,000 nodes.
 """
 
 import argparse
@@ -23,7 +23,7 @@ REPEAT = 5
 
 
 def requests(nodes: int) -> dict[str, Request]:
-    """Runs that use all GPUs of ``nodes`` nodes."""
+    """Return runs that use all GPUs of ``nodes`` nodes."""
     half = nodes // 2
     actor = Group("actor", half, GPUS)
     return {
@@ -34,7 +34,7 @@ def requests(nodes: int) -> dict[str, Request]:
 
 
 def cluster(nodes: int, uneven: bool) -> list[FreeNode]:
-    """``nodes`` nodes; uneven ones have between 5 and 8 GPUs free."""
+    """Return ``nodes`` nodes; uneven ones have between 5 and 8 GPUs free."""
     return [
         FreeNode(f"10.{index >> 8}.{index & 255}.1", GPUS - (index % 4 if uneven else 0), 64, GPUS)
         for index in range(nodes)
@@ -42,7 +42,7 @@ def cluster(nodes: int, uneven: bool) -> list[FreeNode]:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """The median of a few runs."""
+    """Return the median seconds of `REPEAT` runs."""
     times = []
     for _ in range(REPEAT):
         start = time.perf_counter()
@@ -52,25 +52,27 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.placement", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
-    taken: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for nodes in SIZES:
         even = cluster(nodes, uneven=False)
         for name, request in requests(nodes).items():
-            taken.setdefault(name, []).append(seconds(partial(plan, even, request)))
+            measured.setdefault(name, []).append(seconds(partial(plan, even, request)))
         engines = Request(engines=Engines(nodes, 4))
         uneven = cluster(nodes, uneven=True)
-        taken.setdefault("uneven nodes, TP 4", []).append(seconds(partial(plan, uneven, engines)))
+        measured.setdefault("uneven nodes, TP 4", []).append(seconds(partial(plan, uneven, engines)))
     few = cluster(128, uneven=False)
     ray = seconds(lambda: upstream_layout(few, Request(engines=Engines(256, 4)), [ENGINES]))
-    rows = [Row(f"plan 10,000 x 8 GPUs, {name}", "s", times[-1]) for name, times in taken.items()]
-    rows.append(Row("foretell Ray, 128 x 8 GPUs", "s", ray))
-    notes = [f"{name}: {times[-1] / times[0]:.1f} times that of 1,000 nodes" for name, times in taken.items()]
+    rows = [Row(f"plan 10,000 x 8 GPUs, {name}", "s", times[-1]) for name, times in measured.items()]
+    rows.append(Row("predict Ray's placement, 128 x 8 GPUs", "s", ray))
+    notes = [
+        f"{name}: {times[-1] / times[0]:.1f} times that of 1,000 nodes" for name, times in measured.items()
+    ]
     show(rows, notes, options.json)
     return 0
 

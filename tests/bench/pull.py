@@ -1,12 +1,12 @@
-"""What the pull of a second cell moves, when the first is there: only the layers that it does not share.
+"""Transfer of the pull of a second cell when the first is present: only the layers that they do not share.
 
 ``python -m tests.bench.pull [--first CELL] [--cell CELL] [--json]``; about ten minutes, as root.
 
-Both images are pushed to a registry on this machine. An engine of its own, which has nothing, pulls the first
-and after it the second. It is measured as an engine does it: the bytes of blobs that the registry sent, by
-its log, and the seconds of a pull, unpacking with it. For comparison stands all of the second image, by its
-manifest, and the time that the first took, of which nothing was there. Without ``--first`` that is the built
-cell which shares most with the second.
+Both images are pushed to a registry on this machine. A separate, empty Docker Engine pulls the first and
+then the second. Measured are the bytes of blobs that the registry sent, from its log, and the seconds of a
+pull, including unpacking. The comparison is the size of the whole second image, from its manifest, and the
+seconds of the first pull, which shared nothing. The default of ``--first`` is the built cell that shares most
+layers with the second.
 """
 
 import os
@@ -38,24 +38,24 @@ START_SECONDS = 60
 PULL_SECONDS = 1800
 
 
-def in_common(one: Image, other: Image) -> int:
-    """How many layers two images share."""
+def shared_layers(one: Image, other: Image) -> int:
+    """Return how many layers two images share."""
     return len(set(one.attrs["RootFS"]["Layers"]) & set(other.attrs["RootFS"]["Layers"]))
 
 
 def partner(cell: Cell, images: Mapping[str, Image]) -> str:
-    """The built cell that shares most with ``cell``; a `UserError` if no other is built."""
+    """Return the built cell that shares most layers with ``cell``; `UserError` if no other is built."""
     others = [name for name in images if name != cell.id]
     if not others:
         raise UserError("this needs the images of two cells, and only one is built")
-    return max(others, key=lambda name: in_common(images[name], images[cell.id]))
+    return max(others, key=lambda name: shared_layers(images[name], images[cell.id]))
 
 
 @contextmanager
-def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
-    """A second Docker Engine, which keeps everything in ``folder`` and runs no container.
+def second_docker(folder: Path) -> Iterator[docker.DockerClient]:
+    """Run a second Docker Engine, which keeps everything in ``folder`` and runs no container.
 
-    It gets a bridge of its own: with none it would remove ``docker0``, the first engine's.
+    It gets its own bridge: without one it would remove ``docker0``, which belongs to the first.
     """
     socket, log = folder / "engine.sock", folder / "engine.log"
     command = [
@@ -77,7 +77,9 @@ def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
         while not socket.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         if not socket.exists():
-            raise UserError(f"no second engine: {log.read_text(encoding='utf-8').splitlines()[-1]}")
+            raise UserError(
+                f"the second Docker Engine did not start: {log.read_text(encoding='utf-8').splitlines()[-1]}"
+            )
         yield docker.DockerClient(base_url=f"unix://{socket}", timeout=PULL_SECONDS)
     finally:
         process.terminate()
@@ -86,7 +88,7 @@ def engine_of_its_own(folder: Path) -> Iterator[docker.DockerClient]:
 
 
 def pulled(client: docker.DockerClient, row: publish.Row, registry: server.Registry) -> tuple[float, float]:
-    """Pull what was pushed, by its digest: the megabytes that the registry sent, and seconds."""
+    """Pull a pushed image by its digest; return the megabytes that the registry sent, and the seconds."""
     print(f"pulling {row.reference} ...", file=sys.stderr, flush=True)
     before = sum(registry.served().values())
     start = time.monotonic()
@@ -96,9 +98,9 @@ def pulled(client: docker.DockerClient, row: publish.Row, registry: server.Regis
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     options = parser("pull", __doc__)
-    options.add_argument("--first", metavar="CELL", help="the cell that is there already")
+    options.add_argument("--first", metavar="CELL", help="the cell that is pulled first")
     arguments = options.parse_args()
     if os.geteuid():
         raise UserError("this starts a second Docker Engine: run it as root")
@@ -116,19 +118,19 @@ def main() -> int:
         with server.running(folder / "registry") as registry:
             rows = [push(client, images[cell.id], registry, cell) for cell in (first, second)]
             packed = whole(client, rows[1])
-            with engine_of_its_own(folder / "engine") as other:
+            with second_docker(folder / "engine") as other:
                 _, first_seconds = pulled(other, rows[0], registry)
                 moved, seconds = pulled(other, rows[1], registry)
     measured = [
-        Row("moved by the pull", "MB", moved, packed),
-        Row("pull, unpacking with it", "s", seconds, first_seconds),
+        Row("transferred by the pull", "MB", moved, packed),
+        Row("pull, including unpacking", "s", seconds, first_seconds),
     ]
     notes = [
         f"{second.id}, pulled after {first.id}",
-        "packed bytes of layers and configuration, by the registry's log; on one machine, no network in it",
-        "with nothing there: all of the image, by its manifest; the time is that of the first image",
+        "compressed bytes of layers and configuration, from the registry's log; one machine, no network",
+        "empty Docker: the size of the whole image, from its manifest; the seconds of the first pull",
     ]
-    show(measured, notes, arguments.json, "with nothing there")
+    show(measured, notes, arguments.json, "empty Docker")
     return 0
 
 
@@ -138,9 +140,9 @@ def push(client: docker.DockerClient, image: Image, registry: server.Registry, c
 
 
 def whole(client: docker.DockerClient, row: publish.Row) -> float:
-    """All layers of what was pushed, packed, in megabytes."""
-    there = inspect_remote(client, row.reference)
-    return sum(layer for _, layer in there.layers) / 1e6 if there else 0.0
+    """Return the compressed size of all layers of a pushed image, in megabytes."""
+    remote = inspect_remote(client, row.reference)
+    return sum(layer for _, layer in remote.layers) / 1e6 if remote else 0.0
 
 
 if __name__ == "__main__":

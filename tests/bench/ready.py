@@ -1,14 +1,14 @@
-"""Time until a Ray node is ready and until its programs start, against a plain `pip install` image.
+"""Time until a Ray node is ready and until its programs start, compared with a plain `pip install` image.
 
 ``python -m tests.bench.ready [--cell CELL] [--repeat N] [--json]``; about five minutes. The plain image is
-the one that ``tests.bench.build`` leaves; without it, only ours is measured.
+the one that ``tests.bench.build`` builds; without it, only ours is measured.
 
-- *Ray node ready*: from creating the container to a head node that takes jobs, by the same probe in both
+- *Ray node ready*: from creating the container to a head node that accepts jobs, by the same probe in both
   (``rlhf_stack.cluster.readiness``, mounted into the plain image), started by ``scripts.testing.cluster``.
-- *import vllm*, *ray --version*: `docker run` to its end; *no bytecode* with the compiled files hidden, as
-  they are where a root is read-only and nobody compiled them.
+- *import vllm*, *ray --version*: a complete `docker run`; *no bytecode* with the compiled files hidden, as
+  with a read-only root filesystem that was built without them.
 
-Each figure is the median of ``--repeat`` runs, ours and the peer's in turn, after one that is not counted.
+Each figure is the median of ``--repeat`` runs, ours and the peer's alternately, after an uncounted first run.
 """
 
 import statistics
@@ -40,7 +40,7 @@ SECONDS = 600.0
 def ready(
     client: docker.DockerClient, image: str, environment: Mapping[str, str], options: Mapping[str, Any]
 ) -> float:
-    """Seconds until a head node takes jobs."""
+    """Return the seconds until a head node accepts jobs."""
     start = time.monotonic()
     with Cluster(client, image, [ContainerNode("head", gpus=2)], environment, SECONDS, options):
         return time.monotonic() - start
@@ -49,7 +49,7 @@ def ready(
 def started(
     client: docker.DockerClient, image: str, command: tuple[str, ...], environment: Mapping[str, str]
 ) -> float:
-    """Seconds of a `docker run` of ``command``."""
+    """Return the seconds of a `docker run` of ``command``."""
     container = client.containers.create(
         image, list(command), environment=dict(environment), labels={LABEL: owner_label()}
     )
@@ -66,13 +66,13 @@ def started(
 
 
 def medians(sides: list[Callable[[], float]], repeat: int) -> list[float]:
-    """The median of each side, measured in turn so that the load of the machine falls on all."""
+    """Return the median of each side, measured alternately so that the machine's load affects all."""
     rounds = [[side() for side in sides] for _ in range(repeat + 1)]
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     arguments = parser("ready", __doc__)
     arguments.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (%(default)s)")
     options = arguments.parse_args()
@@ -99,9 +99,9 @@ def main() -> int:
     for name, sides in measured.items():
         print(name, "...", file=sys.stderr, flush=True)
         rows.append(Row(name, "s", *medians(sides, options.repeat)))
-    notes = [f"medians of {options.repeat} runs of each, in turn"]
+    notes = [f"medians of {options.repeat} runs of each, alternately"]
     if len(images) == 1:
-        notes.append(f"no {PEER} here: python -m tests.bench.build makes it")
+        notes.append(f"{PEER} is absent: python -m tests.bench.build builds it")
     show(rows, notes, options.json)
     return 0
 

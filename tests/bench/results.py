@@ -1,4 +1,4 @@
-"""What benchmarks share: the options, one run's figures side by side, as a table or as JSON."""
+"""Options and output that benchmarks share: one run's figures as a table or as JSON."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured, ours and the peer's in the same run; None where it was not measured."""
+    """A measurement, ours and the peer's in the same run; ``peer`` is None if it was not measured."""
 
     name: str
     unit: str
@@ -19,22 +19,22 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The peer's figure divided by ours: above 1, ours is the smaller."""
+        """The peer's figure divided by ours: above 1, ours is smaller."""
         return self.peer / self.ours if self.peer is not None and self.ours else None
 
 
 def parser(module: str, text: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     options = argparse.ArgumentParser(
         prog=f"python -m tests.bench.{module}", description=(text or "").split("\n")[0]
     )
-    options.add_argument("--cell", help="a cell id; the default cell if none is given")
+    options.add_argument("--cell", help="a cell id (default: the default cell)")
     options.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return options
 
 
 def show(rows: list[Row], notes: list[str], as_json: bool, peer_name: str = "plain pip") -> None:
-    """Print the figures; a benchmark judges nothing."""
+    """Print the figures; a benchmark does not judge them."""
     if as_json:
         print(json.dumps({"rows": [{**asdict(row), "ratio": row.ratio} for row in rows], "notes": notes}))
         return

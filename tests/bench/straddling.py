@@ -1,13 +1,13 @@
-"""What it costs that an engine straddles nodes: tokens a second, as upstream places engines and as we do.
+"""Cost of an engine that straddles nodes: tokens per second as placed by upstream and as placed by us.
 
 ``python -m tests.bench.straddling [--megabits 10] [--plot FILE.png] [--json]``; about 5 minutes, as root.
 
 Two containers of the default cell with three fake GPUs each, two engines with tensor parallelism 2.
 Upstream's placement group gives three bundles to one node and one to the other, so its second engine
-straddles; ours does not. Each engine answers the same 16 requests for 64 tokens while no other lives; model,
-nodes and link are the same for both placements. What a container sends is limited, as a fabric is that is
-slow against GPUs: a core computes some 50 GFLOP/s and an H100 some 1000 TFLOP/s, so that 10 Mbit/s are to the
-core what 200 Gbit/s are to the H100.
+straddles; ours does not. Each engine answers the same 16 requests for 64 tokens while no other runs; model,
+nodes and link are the same for both placements. A container's sending rate is limited, to model a fabric that
+is slow compared with GPUs: a core computes some 50 GFLOP/s and an H100 some 1000 TFLOP/s, so 10 Mbit/s are to
+the core what 200 Gbit/s are to the H100.
 """
 
 import json
@@ -32,11 +32,11 @@ SCRIPT = Path(__file__).with_name("straddling_engines.py")
 INSIDE = "/opt/bench.py"
 LAYERS = 8
 ENGINES = 2
-PLACED_BY = {"upstream": "as upstream places them", "ours": "as we do"}
+PLACED_BY = {"upstream": "placed by upstream", "ours": "placed by us"}
 
 
 def measure(cluster: Cluster, placed_by: str) -> list[dict[str, Any]]:
-    """The engines of one placement: ``nodes``, ``tokens``, ``seconds``."""
+    """Return each engine of one placement: ``nodes``, ``tokens``, ``seconds``."""
     engines = []
     for index in range(ENGINES):
         print(f"engines {PLACED_BY[placed_by]}, engine {index} ...", file=sys.stderr, flush=True)
@@ -46,12 +46,12 @@ def measure(cluster: Cluster, placed_by: str) -> list[dict[str, Any]]:
 
 
 def rate(engine: dict[str, Any]) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
     return float(engine["tokens"] / engine["seconds"])
 
 
 def plot(file: Path, found: dict[str, list[dict[str, Any]]], megabits: int) -> None:
-    """Bars of each engine's tokens a second, by placement."""
+    """Plot bars of each engine's tokens per second, by placement."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     labels, rates, colours = [], [], []
@@ -72,7 +72,7 @@ def plot(file: Path, found: dict[str, list[dict[str, Any]]], megabits: int) -> N
 
 
 def rows(upstream: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> list[Row]:
-    """Of each engine by its index."""
+    """Return a row per engine."""
     return [
         Row(f"64 tokens for 16 requests, engine {index}", "s", mine["seconds"], theirs["seconds"])
         for index, (mine, theirs) in enumerate(zip(ours, upstream, strict=True))
@@ -80,15 +80,15 @@ def rows(upstream: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> 
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     options = parser("straddling", __doc__)
-    options.add_argument("--megabits", type=int, default=10, help="a second, that a node may send (10)")
-    options.add_argument("--plot", type=Path, help="also draw it, as PNG")
-    asked = options.parse_args()
+    options.add_argument("--megabits", type=int, default=10, help="sending rate of a node in Mbit/s (10)")
+    options.add_argument("--plot", type=Path, help="also draw a plot, as PNG")
+    arguments = options.parse_args()
     if reason := links.obstacle():
         raise UserError(f"the link between two containers cannot be limited: {reason}")
     matrix, client = load(), connect()
-    cell = find(matrix, asked.cell or matrix.default)
+    cell = find(matrix, arguments.cell or matrix.default)
     mounts = {"volumes": {str(SCRIPT): {"bind": INSIDE, "mode": "ro"}}}
     with Cluster(client, local_image(client, cell), NODES, options=mounts) as cluster:
         for container in cluster.containers:
@@ -96,18 +96,18 @@ def main() -> int:
                 container,
                 ["python", "-m", "rlhf_stack.demo.tiny_model", "--out", DATA, "--layers", str(LAYERS)],
             )
-            links.slow_down(container, asked.megabits)
+            links.slow_down(container, arguments.megabits)
         found = {placed_by: measure(cluster, placed_by) for placed_by in PLACED_BY}
-    if asked.plot:
-        plot(asked.plot, found, asked.megabits)
+    if arguments.plot:
+        plot(arguments.plot, found, arguments.megabits)
     where = "; ".join(
         f"{PLACED_BY[placed_by]}: {', '.join('+'.join(one['nodes']) for one in engines)}"
         for placed_by, engines in found.items()
     )
     show(
         rows(found["upstream"], found["ours"]),
-        [f"nodes of each engine's workers, {where}", f"{asked.megabits} Mbit/s between the nodes"],
-        asked.json,
+        [f"nodes of each engine's workers, {where}", f"{arguments.megabits} Mbit/s between the nodes"],
+        arguments.json,
         "upstream",
     )
     return 0

@@ -1,7 +1,7 @@
-"""How fast one of two engines answers on the cluster of this container, placed by upstream or by us.
+"""Measures one of two engines on the cluster of this container, placed by upstream or by us.
 
-straddling_engines.py {upstream,ours} INDEX MODEL: both engines start, then all but the one of this index end,
-because an engine that waits for requests waits busily. Prints JSON: its workers' nodes, tokens, seconds.
+straddling_engines.py {upstream,ours} INDEX MODEL: starts both engines, then ends all but the one at INDEX,
+because an idle engine busy-waits for requests. Prints JSON: its workers' nodes, tokens, seconds.
 """
 
 import json
@@ -12,8 +12,8 @@ import ray
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from ray.util.state import list_actors
-from rlhf_stack import placement
 from rlhf_stack.engine import startup
+from rlhf_stack.hooks import openrlhf_v0_11 as hooks
 from vllm import SamplingParams
 
 ENGINES, TENSOR_PARALLEL = 2, 2
@@ -22,15 +22,15 @@ DEADLINE = 600
 
 
 def main() -> None:
-    """Start the engines, ask them, say how fast they were."""
+    """Start the engines, measure one, print the result."""
     placed_by, index, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     ray.init(address="auto", log_to_driver=False)
     own = None
-    if placed_by == "upstream":  # its own group, and its own cut into engines
+    if placed_by == "upstream":  # upstream's own placement group and division into engines
         bundles = [{"GPU": 1, "CPU": 1}] * (ENGINES * TENSOR_PARALLEL)
         own = ray.util.placement_group(bundles, strategy="PACK")
         ray.get(own.ready(), timeout=60)
-        placement.engine_bundles = get_bundle_indices
+        hooks.engine_bundles = get_bundle_indices  # which the patched create_vllm_engines calls
     engines = vllm_engine.create_vllm_engines(
         num_engines=ENGINES,
         tensor_parallel_size=TENSOR_PARALLEL,
@@ -46,27 +46,27 @@ def main() -> None:
     startup.wait_for_engine_startup(engines)
     for other in engines[:index] + engines[index + 1 :]:
         end(other)
-    print(json.dumps(ask(engines[index])))
+    print(json.dumps(measure(engines[index])))
 
 
 def end(engine: ray.actor.ActorHandle) -> None:
-    """Kill an engine; returns when its workers, which are actors too, have gone with it."""
+    """Kill an engine, and wait until its workers, which are actors too, have ended."""
     workers = {(one["node_id"], one["pid"]) for one in ray.get(engine.where.remote(), timeout=DEADLINE)}
     ray.kill(engine)
     until = time.monotonic() + DEADLINE
-    while left := workers & alive():
+    while remaining := workers & alive():
         if time.monotonic() > until:
-            sys.exit(f"{len(left)} workers are alive {DEADLINE} s after their engine was killed")
+            sys.exit(f"{len(remaining)} workers are alive {DEADLINE} s after their engine was killed")
         time.sleep(0.1)
 
 
 def alive() -> set[tuple[str, int]]:
-    """Node and process of each actor of this cluster that lives."""
+    """Return node and process id of each living actor of this cluster."""
     return {(one.node_id, one.pid) for one in list_actors(filters=[("state", "=", "ALIVE")])}
 
 
-def ask(engine: ray.actor.ActorHandle) -> dict[str, object]:
-    """What one engine does with all requests at once, after two to warm up."""
+def measure(engine: ray.actor.ActorHandle) -> dict[str, object]:
+    """Send all requests to one engine at once, after two for warm-up; return its result."""
     ray.get([generate(engine, number) for number in range(2)], timeout=DEADLINE)
     start = time.monotonic()
     answers = ray.get([generate(engine, number) for number in range(REQUESTS)], timeout=DEADLINE)
@@ -80,9 +80,9 @@ def ask(engine: ray.actor.ActorHandle) -> dict[str, object]:
 
 
 def generate(engine: ray.actor.ActorHandle, number: int) -> ray.ObjectRef:
-    """One request, of a prompt of its own."""
-    asked = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
-    return engine.generate.remote([3 + number + position for position in range(16)], asked)
+    """Send one request, with its own prompt."""
+    parameters = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
+    return engine.generate.remote([3 + number + position for position in range(16)], parameters)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Seconds of a weight sync: buckets, one by one as upstream does it, and the bare transport.
+"""Seconds of a weight sync: in buckets, one by one as in upstream, and the bare transport.
 
 ``python -m tests.bench.sync [--cell CELL] [--workers 1 2 4] [--json]`` on the built image: over loopback,
-then between two containers over a link that ``tc`` limits (needs root and iproute2 on the host). The peers
-are measured in turns with ours, in the same processes.
+then between two containers over a link that ``tc`` limits (needs root and iproute2 on the host). Ours and the
+peers are measured alternately, in the same processes.
 """
 
 import json
@@ -27,7 +27,7 @@ SECONDS = 900
 
 
 def started(client: docker.DockerClient, image: str, arguments: Sequence[str], **options: Any) -> Container:
-    """A container that runs one end."""
+    """Start a container that runs one end."""
     return client.containers.run(
         image,
         ["python", INSIDE, *arguments],
@@ -40,7 +40,7 @@ def started(client: docker.DockerClient, image: str, arguments: Sequence[str], *
 
 
 def answer(container: Container) -> dict[str, Any]:
-    """What it printed, once it has ended."""
+    """Wait until a container has ended; return the JSON that it printed."""
     code = container.wait(timeout=SECONDS)["StatusCode"]
     if code:
         raise RuntimeError(container.logs().decode(errors="replace")[-2000:])
@@ -49,38 +49,38 @@ def answer(container: Container) -> dict[str, Any]:
 
 
 def loopback(client: docker.DockerClient, image: str, workers: int, repeat: int) -> dict[str, Any]:
-    """Both ends in one container."""
+    """Measure with both ends in one container."""
     container = started(client, image, ["--workers", str(workers), "--repeat", str(repeat)])
     with remove_on_exit([container]):
         return answer(container)
 
 
 def limited(client: docker.DockerClient, image: str, workers: int, repeat: int) -> dict[str, Any]:
-    """The trainer in a container and all workers in another, with a limit on the trainer's way out."""
+    """Measure with the trainer and the workers in two containers, and a limit on what the trainer sends."""
     network = client.networks.create("rlhf-stacks-bench-sync", labels={LABEL: owner_label()})
-    made: list[Container] = []
-    with remove_on_exit(made, [network]):
+    containers: list[Container] = []
+    with remove_on_exit(containers, [network]):
         idle = client.containers.create(image, ["sleep", str(SECONDS)], network=network.name)
-        made.append(idle)
+        containers.append(idle)
         idle.start()
         idle.reload()
         limit(idle)
         host = idle.attrs["NetworkSettings"]["Networks"][network.name]["IPAddress"]
         common = ["--workers", str(workers), "--repeat", str(repeat), "--host", host]
-        made.append(started(client, image, common, network_mode=f"container:{idle.id}"))
-        made.append(started(client, image, [*common, "--far"], network=network.name))
-        return answer(made[1])
+        containers.append(started(client, image, common, network_mode=f"container:{idle.id}"))
+        containers.append(started(client, image, [*common, "--far"], network=network.name))
+        return answer(containers[1])
 
 
 def limit(container: Container) -> None:
-    """Let nothing leave the container faster than `RATE`."""
+    """Limit what the container sends to `RATE`."""
     enter = ["nsenter", "--net", "--target", str(container.attrs["State"]["Pid"])]
     rate = ["rate", f"{RATE}bit", "burst", "512kb", "latency", "100ms"]
     subprocess.run([*enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate], check=True)
 
 
 def rows(where: str, workers: int, found: dict[str, Any], peers: Sequence[str]) -> list[Row]:
-    """A row for each model and peer."""
+    """Return a row for each model and peer."""
     names = {"raw": "gloo broadcast", "upstream": "one by one", "plain": "plain stream"}
     return [
         Row(f"{model}, {where}, {workers} workers, against {names[peer]}", "s", times["ours"], times[peer])
@@ -91,25 +91,25 @@ def rows(where: str, workers: int, found: dict[str, Any], peers: Sequence[str]) 
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     options = parser("sync", __doc__)
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     options.add_argument("--repeat", type=int, default=5)
-    asked = options.parse_args()
+    arguments = options.parse_args()
     client = connect()
     matrix = load()
-    image = local_image(client, find(matrix, asked.cell or matrix.default))
+    image = local_image(client, find(matrix, arguments.cell or matrix.default))
     table: list[Row] = []
-    for workers in asked.workers:
-        near = loopback(client, image, workers, asked.repeat)
+    for workers in arguments.workers:
+        near = loopback(client, image, workers, arguments.repeat)
         table += rows("loopback", workers, near, ("raw", "upstream"))
-        far = limited(client, image, workers, asked.repeat)
+        far = limited(client, image, workers, arguments.repeat)
         table += rows(f"{RATE / 1e9:g} Gbit/s", workers, far, ("plain", "raw"))
     notes = [
-        "one by one: for each parameter a call to a Ray actor and a broadcast; upstream's goes by vLLM too",
+        "one by one: per parameter a call to a Ray actor and a broadcast; upstream also goes through vLLM",
         "plain stream: the same bytes through one socket to one worker",
     ]
-    show(table, notes, asked.json, "peer")
+    show(table, notes, arguments.json, "peer")
     return 0
 
 

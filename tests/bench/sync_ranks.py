@@ -1,4 +1,4 @@
-"""What `tests.bench.sync` runs inside an image: syncs between processes, timed side by side; prints JSON.
+"""The part of `tests.bench.sync` inside an image: times syncs between processes; prints JSON.
 
 Over loopback workers are Ray actors; over a link its two ends are processes in two containers.
 """
@@ -27,7 +27,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def half_billion() -> Shapes:
-    """A model of 494 million parameters, in the shapes of Qwen2 0.5B."""
+    """Return the shapes of Qwen2 0.5B: 494 million parameters."""
     layer = [
         ("q.weight", (HIDDEN, HIDDEN)),
         ("q.bias", (HIDDEN,)),
@@ -47,7 +47,7 @@ def half_billion() -> Shapes:
 
 
 def lora() -> Shapes:
-    """The adapters of the same model's linear layers: hundreds of small tensors."""
+    """Return the shapes of adapters for the same model's linear layers: hundreds of small tensors."""
     matrices = [(name, shape) for name, shape in half_billion() if len(shape) == 2 and name[0].isdigit()]
     return [
         (f"{name}.{side}", (LORA, shape[1]) if side == "A" else (shape[0], LORA))
@@ -73,52 +73,52 @@ class Rank:
         self.flat = {model: torch.ones(self.bytes_of(model), dtype=torch.uint8) for model in MODELS}
 
     def bytes_of(self, model: str) -> int:
-        """The bytes of a model."""
+        """Return the bytes of a model."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights[model])
 
-    def described(self, model: str) -> list[ParameterSpec]:
-        """What a sync says of a model."""
+    def specs(self, model: str) -> list[ParameterSpec]:
+        """Return the specs of a model's parameters."""
         return [parameter_spec(name, tensor) for name, tensor in self.weights[model]]
 
     def raw(self, model: str) -> None:
-        """One broadcast by gloo of as many bytes."""
+        """Broadcast as many bytes over gloo, once."""
         self.group.broadcast(self.flat[model], src=0, stream=None)
 
     def send(self, model: str) -> None:
-        """The trainer's side of a sync."""
-        parameters, described = self.weights[model], self.described(model)
+        """Run the trainer's side of a sync."""
+        parameters, specs = self.weights[model], self.specs(model)
         with self.group.syncing():
             sender = BucketSender(self.group, in_place=True)
-            for number, bucket in enumerate(plan_buckets(described, env_vars.sync_bucket())):
+            for number, bucket in enumerate(plan_buckets(specs, env_vars.sync_bucket())):
                 sender.send(number, bucket, [parameters[span.index][1] for span in bucket.spans])
             sender.finish()
 
     def receive(self, model: str) -> None:
-        """A worker's side of a sync, with a loader that copies."""
+        """Run a worker's side of a sync, with a loader that copies."""
         held = dict(self.weights[model])
 
         def load(views: Sequence[tuple[str, torch.Tensor]]) -> None:
             for name, view in views:
                 held[name].copy_(view)
 
-        content = [astuple(parameter) for parameter in self.described(model)]
+        content = [astuple(parameter) for parameter in self.specs(model)]
         receive(self.group, content, env_vars.sync_bucket(), self.group.device, load, DTYPE)
 
     def update_weight(self, name: str, shape: tuple[int, ...], model: str) -> None:
-        """What upstream's worker does for one parameter."""
+        """Receive one parameter as upstream's worker does."""
         weight = torch.empty(shape, dtype=DTYPE)
         self.group.broadcast(weight, src=0, stream=None)
         dict(self.weights[model])[name].copy_(weight)
 
 
 def loopback(workers: int, repeat: int) -> dict[str, Any]:
-    """Seconds of each way, for each model, with so many workers."""
+    """Return the seconds of each method, by model, for ``workers`` Ray actors on this machine."""
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     port, world = free_port(), workers + 1
     actors = [ray.remote(Rank).remote("127.0.0.1", port, rank, world) for rank in range(1, world)]
     trainer = Rank("127.0.0.1", port, 0, world)
 
-    def everywhere(method: str, own: Callable[[str], None], model: str) -> None:
+    def on_all_ranks(method: str, own: Callable[[str], None], model: str) -> None:
         references = [getattr(actor, method).remote(model) for actor in actors]
         own(model)
         ray.get(references)
@@ -129,28 +129,30 @@ def loopback(workers: int, repeat: int) -> dict[str, Any]:
             trainer.group.broadcast(tensor, src=0, stream=None)
             ray.get(references)
 
-    ways: dict[str, Callable[[str], None]] = {
-        "raw": lambda model: everywhere("raw", trainer.raw, model),
-        "ours": lambda model: everywhere("receive", trainer.send, model),
+    methods: dict[str, Callable[[str], None]] = {
+        "raw": lambda model: on_all_ranks("raw", trainer.raw, model),
+        "ours": lambda model: on_all_ranks("receive", trainer.send, model),
         "upstream": upstream,
     }
-    return {model: side_by_side(ways, model, repeat) | {"bytes": trainer.bytes_of(model)} for model in MODELS}
+    return {
+        model: side_by_side(methods, model, repeat) | {"bytes": trainer.bytes_of(model)} for model in MODELS
+    }
 
 
-def side_by_side(ways: dict[str, Callable[[str], None]], model: str, repeat: int) -> dict[str, float]:
-    """The median seconds of each way, in turns, after one that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def side_by_side(methods: dict[str, Callable[[str], None]], model: str, repeat: int) -> dict[str, float]:
+    """Return the median seconds of each method, measured alternately after an uncounted first run."""
+    times: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(repeat + 1):
-        for name, way in ways.items():
+        for name, action in methods.items():
             start = time.perf_counter()
-            way(model)
+            action(model)
             if number:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
 def link(host: str, port: int, ranks: Sequence[int], world: int, repeat: int) -> dict[str, Any]:
-    """One end of a link, with some of the ranks; rank 0 measures, also a plain stream of the same bytes."""
+    """Run some ranks at one end of a link; rank 0 measures, also a plain stream of the same bytes."""
     if ranks[0]:
         ends = [
             multiprocessing.Process(target=follow, args=(host, port, rank, world, repeat)) for rank in ranks
@@ -171,22 +173,24 @@ def link(host: str, port: int, ranks: Sequence[int], world: int, repeat: int) ->
 
     def ours(model: str) -> None:
         trainer.send(model)
-        trainer.group.broadcast(torch.ones(1), src=world - 1, stream=None)  # the last one is done
+        trainer.group.broadcast(
+            torch.ones(1), src=world - 1, stream=None
+        )  # until the last worker has finished
 
     found = side_by_side({"plain": plain, "ours": ours, "raw": trainer.raw}, LINKED, repeat)
     return {LINKED: found | {"bytes": trainer.bytes_of(LINKED)}}
 
 
 def follow(host: str, port: int, rank: int, world: int, repeat: int) -> None:
-    """A worker at the far end of a link."""
+    """Run a worker at the far end of a link."""
     worker = Rank(host, port, rank, world)
     stream = socket.create_connection((host, port + 1)) if rank == world - 1 else None
     buffer = memoryview(bytearray(worker.bytes_of(LINKED)))
     for _ in range(repeat + 1):
         if stream:
-            left = len(buffer)
-            while left:
-                left -= stream.recv_into(buffer[-left:])
+            remaining = len(buffer)
+            while remaining:
+                remaining -= stream.recv_into(buffer[-remaining:])
             stream.sendall(b".")
         worker.receive(LINKED)
         worker.group.broadcast(torch.ones(1), src=world - 1, stream=None)
@@ -194,20 +198,20 @@ def follow(host: str, port: int, rank: int, world: int, repeat: int) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """Return a port that is unused now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--repeat", type=int, required=True)
-    parser.add_argument("--host", help="the trainer's address; without it both ends are here")
+    parser.add_argument("--host", help="the trainer's address; without it both ends run on this machine")
     parser.add_argument("--port", type=int, default=29600)
-    parser.add_argument("--far", action="store_true", help="the workers' end of the link")
+    parser.add_argument("--far", action="store_true", help="run the workers' end of the link")
     options = parser.parse_args()
     if not options.host:
         print(json.dumps(loopback(options.workers, options.repeat)))
