@@ -1,4 +1,4 @@
-"""Docker on this machine: a client, the command that builds, registries, and the installation of Docker.
+"""Docker on this machine: its client, the command that builds, registries, and Docker's installation.
 
-Imports ``errors`` and ``paths`` only; everything that runs containers or builds images imports it.
+May import ``locks``, ``matrix`` and the modules at the top of ``scripts``.
 """
