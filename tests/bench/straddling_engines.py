@@ -25,12 +25,12 @@ def main() -> None:
     """Start the engines, measure one, print the result."""
     placed_by, index, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     ray.init(address="auto", log_to_driver=False)
-    own = None
     if placed_by == "upstream":  # upstream's own placement group and division into engines
         bundles = [{"GPU": 1, "CPU": 1}] * (ENGINES * TENSOR_PARALLEL)
         own = ray.util.placement_group(bundles, strategy="PACK")
         ray.get(own.ready(), timeout=60)
-        hooks.engine_bundles = get_bundle_indices  # which the patched create_vllm_engines calls
+        hooks.claim_engine_group = lambda *_: own  # both are called by the patched create_vllm_engines
+        hooks.engine_bundles = get_bundle_indices
     engines = vllm_engine.create_vllm_engines(
         num_engines=ENGINES,
         tensor_parallel_size=TENSOR_PARALLEL,
@@ -41,7 +41,6 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=256,
         gpu_memory_utilization=0.5,
-        own_pg=own,
     )
     startup.wait_for_engine_startup(engines)
     for other in engines[:index] + engines[index + 1 :]:
