@@ -1,4 +1,4 @@
-"""These tests run inside the image. Ray's nodes are simulated in one kernel, and so are their GPUs."""
+"""Fixtures of the tests that run in the image, on Ray nodes and GPUs simulated on one machine."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import replacing
-from processes import END_SECONDS, MARK, ended, marked
+from processes import END_SECONDS, MARK, marked, still_running
 from rlhf_stack.config import env_vars
 from rlhf_stack.telemetry import events
 
@@ -31,16 +31,16 @@ class Run:
     log: str
     seconds: float
     events: list[dict[str, Any]]
-    left_over: list[str]  # commands that still run, files in shared memory
+    left_over: list[str]  # commands that still run, and new files in shared memory
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [found for found in self.events if found["event"] == event]
 
 
 @pytest.fixture
 def train() -> Iterator[Callable[..., Run]]:
-    """Run OpenRLHF's trainer on simulated nodes, with a deadline; afterwards nothing of it is left."""
+    """Run OpenRLHF's trainer on simulated nodes, with a deadline, and clean up afterwards."""
     folders = Path(tempfile.mkdtemp(prefix="rl"))  # short: Ray's sockets are below it
     mark = folders.name
     numbers = itertools.count()
@@ -64,7 +64,7 @@ def train() -> Iterator[Callable[..., Run]]:
             env_vars.VERIFY_SYNC: "1",
             "HF_HUB_OFFLINE": "1",
         }
-        wanted = os.environ | environment | replacing.variables(folder) | variables
+        combined = os.environ | environment | replacing.variables(folder) | variables
         log = folder / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -78,7 +78,7 @@ def train() -> Iterator[Callable[..., Run]]:
                     str(heads),
                     *changes,
                 ],
-                env={name: value for name, value in wanted.items() if value is not None},
+                env={name: value for name, value in combined.items() if value is not None},
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -89,11 +89,10 @@ def train() -> Iterator[Callable[..., Run]]:
                 process.kill()
                 process.wait()
                 pytest.fail(f"not done after {seconds:g} s:\n{log.read_text()[-5000:]}")
-        found = events.read(folder / "events")
-        took = time.monotonic() - start
-        left_over = ended(mark, END_SECONDS)
+        elapsed = time.monotonic() - start
+        left_over = still_running(mark, END_SECONDS)
         left_over += sorted(str(file) for file in set(SHARED.iterdir()) - shared)
-        return Run(code, log.read_text(), took, found, left_over)
+        return Run(code, log.read_text(), elapsed, events.read(folder / "events"), left_over)
 
     yield run
     for number in marked(mark):

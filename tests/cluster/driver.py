@@ -1,7 +1,7 @@
-"""OpenRLHF's own trainer as the driver of a job on the Ray cluster at ADDRESS.
+"""OpenRLHF's trainer as the driver of a job on the Ray cluster at ADDRESS.
 
-driver.py ADDRESS [ARGUMENT...]: the arguments are the trainer's. RLHF_STACK_TEST_HOOK names what each worker
-process calls first.
+driver.py ADDRESS [ARGUMENT...]: the arguments are the trainer's. RLHF_STACK_TEST_HOOK names a function that
+each worker process calls first.
 """
 
 import os
@@ -14,7 +14,7 @@ HOOK = "RLHF_STACK_TEST_HOOK"
 
 
 def main() -> None:
-    """Train; an error of the trainer is this process's error."""
+    """Run the trainer; its error ends this process."""
     _, address, *arguments = sys.argv
     hook = os.environ.get(HOOK)
     ray.init(address=address, runtime_env={"worker_process_setup_hook": hook} if hook else None)

@@ -1,4 +1,4 @@
-"""The processes that a test started, by a variable that they inherit."""
+"""Processes that a test started, identified by an inherited environment variable."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ END_SECONDS = 60
 
 
 def marked(mark: str) -> dict[int, str]:
-    """The processes, by id, that were started with ``mark`` in their environment; zombies have ended."""
+    """Return the commands by process id that have ``mark`` in their environment, without zombies."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -21,8 +21,8 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def ended(mark: str, seconds: float) -> list[str]:
-    """The commands of the marked processes that still run after ``seconds``."""
+def still_running(mark: str, seconds: float) -> list[str]:
+    """Wait up to ``seconds`` for the marked processes; return the commands that still run."""
     end = time.monotonic() + seconds
     while (found := marked(mark)) and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,6 +1,6 @@
-"""The device that an image for GPUs has no driver for here, replaced in every process of a training run.
+"""Replacement of the GPU, for which this machine has no driver, in every process of a training run.
 
-What is in place of it is in `replaced`, for each vLLM; here is what both need, and how 0.29 finds its own.
+The replacements for each vLLM are in `replaced`. This module has what both need, and how 0.29 finds its own.
 """
 
 import os
@@ -11,7 +11,7 @@ from rlhf_stack.config import env_vars
 
 RELEASE = "0.29"
 REPLACED = Path(__file__).with_name("replaced")
-# vLLM asks each distribution on the path of each of its processes for plugins, as those of vendors are found.
+# Each vLLM process loads plugins from the distributions on its path, as it finds those of vendors.
 DISTRIBUTION = "replaced_device-0.dist-info"
 FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: replaced-device\nVersion: 0\n",
@@ -28,18 +28,18 @@ VARIABLES = {
     env_vars.ACCELERATOR: "cpu",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # made of Triton's kernels
-    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # each worker starts two compilations beside it, of 0.3 GB each
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # each worker starts two more compilations, of 0.3 GB each
 }
 
 
 def path(*folders: Path) -> dict[str, str]:
-    """``PYTHONPATH`` with ``folders``, then `REPLACED`, before what it has."""
+    """Return ``PYTHONPATH`` with ``folders`` and `REPLACED` prepended."""
     inherited = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), str(REPLACED), inherited]))}
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """What a run needs in its environment, written below ``folder``; nothing where no GPU is missed."""
+    """Write the plugins below ``folder``; return a run's variables, empty if no GPU is needed."""
     if env_vars.accelerator() == "cpu" or not version("vllm").startswith(RELEASE):
         return {}
     plugins = folder / "plugins"

@@ -1,8 +1,9 @@
-"""OpenRLHF's own trainer on simulated Ray nodes, the first of which is the head.
+"""OpenRLHF's trainer on simulated Ray nodes, the first of which is the head.
 
-simulated.py DIR LAYOUT GPUS STEPS HEADS [ARGUMENT...]: the GPUs of each node, as in 0,8,8; the attention
-heads of the model, which are a multiple of the engines' tensor parallelism (0: as many as it usually has);
-the arguments come after those of the layout. Layout "apart" is "separate" with GPUs for each role alone.
+simulated.py DIR LAYOUT GPUS STEPS HEADS [ARGUMENT...]: GPUs is the number for each node, such as 0,8,8. HEADS
+is the number of attention heads of the model, a multiple of the engines' tensor parallelism (0: the default).
+The arguments are appended to those of the layout. Layout "apart" is "separate" with separate GPUs for each
+role.
 """
 
 import subprocess
@@ -13,18 +14,19 @@ from pathlib import Path
 import ray
 from processes import END_SECONDS
 from ray.cluster_utils import Cluster
+from rlhf_stack.compat import ray_private
 from rlhf_stack.demo import tiny_model, tiny_run
 
 MEGABYTE = 1 << 20
 APART = "apart"
-# A process of its own, as a user's is: the threads that send Ray's replies are of the process, not of the
-# connection, and ended one that had connected again by SIGSEGV (ray-project/ray#61863: the same of the GCS).
+# A separate process, as a user's driver is: Ray's reply threads belong to the process and not to the
+# connection. They ended a process that had reconnected by SIGSEGV (ray-project/ray#61863, for the GCS).
 DRIVER = Path(__file__).with_name("driver.py")
-HEAD = 32  # elements: vLLM's attention on a CPU knows no smaller one
+HEAD = 32  # elements: the smallest head size of vLLM's attention on a CPU
 
 
 def main() -> None:
-    """Train; an error of the trainer is this process's error."""
+    """Run the trainer; its error ends this process."""
     directory, layout, gpus, steps, heads, *changes = sys.argv[1:]
     tiny_model.make(Path(directory), seed=0, steps=int(steps))
     if int(heads):
@@ -33,7 +35,7 @@ def main() -> None:
     cluster = Cluster()
     try:
         for index, count in enumerate(map(int, gpus.split(","))):
-            # The driver has to find the head as its own.
+            # The head keeps the driver's own address, so that the driver finds it.
             address = {"node_ip_address": f"127.0.1.{index + 1}"} if index else {}
             cluster.add_node(
                 num_cpus=max(4, 2 * count),
@@ -57,20 +59,19 @@ def main() -> None:
 
 
 def expect_nothing_left() -> None:
-    """SystemExit names the actors and placement groups of a run that stay after its driver has gone."""
+    """Exit with an error that names actors and placement groups that outlive the driver of their run."""
     end = time.monotonic() + END_SECONDS
-    while left := living():
+    while alive := living():
         if time.monotonic() > end:
-            sys.exit(f"the run is over and left in the cluster: {', '.join(left)}")
+            sys.exit(f"the run has ended but left in the cluster: {', '.join(alive)}")
         time.sleep(0.1)
 
 
 def living() -> list[str]:
-    """The actors that are not dead, by class, and the placement groups that are not removed, by id."""
-    actors = ray._private.state.actors().values()
+    """Return the class names of living actors and the ids of placement groups that are not removed."""
     groups = ray.util.placement_group_table().values()
     return [
-        *(actor["ActorClassName"] for actor in actors if actor["State"] != "DEAD"),
+        *(actor["ActorClassName"] for actor in ray_private.actor_states() if actor["State"] != "DEAD"),
         *(group["placement_group_id"] for group in groups if group["state"] != "REMOVED"),
     ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from processes import END_SECONDS, MARK, ended, marked
+from processes import END_SECONDS, MARK, marked, still_running
 from rlhf_stack.cli import commands
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.config import env_vars
@@ -65,7 +65,7 @@ def shell():
     yield shell
     for number in marked(shell.mark):
         os.kill(number, signal.SIGKILL)
-    assert ended(shell.mark, END_SECONDS) == []
+    assert still_running(shell.mark, END_SECONDS) == []
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Nodes that die, or actors that stall, while others wait for them: who it is is said, with what was done."""
+"""Lost or stalled actors while others wait: the error names the actor and the operation."""
 
 import socket
 import sys
@@ -18,7 +18,7 @@ MEGABYTE = 1 << 20
 ADDRESS = "127.0.1.2"
 NODE = f"node {socket.gethostname()} ({ADDRESS})"
 STAYS, DIES = "stays", "dies"  # resources of the two nodes
-ASKED = 5  # times, about once a second, before an engine knows that a transfer has failed
+QUERIES = 5  # about one per second, before an engine reports that a transfer failed
 BUCKET = "the engines to load bucket 2 of 9 (lm_head.weight, 4096 bytes) over gloo"
 
 
@@ -34,32 +34,32 @@ class Engine:
         time.sleep(600)
 
 
-class Stranger:
-    """An actor that has not said who it is."""
+class Unregistered:
+    """An actor without a record in the registry."""
 
     def work(self):
         time.sleep(600)
 
 
-class Told:
-    """An engine whose transfer has failed, as its worker says a while after."""
+class FailedEngine:
+    """An engine whose transfer has failed, which it reports after `QUERIES` queries."""
 
     def __init__(self, text):
-        self._text, self._asked = text, 0
+        self._text, self._queries = text, 0
 
     def sync_error(self):
-        self._asked += 1
-        return self._text if self._asked > ASKED else None
+        self._queries += 1
+        return self._text if self._queries > QUERIES else None
 
 
 class Rank:
-    """A rank of the trainer, or what drives its ranks."""
+    """A rank of the trainer, or the controller of its ranks."""
 
     def __init__(self):
         actor_registry.register_rank(self, 0)
 
     def up(self):
-        """Nothing, as soon as it has started."""
+        """Return once the actor has started."""
 
     def work(self):
         time.sleep(600)
@@ -79,21 +79,21 @@ class Member(Rank):
     """A rank of a process group of two."""
 
     def join(self, port, rank):
-        """Be ``rank`` of the group, whose first listens on ``port``."""
+        """Join as ``rank`` the group whose rank 0 listens on ``port``."""
         import torch.distributed as dist
 
         actor_registry.register_rank(self, rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
-    def meet(self):
+    def barrier(self):
         import torch.distributed as dist
 
         dist.barrier()
 
 
 @pytest.fixture
-def lose():
-    """A node with actors, and what ends it."""
+def lose_node():
+    """Start two nodes; yield a function that kills the second."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -110,58 +110,58 @@ def lose():
 
 
 def start(kind, *arguments, doomed=False):
-    """An actor on the node that stays or on the one that dies, once it is up."""
-    made = ray.remote(num_cpus=0, resources={DIES if doomed else STAYS: 1})(kind).remote(*arguments)
-    ray.get(made.__ray_ready__.remote(), timeout=60)
-    return made
+    """Start an actor on the node that stays, or on the one that dies, and wait until it is up."""
+    actor = ray.remote(num_cpus=0, resources={DIES if doomed else STAYS: 1})(kind).remote(*arguments)
+    ray.get(actor.__ray_ready__.remote(), timeout=60)
+    return actor
 
 
-def said(waiting, lose):
-    """The error that ``waiting`` ends with when the node is lost while it waits."""
+def error_on_loss(waiting, lose_node):
+    """Return the error with which ``waiting`` ends when the node is lost."""
     with suppress(ray.exceptions.GetTimeoutError):
         ray.get(waiting, timeout=2)
-    lose()
+    lose_node()
     with pytest.raises(actor_registry.PeerError) as raised, actor_registry.translate_actor_errors():
         ray.get(waiting, timeout=60)
     return str(raised.value)
 
 
 @pytest.mark.timeout(180)
-def test_an_engine_whose_node_dies_in_generation_is_named(lose):
+def test_engine_lost_in_generation_is_named(lose_node):
     controller, engine = start(Rank), start(Engine, doomed=True)
-    error = said(controller.generate.remote(engine), lose)
+    error = error_on_loss(controller.generate.remote(engine), lose_node)
     assert error.startswith(f"engine 3 on {NODE} with its rank 0, rank 1 ")
     assert "\n" not in error
 
 
 @pytest.mark.timeout(180)
-def test_an_engine_whose_node_dies_in_a_sync_is_named_with_bucket_and_backend(lose):
+def test_engine_lost_in_a_sync_is_named_with_bucket_and_backend(lose_node):
     trainer, engine = start(Rank), start(Engine, doomed=True)
-    error = said(trainer.sync.remote(engine), lose)
+    error = error_on_loss(trainer.sync.remote(engine), lose_node)
     assert error.startswith(f"weight sync 4 over gloo: waiting for {BUCKET}: engine 3 on {NODE} with its ")
 
 
 @pytest.mark.timeout(180)
-def test_a_rank_whose_node_dies_in_a_sync_is_named_with_what_engines_say_of_the_bucket(lose):
+def test_rank_lost_in_a_sync_is_named_with_the_engines_error(lose_node):
     text = "weight sync, rank 1 on 127.0.0.1, gloo, bucket 2 of 9: rank 0 (the trainer) does not answer"
-    controller, rank, engine = start(Rank), start(Rank, doomed=True), start(Told, text)
-    error = said(controller.train.remote(rank, engine), lose)
+    controller, rank, engine = start(Rank), start(Rank, doomed=True), start(FailedEngine, text)
+    error = error_on_loss(controller.train.remote(rank, engine), lose_node)
     assert error.startswith(f"rank 0 of Rank on {NODE} ")
     assert error.endswith(f"; {text}")
 
 
 @pytest.mark.timeout(180)
-def test_a_rank_whose_node_dies_in_a_collective_of_the_trainer_is_named(lose):
+def test_rank_lost_in_a_trainer_collective_is_named(lose_node):
     members = [start(Member), start(Member, doomed=True)]
     port = free_port()
     ray.get([member.join.remote(port, rank) for rank, member in enumerate(members)], timeout=60)
-    error = said(members[0].meet.remote(), lose)
+    error = error_on_loss(members[0].barrier.remote(), lose_node)
     assert error.startswith(f"rank 1 of Member on {NODE} died, and others were cut off: ")
 
 
 @pytest.mark.timeout(180)
-def test_an_engine_that_stalls_is_named_with_its_node(lose, monkeypatch):
-    del lose
+def test_stalled_engine_is_named_with_its_node(lose_node, monkeypatch):
+    del lose_node
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
     engine = start(Engine, doomed=True)
     with pytest.raises(sync.SyncError) as raised:
@@ -173,6 +173,6 @@ def test_an_engine_that_stalls_is_named_with_its_node(lose, monkeypatch):
 
 
 @pytest.mark.timeout(180)
-def test_an_actor_that_nobody_knows_has_the_name_and_the_address_that_ray_knows(lose):
-    controller, other = start(Rank), start(Stranger, doomed=True)
-    assert said(controller.generate.remote(other), lose).startswith("Stranger on ")
+def test_unregistered_actor_has_rays_name_and_address(lose_node):
+    controller, other = start(Rank), start(Unregistered, doomed=True)
+    assert error_on_loss(controller.generate.remote(other), lose_node).startswith("Unregistered on ")

@@ -1,4 +1,4 @@
-"""Numbers that are right: the gradient of every ZeRO stage, and probabilities of engine and trainer."""
+"""Numerical correctness: gradients of every ZeRO stage, and token probabilities of engine and trainer."""
 
 import json
 import math
@@ -16,7 +16,7 @@ WORLD, SECONDS = 2, 300
 
 @pytest.fixture(scope="module")
 def norms(tmp_path_factory):
-    """The norm of the gradient by stage and accumulation, as each rank has it."""
+    """Return for each rank the gradient norm by stage and accumulation steps."""
     port = free_port()
     folder = tmp_path_factory.mktemp("gradient")
     running = [
@@ -43,17 +43,17 @@ def norms(tmp_path_factory):
 @pytest.mark.timeout(SECONDS + 40)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_applies_the_gradient_of_the_whole_batch(norms, stage, accumulation):
-    """DeepSpeed 0.17.6 to 0.18.2 loses what was accumulated, with ZeRO 2."""
+def test_gradient_of_the_whole_batch_is_applied(norms, stage, accumulation):
+    """DeepSpeed 0.17.6 to 0.18.2 with ZeRO 2 loses accumulated gradients."""
     for rank in norms:
-        alone, found = rank["0/0"], rank[f"{stage}/{accumulation}"]
-        assert alone > 0.1
-        assert math.isclose(found, alone, rel_tol=1e-4), f"{found} is applied, and the gradient is {alone}"
+        expected, applied = rank["0/0"], rank[f"{stage}/{accumulation}"]
+        assert expected > 0.1
+        assert math.isclose(applied, expected, rel_tol=1e-4), f"{applied} is applied instead of {expected}"
 
 
 @pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(SECONDS)
-def test_engine_and_trainer_agree_on_the_probability_of_each_token(tmp_path):
+def test_engine_and_trainer_agree_on_token_probabilities(tmp_path):
     done = subprocess.run(
         [sys.executable, str(PROBABILITIES), str(tmp_path)],
         capture_output=True,
@@ -64,6 +64,6 @@ def test_engine_and_trainer_agree_on_the_probability_of_each_token(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "probabilities.json").read_text())
     assert len(found["engine"]) == len(found["trainer"]) == 32
-    assert len(set(found["engine"])) > 16, "the tokens are not all alike"
+    assert len(set(found["engine"])) > 16, "the tokens differ"
     assert max(abs(a - b) for a, b in zip(found["engine"], found["trainer"], strict=True)) < 0.05
     assert abs(sum(found["engine"]) - sum(found["trainer"])) / 32 < 0.01

@@ -1,11 +1,11 @@
-"""What is true of every run that trained, by its events."""
+"""Assertions on the events of every run that trained."""
 
 import math
 
 import pytest
 from rlhf_stack.accelerator import devices
 
-# How that OpenRLHF is called, and what it can do.
+# Markers by the form of OpenRLHF's flags and by the engine of the image.
 SECTIONS = pytest.mark.carries("openrlhf==0.11.2")
 FLAT = pytest.mark.carries("openrlhf==0.5.1")
 CPU_ENGINE = pytest.mark.skipif(devices.is_gpu(), reason="vLLM's engine for CPUs is not in this image")
@@ -41,7 +41,7 @@ def assert_critic_trained(run):
 
 
 def nodes_of_trainers(run):
-    """For each of the trainer's groups the number of its ranks on each node, by the plan."""
+    """Return, by the plan, the number of ranks on each node for each trainer group."""
     (placed,) = run.of("placement")
     return {
         name: [nodes.count(node) for node in sorted(set(nodes))] for name, nodes in placed["groups"].items()

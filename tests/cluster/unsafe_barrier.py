@@ -1,6 +1,6 @@
 """Upstream's unsafe pattern on one GPU: a rank waits in a barrier while another has an engine generate.
 
-unsafe_barrier.py DIR: exit code 0 if generating was an error; the events say of what.
+unsafe_barrier.py DIR: exit code 0 if generating was an error; the events have the reason.
 """
 
 import os
@@ -26,7 +26,7 @@ assert group.wait(120)
 
 
 class Strategy:
-    """Upstream's, as far as a rank without a model needs it."""
+    """The part of upstream's strategy that a rank without a model needs."""
 
     def setup_distributed(self):
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, os.environ["RANK"] == "0")
@@ -47,10 +47,10 @@ class Rank(launcher.BaseModelActor):
     def generate(self, engine):
         return len(ray.get(engine.generate.remote([1, 2, 3], parameters), timeout=60).outputs[0].token_ids)
 
-    def generate_and_meet(self, engine):
-        found = self.generate(engine)
+    def generate_then_barrier(self, engine):
+        tokens = self.generate(engine)
         dist.barrier()
-        return found
+        return tokens
 
 
 def rank(number, *address):
@@ -61,17 +61,17 @@ def rank(number, *address):
 
 first = rank(0, None, None)
 ranks = [first, rank(1, *ray.get(first.get_master_addr_port.remote(), timeout=200))]
-ray.get([one.begin.remote() for one in ranks], timeout=200)
+ray.get([actor.begin.remote() for actor in ranks], timeout=200)
 ray.get(engine.__ray_ready__.remote(), timeout=200)
 
-# One after the other: nobody waits while the engine generates.
-ray.get([one.barrier.remote() for one in ranks], timeout=60)
+# Sequentially: no rank waits while the engine generates.
+ray.get([actor.barrier.remote() for actor in ranks], timeout=60)
 assert ray.get(first.generate.remote(engine), timeout=60) == 48
-ray.get([one.barrier.remote() for one in ranks], timeout=60)
+ray.get([actor.barrier.remote() for actor in ranks], timeout=60)
 
 waiting = ranks[1].barrier.remote()
 try:
-    ray.get(first.generate_and_meet.remote(engine), timeout=120)
+    ray.get(first.generate_then_barrier.remote(engine), timeout=120)
     ray.get(waiting, timeout=60)
     caught = False
 except ray.exceptions.RayError:

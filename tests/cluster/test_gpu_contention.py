@@ -1,4 +1,4 @@
-"""Upstream's unsafe pattern with a real engine; test_training.py shows that normal training is clean."""
+"""GPU contention by upstream's unsafe barrier, with a real engine; test_training.py covers normal runs."""
 
 import os
 import subprocess
@@ -17,20 +17,20 @@ SECONDS = 400
 @pytest.mark.integration
 @pytest.mark.carries("openrlhf==0.11.2")
 @pytest.mark.timeout(SECONDS + 20)
-def test_an_engine_that_generates_while_a_rank_waits_on_its_gpu_is_an_error(tmp_path):
-    """It generated before, when nobody waited."""
-    told = tmp_path / "events"
+def test_generating_while_a_rank_waits_on_the_same_gpu_is_an_error(tmp_path):
+    """The engine generates without error while no rank waits."""
+    directory = tmp_path / "events"
     done = subprocess.run(
         [sys.executable, str(UNSAFE), str(tmp_path)],
         env=os.environ
         | replacing.variables(tmp_path)
-        | {env_vars.CHECK_COTENANCY: "1", env_vars.EVENTS: str(told)},
+        | {env_vars.CHECK_COTENANCY: "1", env_vars.EVENTS: str(directory)},
         capture_output=True,
         text=True,
         check=False,
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    violated = [event for event in events.read(told) if event["event"] == "cotenancy violated"]
+    violated = [event for event in events.read(directory) if event["event"] == "cotenancy violated"]
     assert violated
     assert violated[0]["collectives"][0].startswith("barrier of rank 1 ")
