@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from click import Group
 from rlhf_stack.cli import commands
+from typer.core import TyperGroup
 
 from scripts.cli import app
 from scripts.paths import ROOT
@@ -84,11 +84,11 @@ def test_commands_exist() -> None:
     assert named - sessions == set()
     assert set(re.findall(r"\brlhf-stack ([a-z][\w-]*)", text)) - set(commands.NAMES) == set()
     host = typer.main.get_command(app)
-    assert isinstance(host, Group)
+    assert isinstance(host, TyperGroup)
     for name, second in re.findall(r"python -m scripts ([a-z][\w-]*)(?: ([a-z][\w-]*))?", text):
         assert name in host.commands, f"python -m scripts {name}"
         command = host.commands[name]
-        assert not isinstance(command, Group) or second in command.commands, f"{name} {second}"
+        assert not isinstance(command, TyperGroup) or second in command.commands, f"{name} {second}"
     for module in re.findall(r"python -m (tests\.[\w.]+)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
 
