@@ -111,7 +111,7 @@ def changed_packages() -> list[str]:
     return lines
 
 
-def warn_of_changes() -> None:
+def warn_of_replaced_packages() -> None:
     """Log a warning for each package that differs from the patched one."""
     for line in changed_packages():
         run_log.warning(line)

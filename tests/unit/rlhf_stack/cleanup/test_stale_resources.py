@@ -94,7 +94,7 @@ def test_servers_of_a_node_that_starts_are_not_left() -> None:
     assert stale_resources.stale_session_processes(starting, UID, AGED, 0) == []
 
 
-def test_a_segment_is_left_if_it_is_ours_and_old_and_nobody_holds_it() -> None:
+def test_a_segment_is_stale_if_it_is_ours_old_and_unused() -> None:
     ours, held = Segment("/dev/shm/psm_1", 9, UID, 90.0), Segment("/dev/shm/psm_2", 9, UID, 90.0)
     young, foreign = Segment("/dev/shm/psm_3", 9, UID, 3.0), Segment("/dev/shm/psm_4", 9, OTHER, 90.0)
     assert stale_resources.unused_segments([ours, held, young, foreign], {held.path}, UID, 60) == [ours]
@@ -108,7 +108,7 @@ def test_only_segments_of_the_stack_are_looked_at(tmp_path: Path) -> None:
     assert found == ours
 
 
-def test_a_container_whose_shared_memory_is_the_hosts_does_not_know_who_holds_it(tmp_path: Path) -> None:
+def test_in_a_container_with_shared_shm_open_segments_are_unknown(tmp_path: Path) -> None:
     own = tmp_path / "self"
     (own / "ns").mkdir(parents=True)
     (own / "ns" / "pid").symlink_to("pid:[4026532553]")
@@ -131,8 +131,8 @@ def seen(pid: int) -> Process:
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_is_ending_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the end of its memory and its own the kernel lets nobody but root ask it."""
+def test_an_exiting_process_has_no_segment_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it exits, only root can read it."""
     child = sleeping()
     one = seen(child.pid)
     (tmp_path / "self").mkdir()
@@ -153,7 +153,7 @@ def test_a_process_that_is_ending_holds_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.timeout(60)
-def test_processes_are_ended_also_those_that_do_not_listen() -> None:
+def test_processes_that_ignore_sigterm_are_killed() -> None:
     willing, deaf = sleeping(), sleeping("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     ended = terminate.terminate_processes([seen(willing.pid), seen(deaf.pid)], seconds=1.0)
     assert ended == sorted([willing.pid, deaf.pid])
@@ -161,7 +161,7 @@ def test_processes_are_ended_also_those_that_do_not_listen() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_number_that_went_to_another_process_is_left_alone() -> None:
+def test_a_reused_pid_is_not_signalled() -> None:
     child = sleeping()
     table = seen(child.pid)
     before = Process(table.pid, table.parent, table.uid, table.state, table.started - 1, table.command)

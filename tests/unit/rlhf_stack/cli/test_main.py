@@ -42,13 +42,13 @@ def test_every_module_is_a_command_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("name", commands.NAMES)
-def test_every_command_explains_itself_by_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert f"\n  rlhf-stack {name}" in told
-    assert "--json" in told
+    expected = capsys.readouterr().out
+    assert f"\n  rlhf-stack {name}" in expected
+    assert "--json" in expected
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def test_every_command_explains_itself_by_an_example(name: str, capsys: pytest.C
     ],
 )
 def test_help_names_every_field_of_the_json(name: str, shown: tuple[type[Any], ...]) -> None:
-    """Of the other commands tests/cluster/test_commands.py sees what they print."""
-    told = set(re.findall(r"\w+", (commands.load(name).__doc__ or "").partition("--json prints")[2]))
-    assert {field.name for one in shown for field in fields(one)} - told == set()
+    """The output of the other commands is checked by tests/cluster/test_commands.py."""
+    expected = set(re.findall(r"\w+", (commands.load(name).__doc__ or "").partition("--json prints")[2]))
+    assert {field.name for one in shown for field in fields(one)} - expected == set()
 
 
 def test_help_lists_every_command_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
+    expected = " ".join(capsys.readouterr().out.split())
     for name in commands.NAMES:
         first = (commands.load(name).__doc__ or "").split("\n")[0]
-        assert f"{name} {' '.join(first.split())}" in told
+        assert f"{name} {' '.join(first.split())}" in expected
 
 
 @pytest.mark.parametrize(("old", "new"), commands.RENAMED.items())
@@ -113,7 +113,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-MISTAKES = [
+WRONG_USAGE = [
     ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
     ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a number of at least 0"),
     ("plan", "", "no command line of a run"),
@@ -140,28 +140,28 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "told"), MISTAKES)
-def test_a_stranger_s_mistake_is_answered_by_one_line(
-    name: str, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "arguments", "expected"), WRONG_USAGE)
+def test_wrong_usage_is_reported_in_one_line(
+    name: str, arguments: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main([name, *arguments.split()])
     except SystemExit as ended:
         code = int(ended.code or 0)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == 2
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert told in said.err
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    assert expected in output.err
 
 
-def test_every_command_is_given_two_mistakes() -> None:
-    given = Counter(name for name, _, _ in MISTAKES)
+def test_wrong_usage_is_tested_twice_for_every_command() -> None:
+    given = Counter(name for name, _, _ in WRONG_USAGE)
     assert all(given[name] >= 2 for name in commands.NAMES)
 
 
-def test_what_is_not_installed_is_named(
+def test_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail(monkeypatch, ModuleNotFoundError("No module named 'ray'", name="ray"))
@@ -172,12 +172,12 @@ def test_what_is_not_installed_is_named(
         main(["patches"])
 
 
-def test_an_unknown_command_is_answered_by_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_reported_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctr"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert all(name in told for name in commands.NAMES)
+    expected = capsys.readouterr().err
+    assert all(name in expected for name in commands.NAMES)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_an_unknown_command_is_answered_by_the_known_ones(capsys: pytest.Capture
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_a_mistake_and_an_interrupt_are_one_line(
+def test_an_error_and_an_interrupt_are_one_line(
     error: BaseException,
     code: int,
     line: str,
@@ -199,7 +199,7 @@ def test_a_mistake_and_an_interrupt_are_one_line(
     assert capsys.readouterr().err == line
 
 
-def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+def test_a_closed_pipe_causes_no_traceback() -> None:
     environment = os.environ | {"PYTHONPATH": str(RUNTIME)}
     reading, writing = os.pipe()
     os.close(reading)

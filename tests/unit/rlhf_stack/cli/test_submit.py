@@ -13,11 +13,11 @@ HERE = {
 }
 
 
-def test_the_settings_of_rlhf_stack_go_along_and_what_the_image_says_does_not() -> None:
+def test_the_job_gets_the_settings_of_rlhf_stack_but_not_those_of_the_image() -> None:
     assert runtime_env(HERE, []) == {"env_vars": {"RLHF_STACK_VERIFY_SYNC": "1"}}
 
 
-def test_what_is_named_goes_along() -> None:
+def test_the_job_gets_named_variables() -> None:
     found = runtime_env(HERE, ["WANDB_API_KEY", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=0"], "/code")
     assert found["env_vars"] == {
         "RLHF_STACK_VERIFY_SYNC": "0",

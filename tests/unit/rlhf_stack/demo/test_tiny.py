@@ -1,4 +1,4 @@
-"""What needs no torch: the prompts, the reward and the arguments of the tiny run."""
+"""rlhf_stack.demo: the prompts, the reward and the arguments of the tiny run, without torch."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ NAMES = {  # of the same thing on both command lines
 
 
 @pytest.mark.parametrize(("release", "layout"), CALLS)
-def test_a_step_is_one_rollout_and_there_are_as_many_as_asked(release: str, layout: str) -> None:
+def test_a_step_is_one_rollout_and_the_number_of_steps_is_as_requested(release: str, layout: str) -> None:
     arguments = tiny_run.train_arguments(layout, Path("/somewhere"), steps=5, seed=1, release=release)
     prompts, samples, batch, total = (int(value(arguments, f"--{name}")) for name in NAMES[release])
     assert batch == prompts * samples
@@ -45,7 +45,7 @@ def test_a_step_is_one_rollout_and_there_are_as_many_as_asked(release: str, layo
 
 
 @pytest.mark.parametrize(("release", "layout"), CALLS)
-def test_a_flag_stands_once(release: str, layout: str) -> None:
+def test_every_flag_occurs_once(release: str, layout: str) -> None:
     arguments = tiny_run.train_arguments(layout, Path("/somewhere"), steps=5, seed=1, release=release)
     flags = [argument for argument in arguments if argument.startswith("--")]
     assert len(flags) == len(set(flags))

@@ -34,7 +34,7 @@ HEALTHY = NodeFacts(
     versions={"ray": "2.55.0", "python": "3.11.2"},
     patches=(Patch("vllm", "a-patch", "present", ""),),
     variables={},
-    started=(),
+    ray_processes=(),
     resources={"GPU": 2.0, "object_store_memory": 1e9},
     gpus=0,
     driver="",
@@ -64,8 +64,8 @@ def bad(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.id, finding.severity) for finding in findings if finding.severity != "ok"]
 
 
-def test_a_healthy_node_has_nothing_but_what_is_well() -> None:
-    found = checks.of_node(HEALTHY)
+def test_a_healthy_node_passes_every_check() -> None:
+    found = checks.check_node(HEALTHY)
     assert bad(found) == []
     assert len(found) >= len(checks.CHECKS) - 2  # no driver and no NCCL to speak of
 
@@ -110,10 +110,10 @@ def test_a_healthy_node_has_nothing_but_what_is_well() -> None:
         ({"gpu_processes": (GpuProcess(7, 900, "python", True),)}, []),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_found_and_nothing_else(
+def test_a_problem_is_found_and_nothing_else(
     changes: dict[str, Any], expected: list[tuple[str, str]]
 ) -> None:
-    found = checks.of_node(node(**changes))
+    found = checks.check_node(node(**changes))
     assert sorted(bad(found)) == sorted(expected)
     assert all(finding.remedy for finding in found if finding.severity in ("warning", "error"))
 
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_found_and_nothing_else(
     )
 )
 def test_any_node_can_be_judged(facts: NodeFacts) -> None:
-    assert worst(checks.of_node(facts)) in ("ok", "note", "warning", "error")
+    assert worst(checks.check_node(facts)) in ("ok", "note", "warning", "error")
 
 
 OTHERS = {"python": "3.11.2"}
@@ -148,47 +148,49 @@ def raylet(**variables: str) -> tuple[RayProcess, ...]:
     return (RayProcess("raylet", 1, "raylet", variables),)
 
 
-def test_nodes_that_are_alike_have_nothing_to_say() -> None:
-    same = [answer("a", started=raylet(A="1")), answer("b", started=raylet(A="1"))]
-    assert bad(comparison.of_cluster(same)) == []
+def test_equal_nodes_have_no_findings() -> None:
+    same = [answer("a", ray_processes=raylet(A="1")), answer("b", ray_processes=raylet(A="1"))]
+    assert bad(comparison.compare_nodes(same)) == []
 
 
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
         (NodeAnswer("b", None), ("node", "error")),
-        (answer("b", clock_offset=-3.0, started=raylet(A="1")), ("clock", "warning")),
-        (answer("b", versions={"ray": "2.12.0"} | OTHERS, started=raylet(A="1")), DIFFER),
-        (answer("b", started=raylet(A="2")), ("env-nodes", "warning")),
-        (answer("b", started=raylet()), ("env-nodes", "warning")),
+        (answer("b", clock_offset=-3.0, ray_processes=raylet(A="1")), ("clock", "warning")),
+        (answer("b", versions={"ray": "2.12.0"} | OTHERS, ray_processes=raylet(A="1")), DIFFER),
+        (answer("b", ray_processes=raylet(A="2")), ("env-nodes", "warning")),
+        (answer("b", ray_processes=raylet()), ("env-nodes", "warning")),
     ],
     ids=["silent", "clock", "versions", "another value", "not set"],
 )  # fmt: skip
 def test_a_node_that_differs_is_named(other: NodeAnswer, expected: tuple[str, str]) -> None:
-    found = comparison.of_cluster([answer("a", started=raylet(A="1")), other])
+    found = comparison.compare_nodes([answer("a", ray_processes=raylet(A="1")), other])
     assert bad(found) == [expected]
 
 
-def test_a_clock_within_what_can_be_measured_is_not_blamed() -> None:
-    assert bad(comparison.of_cluster([NodeAnswer("a", node(), 1.1, 0.2)])) == []
+def test_a_clock_offset_within_the_error_is_not_reported() -> None:
+    assert bad(comparison.compare_nodes([NodeAnswer("a", node(), 1.1, 0.2)])) == []
 
 
 def test_an_interface_may_be_named_differently_on_each_node() -> None:
-    found = [answer(name, started=raylet(GLOO_SOCKET_IFNAME=name)) for name in ("eth0", "ens3")]
-    assert bad(comparison.of_cluster(found)) == []
+    found = [answer(name, ray_processes=raylet(GLOO_SOCKET_IFNAME=name)) for name in ("eth0", "ens3")]
+    assert bad(comparison.compare_nodes(found)) == []
 
 
-def test_processes_of_a_node_that_differ_are_told_by_value() -> None:
+def test_different_processes_of_a_node_are_grouped_by_value() -> None:
     one = RayProcess("driver", 7, "python", {"NCCL_CUMEM_ENABLE": "0"})
     other = RayProcess("worker", 9, "ray::A", {"CUDA_VISIBLE_DEVICES": "1"})
-    found = list(comparison.roles(node(started=(*raylet(), one, other))))
+    found = list(comparison.compare_processes(node(ray_processes=(*raylet(), one, other))))
     assert bad(found) == [("env-processes", "warning")]
     assert found[0].evidence == "not set: raylet 1, worker 9; 0: driver 7"
 
 
 def test_a_job_that_sets_a_variable_for_all_that_it_starts_is_a_note() -> None:
     started = [RayProcess(role, 7, role, {"NCCL_DEBUG": "INFO"}) for role in ("driver", "worker")]
-    assert bad(list(comparison.roles(node(started=(*raylet(), *started))))) == [("env-processes", "note")]
+    assert bad(list(comparison.compare_processes(node(ray_processes=(*raylet(), *started))))) == [
+        ("env-processes", "note")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +204,12 @@ def test_a_job_that_sets_a_variable_for_all_that_it_starts_is_a_note() -> None:
         ("HOME", False),
     ],
 )
-def test_no_secret_is_a_variable_that_matters(name: str, shown: bool) -> None:
+def test_no_secret_is_a_relevant_variable(name: str, shown: bool) -> None:
     assert is_relevant(name) == shown
     assert (name in relevant_variables({name: "x"})) == shown
 
 
-def test_gpu_processes_are_read_from_what_nvidia_smi_prints() -> None:
+def test_gpu_processes_are_parsed_from_nvidia_smi() -> None:
     listing = "812, 40536, python\n9, [N/A], ray::Engine, odd\n\nNo devices were found\n"
     assert collect.gpu_processes_in(listing, {812}) == (
         GpuProcess(812, 40536, "python", True),
@@ -223,7 +225,7 @@ def elf(build_id: bytes, text: bytes) -> bytes:
     return header.ljust(64, b"\0") + segment + note + text
 
 
-def test_a_library_tells_its_version_and_build(tmp_path: Path) -> None:
+def test_version_and_build_id_are_read_from_a_library(tmp_path: Path) -> None:
     file = tmp_path / "libnccl.so.2"
     file.write_bytes(elf(bytes(range(20)), b"\0NCCL version 2.20.5+cuda12.4\0"))
     assert libraries.version(file) == "2.20.5+cuda12.4"
@@ -232,20 +234,20 @@ def test_a_library_tells_its_version_and_build(tmp_path: Path) -> None:
     assert libraries.version(file) == libraries.build_id(file) == ""
 
 
-def test_the_build_id_is_that_which_binutils_would_show() -> None:
+def test_the_build_id_of_a_system_library_is_read() -> None:
     """Of a library that every Linux has."""
     found = next(Path("/lib/x86_64-linux-gnu").glob("libc.so.6"), None) or Path(sys.executable)
     assert len(libraries.build_id(found)) in (0, 40)
 
 
 @given(st.binary(max_size=300))
-def test_any_file_can_be_asked_for_its_build(content: bytes) -> None:
+def test_any_bytes_can_be_parsed_for_a_build_id(content: bytes) -> None:
     found = libraries.note_of(content)
     assert found == "" or bytes.fromhex(found) in content
 
 
-def test_this_machine_can_be_looked_at() -> None:
-    found = collect.node()
+def test_the_facts_of_this_machine_can_be_collected() -> None:
+    found = collect.collect_facts()
     assert found.versions["python"]
     assert "lo" in found.interfaces
     assert found.disks
@@ -288,7 +290,7 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--log", "-", "--freeze", "-"], "cannot both be read"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_wrong_usage_is_reported_in_one_line(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *arguments]) == 2
@@ -297,7 +299,7 @@ def test_a_mistake_is_told_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_this_node_is_looked_at_without_anything_heavy() -> None:
+def test_this_node_is_checked_without_heavy_imports() -> None:
     code = (
         "import sys\nfrom rlhf_stack.cli.main import main\nmain(['doctor', '--local', '--all'])\n"
         "print([name for name in ('torch', 'ray', 'vllm', 'transformers') if name in sys.modules])"

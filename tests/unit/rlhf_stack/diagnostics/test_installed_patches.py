@@ -59,7 +59,7 @@ def test_a_report_names_the_files() -> None:
     assert found[0].why == ""
 
 
-def test_the_command_fails_when_a_patch_is_not_there(
+def test_the_command_fails_if_a_patch_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(installed_patches, "manifests", lambda: [MANIFEST])
@@ -76,7 +76,7 @@ def test_the_command_fails_when_a_patch_is_not_there(
     assert "remedy: " in capsys.readouterr().out
 
 
-def test_a_package_that_was_replaced_is_told_in_one_line(
+def test_a_replaced_package_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(installed_patches, "manifests", lambda: [MANIFEST])
@@ -84,19 +84,19 @@ def test_a_package_that_was_replaced_is_told_in_one_line(
     monkeypatch.setattr(
         installed_patches, "installed_checksum", lambda _, path: {"x.py": "2", "y.py": "r"}[path]
     )
-    installed_patches.warn_of_changes()
+    installed_patches.warn_of_replaced_packages()
     assert (main(["patches", "--changes"]), capsys.readouterr().out, caplog.text) == (0, "", "")
     monkeypatch.setattr(
         installed_patches, "installed_checksum", lambda _, path: {"x.py": "0", "y.py": "p"}[path]
     )
-    installed_patches.warn_of_changes()
+    installed_patches.warn_of_replaced_packages()
     assert main(["patches", "--changes"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("rlhf-stack: pkg 1.0 is not this image's 1.0+stack.1: 3 of 3 patches")
     assert line.removeprefix("rlhf-stack: ") in caplog.text
 
 
-def test_without_a_record_of_patches_nothing_counts_as_present(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_manifests_the_command_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["patches"]) == 1
     assert "built without patched wheels" in capsys.readouterr().out
 

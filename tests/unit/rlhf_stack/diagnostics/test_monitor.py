@@ -71,17 +71,17 @@ def test_the_state_of_a_run() -> None:
     ]
 
 
-def test_without_events_the_metrics_tell_of_the_sync() -> None:
+def test_without_events_the_sync_rate_comes_from_metrics() -> None:
     now = state.run_state([], SAMPLES, {})
     assert (now.phase, now.step, now.sync) == (None, None, 2.5)
 
 
-def test_nothing_told_is_nothing_known() -> None:
+def test_without_data_the_state_is_unknown() -> None:
     assert state.run_state([], [], {}) == state.RunState(None, None, None, None, (), (), ())
 
 
 @given(st.text(max_size=300))
-def test_any_text_can_be_exported(text: str) -> None:
+def test_any_text_can_be_parsed(text: str) -> None:
     state.run_state([], list(metrics.parse("a", text)), {})
 
 
@@ -104,14 +104,14 @@ def exporter() -> Iterator[int]:
         server.shutdown()
 
 
-def test_a_node_that_does_not_answer_exports_nothing(exporter: int) -> None:
+def test_an_unresponsive_node_exports_nothing(exporter: int) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as closed:
         port = closed.server_address[1]
     assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 6
     assert metrics.scrape([], 5.0) == []
 
 
-def test_the_dashboard_asks_only_for_metrics_that_are_exported() -> None:
+def test_the_dashboard_uses_only_exported_metrics() -> None:
     """tests/cluster/test_sync_metrics.py shows that a node exports these."""
     dashboard = json.loads((ROOT / "images" / "examples" / "grafana.json").read_text(encoding="utf-8"))
     asked = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
@@ -120,12 +120,12 @@ def test_the_dashboard_asks_only_for_metrics_that_are_exported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [(["--events", "/no/such"], "no such directory"), (["--once"], "no Ray node runs on this machine")],
 )
-def test_a_mistake_is_told_in_one_line(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_is_reported_in_one_line(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlhf_stack.cleanup.process_table.snapshot", list)
     assert main(["top", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

@@ -28,18 +28,18 @@ def sent(sender: int, receiver: int, rate: float = 1.0) -> Attempt:
 
 
 def failed(sender: int, receiver: int, error: str = "no response in time") -> Attempt:
-    """One that did not."""
+    """A failed transfer."""
     return Attempt(sender, (receiver,), error=error)
 
 
 def verdicts(*attempts: Attempt, nodes: int = 2) -> list[str]:
-    """Of each pair of nodes, in their order."""
+    """The verdict on each pair of nodes, in order."""
     machines = [node(number, SLOW_CARD) for number in range(1, nodes + 1)]
     return [link.verdict for link in model.judge_links(machines, attempts, FLOOR, "gloo")]
 
 
 @given(st.integers(1, 40))
-def test_rounds_have_every_pair_once_and_a_node_once_a_round(count: int) -> None:
+def test_every_pair_occurs_once_and_a_node_once_per_round(count: int) -> None:
     """Round robin."""
     found = model.round_robin(count)
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
@@ -48,8 +48,8 @@ def test_rounds_have_every_pair_once_and_a_node_once_a_round(count: int) -> None
     assert len(found) <= count
 
 
-def test_a_link_is_well_slow_one_way_or_dead() -> None:
-    """By both of its directions."""
+def test_a_link_is_ok_slow_one_way_or_dead() -> None:
+    """The verdict depends on both directions."""
     assert verdicts(sent(0, 1), sent(1, 0)) == [model.OK]
     assert verdicts(sent(0, 1), sent(1, 0, FLOOR / 2)) == [model.SLOW]
     assert verdicts(sent(0, 1), failed(1, 0)) == [model.ONE_WAY]
@@ -57,14 +57,14 @@ def test_a_link_is_well_slow_one_way_or_dead() -> None:
     assert verdicts(sent(0, 1), replace(sent(1, 0), wrong=(0,))) == [model.WRONG]
 
 
-def test_one_link_of_several_is_slow_by_the_others() -> None:
-    """Above the floor, but far below what its neighbours show."""
+def test_a_link_far_below_the_median_is_slow() -> None:
+    """Also above the floor."""
     attempts = [sent(a, b) for a, b in ((0, 1), (1, 0), (0, 2), (2, 0))] + [sent(1, 2, 0.4), sent(2, 1, 0.4)]
     assert verdicts(*attempts, nodes=3) == [model.OK, model.OK, model.SLOW]
 
 
-def test_what_failed_is_told_with_its_direction() -> None:
-    """By host names, with the error."""
+def test_a_failure_is_reported_with_its_direction() -> None:
+    """The message has the host names and the error."""
     machines = [node(1, SLOW_CARD), node(2, SLOW_CARD)]
     (link,) = model.judge_links(machines, [sent(0, 1), failed(1, 0, "connection refused")], FLOOR, "gloo")
     assert link.why == "host2 to host1: connection refused"
@@ -89,15 +89,15 @@ def test_what_failed_is_told_with_its_direction() -> None:
         (model.DEAD, (CheckedNode("127.0.0.1", "a"), node(2, SLOW_CARD)), "gloo", "--node-ip-address"),
     ],
 )
-def test_advice_names_the_variable(
+def test_the_remedy_names_the_variable(
     verdict: str, machines: tuple[CheckedNode, CheckedNode], backend: str, expected: str
 ) -> None:
-    """That the backend reads, and an interface that both nodes have."""
+    """It names the variable of the backend and a common interface."""
     assert expected in model.link_remedy(*machines, verdict, backend)
 
 
-def test_a_report_is_well_if_links_and_group_are() -> None:
-    """Bytes, errors and the floor, of both."""
+def test_a_check_passes_if_links_and_group_do() -> None:
+    """Data, errors and the floor count for both."""
     machines = (node(1, SLOW_CARD), node(2, SLOW_CARD))
     links = model.judge_links(machines, [sent(0, 1), sent(1, 0)], FLOOR, "gloo")
     well = NetworkReport("gloo", FLOOR, machines, links, sent(0, 1))
@@ -112,19 +112,19 @@ def test_a_report_is_well_if_links_and_group_are() -> None:
 
 
 def machines(count: int, gpus: int) -> list[FreeNode]:
-    """Empty ones, all alike."""
+    """Identical empty nodes."""
     return [FreeNode(f"10.0.0.{number + 1}", gpus, 32, gpus) for number in range(count)]
 
 
-def test_the_ranks_of_a_run_are_where_it_would_be() -> None:
-    """The trainer's first, then the workers of each engine."""
+def test_the_ranks_of_a_run_follow_its_plan() -> None:
+    """The trainer comes first, then the workers of each engine."""
     request = Request((Group("actor", 1, 4),), Engines(2, 2))
     trainer, *workers = ranks.ranks_of_run(request)(machines(2, 4))
     assert workers == [1 - trainer] * 4
 
 
-def test_a_run_without_a_place_or_without_engines_is_told() -> None:
-    """By the reason that the run itself would give."""
+def test_a_run_without_a_placement_or_engines_is_refused() -> None:
+    """The reason is that of the planner."""
     with pytest.raises(UserError, match="GPU"):
         ranks.ranks_of_run(Request((Group("actor", 2, 8),), Engines(1, 8)))(machines(2, 4))
     with pytest.raises(UserError, match="no engines"):
@@ -132,5 +132,5 @@ def test_a_run_without_a_place_or_without_engines_is_told() -> None:
 
 
 def test_without_a_run_every_node_has_a_worker() -> None:
-    """And the first the trainer."""
+    """The trainer is on the first node."""
     assert ranks.one_worker_per_node(machines(3, 8)) == [0, 0, 1, 2]

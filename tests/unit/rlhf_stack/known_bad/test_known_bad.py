@@ -60,7 +60,7 @@ def ids(findings: list[Finding]) -> list[str]:
     return [finding.id for finding in findings]
 
 
-def test_the_database_has_the_rows_that_cost_days() -> None:
+def test_the_most_important_rows_exist() -> None:
     """By their ids, so that none is lost unnoticed."""
     carried = {found.id for found in ROWS}
     assert {
@@ -81,7 +81,7 @@ def test_a_real_log_is_explained_by_its_row_and_no_other(log: Path) -> None:
     assert ids(known_bad.explain(ROWS, text)) == expected
 
 
-def test_most_symptoms_are_tried_on_real_text() -> None:
+def test_most_symptoms_are_tested_on_real_text() -> None:
     """A row whose pattern no log has is not known to match anything; those are few and counted here."""
     tried = {log.stem.rpartition(".")[0] for log in LOGS}
     untried = {found.id for found in ROWS if found.symptoms} - tried
@@ -93,7 +93,7 @@ def test_the_evidence_is_the_line_of_the_error() -> None:
     assert known_bad.explain(ROWS, text)[0].evidence == "RuntimeError: Device string must not be empty"
 
 
-def test_versions_leave_out_rows_that_they_exclude() -> None:
+def test_rows_that_the_versions_exclude_are_omitted() -> None:
     text = "ValueError: 'aimv2' is already used by a Transformers config, pick another name."
     assert ids(known_bad.explain(ROWS, text, {"vllm": "0.9.2"})) == ["vllm-0.9-aimv2"]
     assert known_bad.explain(ROWS, text, {"vllm": "0.11.0"}) == []
@@ -116,7 +116,7 @@ def test_our_own_cells_have_no_error(cell: Cell) -> None:
     assert found == []
 
 
-def test_what_mends_a_row_is_a_patch_that_exists() -> None:
+def test_the_patches_that_fix_a_row_exist() -> None:
     names = names_of(load_all())
     for found in ROWS:
         assert set(found.fixed_by) <= names, found.id
@@ -168,13 +168,13 @@ def test_without_a_process_no_condition_on_a_variable_holds() -> None:
     assert known_bad.judge([row(variables={"NAME": "unset"})], Environment({"pkg": "1.5"}, None)) == []
 
 
-def test_a_patch_mends_a_row_only_with_all_the_others() -> None:
+def test_a_row_is_fixed_only_by_all_its_patches() -> None:
     mended = row(fixed_by=("a", "b"))
     assert known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a", "b", "c"})) == []
     assert ids(known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a"}))) == ["a-row"]
 
 
-def test_what_cannot_be_seen_makes_a_warning_of_an_error() -> None:
+def test_an_unchecked_condition_makes_an_error_a_warning() -> None:
     conditional = row(when="the moon is full")
     assert known_bad.judge([conditional], Environment({"pkg": "1"}))[0].severity == "warning"
 
@@ -207,10 +207,10 @@ def test_any_text_can_be_a_log_or_a_freeze(text: str) -> None:
         ('shown = "run"', 'shown = "run"\ndiffer = ["a"]', "two names"),
     ],
 )
-def test_a_row_that_is_not_right_is_named(before: str, after: str, what: str) -> None:
-    with pytest.raises(MalformedRow, match=what) as told:
+def test_an_invalid_row_is_named(before: str, after: str, what: str) -> None:
+    with pytest.raises(MalformedRow, match=what) as raised:
         list(read(MINIMAL.replace(before, after)))
-    assert re.search("a-row|A row", str(told.value))
+    assert re.search("a-row|A row", str(raised.value))
 
 
 def test_the_accelerator_follows_torch() -> None:

@@ -187,7 +187,7 @@ def test_a_symmetric_layout_has_the_same_on_every_node() -> None:
 
 
 def test_a_layout_that_the_planner_would_not_keep_is_not_suggested() -> None:
-    """4 training GPUs fit on one node, and go there."""
+    """Four training GPUs fit on one node and are placed there."""
     cluster = uniform_machines(2, 8, 80, 64, 500)
     found = symmetric_layout(run(actor=4, engines=Engines(6, 2)), cluster, SHAPES)
     assert found is None or found.run.request.groups[0].size > 8
@@ -270,7 +270,7 @@ def test_machines_come_from_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("nodes: 3", "expected a list of nodes"),
         ("[1]", "expected a list of nodes"),
@@ -281,12 +281,12 @@ def test_machines_come_from_yaml(tmp_path: Path) -> None:
         ("nodes: [", "not YAML"),
     ],
 )
-def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "nodes.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as raised:
         cluster_spec.read_machines(file)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -329,7 +329,7 @@ def test_tuning_gives_up_with_the_reason() -> None:
     assert any("not enough memory" in problem for problem in tuned.problems)
 
 
-def test_shared_gpus_sleep_in_turns() -> None:
+def test_engines_and_trainer_on_shared_gpus_sleep_alternately() -> None:
     tuned = tune(run("big", engines=Engines(2, 4, "actor")), uniform_machines(1, 8, 80, 64, 2000), SHAPES)
     assert tuned.fits
     texts = [setting.text for setting in tuned.settings]
@@ -337,7 +337,7 @@ def test_shared_gpus_sleep_in_turns() -> None:
     assert not any(setting.is_variable for setting in tuned.settings)
 
 
-def test_settings_take_the_place_of_what_the_command_said() -> None:
+def test_settings_replace_those_of_the_command_line() -> None:
     tuned = tune(run("small"), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
     command = [
         "python",

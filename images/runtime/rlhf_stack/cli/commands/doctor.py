@@ -101,15 +101,15 @@ def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
 
     address = None if local else process_table.gcs_address(process_table.snapshot())
     if address is None:
-        node = collect.node()
-        return [("", finding) for finding in (*checks.of_node(node), *comparison.roles(node))]
+        node = collect.collect_facts()
+        return [("", finding) for finding in (*checks.check_node(node), *comparison.compare_processes(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
     facts = cluster.collect_from_nodes(address, timeout)
-    found = [("", finding) for finding in comparison.of_cluster(facts)]
+    found = [("", finding) for finding in comparison.compare_nodes(facts)]
     for answer in facts:
         if answer.node:
-            own = [*checks.of_node(answer.node), *comparison.roles(answer.node)]
+            own = [*checks.check_node(answer.node), *comparison.compare_processes(answer.node)]
             found += [(answer.address, finding) for finding in own]
     return found
 

@@ -47,12 +47,12 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.planning.advice import symmetric_layout
     from rlhf_stack.planning.display import as_json, print_assessment
 
-    asked, notes = run_options.parse_run(options)
+    run, notes = run_options.parse_run(options)
     machines = run_options.read_machines(options)
-    shapes = run_options.read_shapes(asked, options)
-    found = assess(asked, machines, shapes)
+    shapes = run_options.read_shapes(run, options)
+    found = assess(run, machines, shapes)
     advice = advise(found, machines, shapes)
-    layout = symmetric_layout(asked, machines, shapes)
+    layout = symmetric_layout(run, machines, shapes)
     if options.json:
         print_json("plan", 1, **as_json(found, advice, layout), said=list(notes))
     else:

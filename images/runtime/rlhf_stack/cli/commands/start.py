@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         environment[auth_token.MODE] = "token"
     else:
         environment.pop(auth_token.MODE, None)
-    asked = StartOptions(
+    start_options = StartOptions(
         join=options.join,
         gpus=options.num_gpus,
         cpus=options.num_cpus,
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         dashboard=options.dashboard_host,
         block=options.block,
     )
-    started = ray_start_command(asked, inspect_host(environment), with_token)
+    started = ray_start_command(start_options, inspect_host(environment), with_token)
     if options.dry_run:
         print(shlex.join(started))
         return 0

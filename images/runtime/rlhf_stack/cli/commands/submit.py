@@ -130,9 +130,9 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
         return []
     from rlhf_stack.planning import assess
 
-    asked, _ = run_options.parse_run(options)
+    run, _ = run_options.parse_run(options)
     machines = run_options.ray_machines(options.ray, options.gpu_memory)
-    return list(assess(asked, machines, run_options.read_shapes(asked, options)).problems)
+    return list(assess(run, machines, run_options.read_shapes(run, options)).problems)
 
 
 def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], output: Any) -> Ended:

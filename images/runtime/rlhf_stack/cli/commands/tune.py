@@ -32,11 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Choose the settings and print them; return 1 if the run does not fit."""
-    asked, _ = run_options.parse_run(options)
+    run, _ = run_options.parse_run(options)
     machines = run_options.read_machines(options)
     if not all(machine.gpu_memory for machine in machines if machine.gpus):
         raise UserError("the GPU memory is required: give --gpu-memory GIB, or gpu_memory in the file")
-    tuned = tune(asked, machines, run_options.read_shapes(asked, options))
+    tuned = tune(run, machines, run_options.read_shapes(run, options))
     words = apply_settings(run_options.command_words(options), tuned)
     if options.json:
         settings = [

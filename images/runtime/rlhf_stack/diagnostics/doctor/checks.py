@@ -279,7 +279,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def of_node(node: NodeFacts) -> list[Finding]:
+def check_node(node: NodeFacts) -> list[Finding]:
     """The findings of all checks for a node."""
     return [finding for check in CHECKS for finding in check(node)]
 

@@ -44,7 +44,7 @@ def _clock_offsets(nodes: dict[str, str], deadline: float) -> dict[str, tuple[fl
 
 
 def _facts() -> Any:
-    return collect.node()
+    return collect.collect_facts()
 
 
 def _now() -> float:

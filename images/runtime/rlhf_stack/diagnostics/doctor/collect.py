@@ -44,7 +44,7 @@ TRAINER_LIBRARIES = ("nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2", "
 STARTED_ROLES = (process_table.RAYLET, process_table.DRIVER, process_table.WORKER)
 
 
-def node() -> NodeFacts:
+def collect_facts() -> NodeFacts:
     """Collect the facts of this node."""
     table = process_table.snapshot()
     gpu_processes = _gpu_processes({process.pid for process in table})
@@ -56,7 +56,7 @@ def node() -> NodeFacts:
         versions=_versions(),
         patches=_patches(),
         variables=relevant_variables(os.environ),
-        started=_started(table),
+        ray_processes=_ray_processes(table),
         resources=process_table.declared_resources(table),
         gpus=_gpus(),
         driver=_driver(),
@@ -96,7 +96,7 @@ def _patches() -> tuple[Patch, ...]:
     return tuple(Patch(one.package, installed_patches.slug(one.patch), one.state, one.why) for one in reports)
 
 
-def _started(table: Iterable[Process]) -> tuple[RayProcess, ...]:
+def _ray_processes(table: Iterable[Process]) -> tuple[RayProcess, ...]:
     """The raylet, drivers and workers of this node whose environment is readable."""
     return tuple(
         RayProcess(process.role, process.pid, process.line[:60], relevant_variables(process.variables))

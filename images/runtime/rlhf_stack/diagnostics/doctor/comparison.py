@@ -36,7 +36,7 @@ OF_ONE_NODE = (
 UNSET = "not set"
 
 
-def of_cluster(answers: Sequence[NodeAnswer]) -> list[Finding]:
+def compare_nodes(answers: Sequence[NodeAnswer]) -> list[Finding]:
     """The findings of all comparisons of the nodes."""
     return [*unresponsive_nodes(answers), *clocks(answers), *packages(answers), *nodes(answers)]
 
@@ -96,14 +96,14 @@ def nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
         yield Finding("env-nodes", OK, f"{len(raylets)} nodes have the same environment")
 
 
-def roles(node: NodeFacts) -> Iterator[Finding]:
+def compare_processes(node: NodeFacts) -> Iterator[Finding]:
     """Report variables that differ between the driver, raylet and workers of a node."""
-    named = {_title(one): one.variables for one in node.started}
-    drivers = {_title(one) for one in node.started if one.role == process_table.DRIVER}
+    named = {_title(one): one.variables for one in node.ray_processes}
+    drivers = {_title(one) for one in node.ray_processes if one.role == process_table.DRIVER}
     found = list(differing(named, OF_ONE_PROCESS))
     for name, values in found:
         between = {values[title] for title in drivers} | {
-            values[_title(one)] for one in node.started if one.role == process_table.WORKER
+            values[_title(one)] for one in node.ray_processes if one.role == process_table.WORKER
         }
         severity = WARNING if len(between) > 1 else NOTE
         yield Finding(
@@ -130,9 +130,9 @@ def differing(
 def describe_values(values: Mapping[str, str]) -> str:
     """Format values per process or node as text, grouped by value."""
     by_value: dict[str, list[str]] = {}
-    for who, value in values.items():
-        by_value.setdefault(value, []).append(who)
-    return "; ".join(f"{value}: {first_names(who)}" for value, who in by_value.items())
+    for name, value in values.items():
+        by_value.setdefault(value, []).append(name)
+    return "; ".join(f"{value}: {first_names(names)}" for value, names in by_value.items())
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -141,7 +141,7 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def _raylet(node: NodeFacts) -> RayProcess | None:
-    return next((one for one in node.started if one.role == process_table.RAYLET), None)
+    return next((one for one in node.ray_processes if one.role == process_table.RAYLET), None)
 
 
 def _title(one: RayProcess) -> str:

@@ -84,7 +84,7 @@ class NodeFacts:
     versions: Mapping[str, str]
     patches: tuple[Patch, ...]
     variables: Mapping[str, str]
-    started: tuple[RayProcess, ...]
+    ray_processes: tuple[RayProcess, ...]
     resources: Mapping[str, float]
     gpus: int
     driver: str
