@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def last(self) -> str:
-        """The last line that says something."""
+        """The last line that is not empty."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -67,9 +67,9 @@ def run_both(probe: str, pristine: str, workspace: Path) -> tuple[Outcome, Outco
 
 @pytest.fixture
 def proves(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]) -> Proof:
-    """Call it with a probe and a pattern of why the pristine package must fail; both results are printed.
+    """Return a check that a probe fails on the pristine package, with a given error, and passes on the patched.
 
-    They are noted in the JUnit file too, from which the catalogue has them.
+    Both results are printed and recorded in the JUnit file, from which the catalogue takes them.
     """
     pristine = os.environ.get("RLHF_STACK_PRISTINE")
     if not pristine:
@@ -85,14 +85,14 @@ def proves(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, o
             print(f"  patched:  exit {after.code}: {after.last}")
         assert after.code == 0, f"the patched package fails:\n{after.output}"
         assert before.code != 0, f"the pristine package passes, so the patch is not needed:\n{before.output}"
-        assert re.search(reason, before.output), f"the pristine package fails otherwise:\n{before.output}"
+        assert re.search(reason, before.output), f"the pristine package fails, but not so:\n{before.output}"
 
     return prove
 
 
 @pytest.fixture
 def cpu_only() -> None:
-    """For patches that change nothing where there is a GPU to ask."""
+    """Skip in a GPU image, for patches that change nothing there."""
     devices = pytest.importorskip("rlhf_stack.accelerator.devices")
     if devices.is_gpu():
-        pytest.skip("this image is for GPUs, where this patch does exactly what upstream does")
+        pytest.skip("in this GPU image the patch does exactly what upstream does")

@@ -1,4 +1,4 @@
-# The beginning of every probe.
+# The start of every probe.
 import importlib
 import importlib.machinery
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def load(path, name):
-    """A module of an installed package by its file, without the package around it."""
+    """Load one file of an installed package as a module, without importing the package."""
     root = Path(importlib.util.find_spec(path.split("/")[0]).submodule_search_locations[0]).parent
     spec = importlib.util.spec_from_file_location(name, root / path)
     module = importlib.util.module_from_spec(spec)
@@ -21,7 +21,7 @@ def load(path, name):
 
 
 def pretend_flash_attn():
-    """Import what of openrlhf needs flash_attn as if it were there, for probes of something else."""
+    """Import the parts of openrlhf that need flash_attn with an empty package in its place."""
     if importlib.util.find_spec("flash_attn"):
         return
     pretended = {
@@ -43,32 +43,32 @@ def pretend_flash_attn():
 
 
 def on_cpu():
-    """Tensors stay on the CPU in an image for GPUs too, for probes of what does not depend on it."""
+    """Keep tensors on the CPU in GPU images too, for probes that do not depend on the device."""
     os.environ["RLHF_STACK_ACCELERATOR"] = "cpu"
 
 
 def alone(port=0):
-    """This process as a process group of one."""
+    """Make this process a process group of one rank."""
     dist = importlib.import_module("torch.distributed")
     store = dist.TCPStore("127.0.0.1", port, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def own_ray(**resources):
-    """A Ray of this probe alone, whatever another one left behind, with so many CPUs and GPUs."""
+    """Start a Ray of this probe alone, with these CPUs and GPUs."""
     ray = importlib.import_module("ray")
     quiet = {"include_dashboard": False, "log_to_driver": False}
     ray.init(address="local", object_store_memory=100 << 20, **quiet, **resources)
 
 
 def recorded(event):
-    """The events of a kind that this probe wrote."""
+    """Return the events of a kind that this probe wrote."""
     lines = [line for path in Path(os.environ["RLHF_STACK_EVENTS"]).glob("*.jsonl") for line in path.open()]
     return [found for found in map(json.loads, lines) if found["event"] == event]
 
 
 def bound(seconds, otherwise):
-    """A wait of ``ray.get`` without a deadline ends after ``seconds`` from now on, with ``otherwise``."""
+    """From now on end a ``ray.get`` without a deadline after ``seconds``, with the error ``otherwise``."""
     ray = importlib.import_module("ray")
     real = ray.get
 
@@ -82,18 +82,18 @@ def bound(seconds, otherwise):
 
 
 def ends(action, reason, otherwise):
-    """``action``, which may wait for ever, has to raise an error with ``reason``; the process ends here."""
-    told = []
+    """Exit with 0 if ``action``, which may hang, raises an error that contains ``reason``."""
+    outcomes = []
 
     def act():
         try:
-            told.append(f"it ended with {action()}")
+            outcomes.append(f"it ended with {action()}")
         except Exception as error:
-            told.append(str(error))
+            outcomes.append(str(error))
 
     acting = threading.Thread(target=act, daemon=True)
     acting.start()
     acting.join(30)
-    last = told[0] if told else f"after 30 s it still waits for {otherwise}"
+    last = outcomes[0] if outcomes else f"after 30 s it still waits for {otherwise}"
     print(last, flush=True)
-    os._exit(reason not in last)  # what it waits for never ends by itself
+    os._exit(reason not in last)  # the action never ends by itself
