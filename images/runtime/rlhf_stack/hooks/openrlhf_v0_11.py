@@ -21,7 +21,7 @@ from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.deepspeed_ops import optimizer_config
 from rlhf_stack.compat.determinism import seed_prompt_shuffle, wait_for_answer
 from rlhf_stack.config import env_vars
-from rlhf_stack.diagnostics.installed_patches import warn_of_changes as warn_of_replaced_packages
+from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
 from rlhf_stack.engine.gpu_contention import track_collectives
 from rlhf_stack.engine.request_balancer import assign_prompts

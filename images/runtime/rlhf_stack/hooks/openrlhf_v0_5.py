@@ -17,7 +17,7 @@ from rlhf_stack.compat.deepspeed_ops import adam_class
 from rlhf_stack.compat.determinism import sort_experiences
 from rlhf_stack.compat.zero3_gather import serialize_allgather
 from rlhf_stack.config import env_vars
-from rlhf_stack.diagnostics.installed_patches import warn_of_changes as warn_of_replaced_packages
+from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import BlockingEngineMixin, count_generated_tokens
 from rlhf_stack.engine.request_balancer import merge_answers, split_prompts
 from rlhf_stack.engine.startup import begin as begin_engine_startup
