@@ -37,7 +37,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def unit(session: nox.Session) -> None:
     """Run the tests that need no Docker (-- PYTEST ARGUMENTS)."""
-    _python(session, "pytest", "tests/unit", *session.posargs)
+    _python(session, "pytest", *session.posargs)
 
 
 @nox.session
