@@ -1,3 +1,6 @@
-"""The runtime of this distribution, which its patches call; torch, ray and vllm are imported lazily."""
+"""Runtime of the images: the library that patches and the command ``rlhf-stack`` call.
+
+torch, ray and vllm are imported lazily.
+"""
 
 __version__ = "0.1.0"

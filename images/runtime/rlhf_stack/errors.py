@@ -1,5 +1,5 @@
-"""The error that reports a user's mistake or a missing requirement."""
+"""The error type for mistakes that the user can correct."""
 
 
 class UserError(Exception):
-    """One line that states the problem and the remedy; the command prints it without a traceback."""
+    """One line with the mistake and its remedy; the command prints it without a traceback."""
