@@ -1,4 +1,4 @@
-"""Nodes with the checkpoints of a run on a disk that all have, as on a real cluster."""
+"""Nodes whose runs save checkpoints on a shared disk, as on a real cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +20,16 @@ DISK = {"type": "tmpfs", "device": "tmpfs", "o": "size=48m,mode=1777"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the events of all nodes are, on the host."""
+    """The folder on the host with the events of all nodes."""
     events = tmp_path / "events"
     events.mkdir()
-    events.chmod(0o777)  # the user of the containers is another
+    events.chmod(0o777)  # the containers' user has another uid
     return events
 
 
 @pytest.fixture
 def disk(client: docker.DockerClient) -> Iterator[Volume]:
-    """A small disk for checkpoints."""
+    """Create a small disk for checkpoints."""
     volume = client.volumes.create(driver_opts=DISK, labels={LABEL: owner_label()})
     yield volume
     volume.remove()
@@ -37,9 +37,9 @@ def disk(client: docker.DockerClient) -> Iterator[Volume]:
 
 @pytest.fixture
 def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
-    """The head, nodes with a GPU each, and one on which nothing runs, from which runs are submitted."""
+    """Start the head, nodes with a GPU each, and a node that only submits runs."""
     if cell.accelerator.kind != "cpu":
-        pytest.skip("these runs have no GPU")
+        pytest.skip("these runs need a CPU cell")
     nodes = (HEAD, *GPU_NODES[: run_of(cell).gpus], DESK)
     if reason := links.obstacle():
         pytest.skip(reason)

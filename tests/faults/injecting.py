@@ -1,4 +1,4 @@
-"""How each fault is brought about on a node of a cluster, and how it is mended."""
+"""Injection of each fault on a node of a cluster, and its removal."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from tests.network import links, remote
 
 SHARED_MEMORY = "/dev/shm"
 MEGABITS = 4
-SYNC_MEGABITS = 0.3  # of this link, on which the weights of the tiny model take some seconds
+SYNC_MEGABITS = 0.3  # at which the weights of the tiny model take some seconds
 FILLED = "filled-by-the-test"
 CGROUP = Path("/sys/fs/cgroup/memory/docker")
 MEGABYTE = 1 << 20
@@ -35,9 +35,10 @@ ATTEMPT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a fault happens: ``node`` of ``cluster``, in ``phase``.
+    """The place of a fault: ``node`` of ``cluster``, in ``phase``.
 
-    ``ranks`` are the trainer's nodes, and ``process`` begins the name of what runs on ``node`` in this phase.
+    ``ranks`` are the addresses of the trainer's nodes; ``process`` is the prefix of the command line of the
+    process on ``node`` in this phase.
     """
 
     cluster: Cluster
@@ -56,95 +57,95 @@ class Site:
 
     @property
     def others(self) -> list[tuple[Container, str]]:
-        """All nodes but this one, with their addresses."""
+        """All other nodes, with their addresses."""
         return [(node, address) for node, address in by_address(self.cluster) if address != self.address]
 
-    def stretched(self) -> AbstractContextManager[None]:
-        """The phase takes long enough to be hit: a sync of the tiny model ends within a tenth of a second."""
+    def prolonged(self) -> AbstractContextManager[None]:
+        """Make the phase last long enough to be hit: a sync of the tiny model takes less than 0.1 s."""
         return links.slow_towards(self.node, SYNC_MEGABITS) if self.phase == SYNC else nullcontext()
 
 
 def by_address(cluster: Cluster) -> list[tuple[Container, str]]:
-    """The nodes with their addresses."""
+    """Return the nodes with their addresses."""
     addresses = {str(known["host"]): str(known["address"]) for known in cluster.addresses}
     return [(node, addresses[node.attrs["Config"]["Hostname"]]) for node in cluster.containers]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, what ends it, and which nodes an error may name for it."""
+    """A fault: its injection, its removal, and the addresses of which an error should name one."""
 
     inject: Callable[[Site], None]
-    mend: Callable[[Site], None] = lambda _: None
-    blamed: Callable[[Site], Sequence[str]] = lambda site: [site.address]
+    remove: Callable[[Site], None] = lambda _: None
+    expected_nodes: Callable[[Site], Sequence[str]] = lambda site: [site.address]
 
 
 def kill_process(site: Site) -> None:
-    """The trainer's rank while it trains, else the engine's process."""
+    """Kill the trainer's rank in the training phase, otherwise the engine's process."""
     (pid,) = _processes(site)
     os.kill(pid, signal.SIGKILL)
 
 
-def cut(site: Site) -> None:
-    """Nothing of the node reaches another any more, nor the other way, as when a cable is pulled."""
+def cut_link(site: Site) -> None:
+    """Block all traffic between the node and the others, as when a cable is pulled."""
     for other, address in site.others:
         links.block(site.node, address)
         links.block(other, site.address)
 
 
-def join(site: Site) -> None:
-    """End `cut`."""
+def restore_link(site: Site) -> None:
+    """Undo `cut_link`."""
     for node in site.running:
         links.unblock(node)
 
 
 def slow_down(site: Site) -> None:
-    """What every node sends."""
+    """Limit what every node sends to `MEGABITS`."""
     for node in site.cluster.containers:
         links.slow_down(node, MEGABITS)
 
 
 def speed_up(site: Site) -> None:
-    """End `slow_down`."""
+    """Undo `slow_down`."""
     for node in site.running:
         links.speed_up(node)
 
 
 def fill(folder: str) -> Fault:
-    """Write to ``folder`` of the node until nothing more fits."""
+    """Return the fault of a full ``folder`` on the node."""
     path = f"{folder}/{FILLED}"
 
     def inject(site: Site) -> None:
         command = f"dd if=/dev/zero of={path} bs=64k 2>/dev/null; test -s {path}"
         site.cluster.output(site.node, ["sh", "-c", command])
 
-    def mend(site: Site) -> None:
+    def remove(site: Site) -> None:
         for node in site.running:
             site.cluster.output(node, ["rm", "--force", path])
 
-    return Fault(inject, mend)
+    return Fault(inject, remove)
 
 
 def limit_memory(site: Site) -> None:
-    """To what the node uses and as little more as the kernel takes; then something else fills that.
+    """Limit the node's memory to its use plus the least slack that the kernel accepts, then fill it.
 
-    Returns when the kernel or Ray has ended a process for it; a `UserError` if neither does.
+    Returns when the kernel or Ray has ended a process for it; `UserError` if neither does.
     """
     before = _kills(site)
     slack = _limit(site)
     size = (slack + OVERFLOW) // MEGABYTE
     command = f"dd if=/dev/zero of={SHARED_MEMORY}/{FILLED} bs=1M count={size} 2>/dev/null"
-    with contextlib.suppress(UserError):  # it may be what is ended, or the whole node
+    with contextlib.suppress(UserError):  # this command or the whole node may be ended
         site.cluster.output(site.node, ["sh", "-c", command])
     until = time.monotonic() + KILL_SECONDS
     while _processes(site) and _kills(site) == before:
         if time.monotonic() > until:
-            raise UserError(f"nothing on {site.node.name} was ended for want of memory")
+            raise UserError(f"no process on {site.node.name} was ended at its memory limit")
         time.sleep(POLL_SECONDS)
 
 
 def _limit(site: Site) -> int:
-    """Limit the memory of the node; the bytes that it may use more than it does."""
+    """Limit the memory of the node; return the bytes of slack above its use."""
     for slack in SLACK:
         counted = (CGROUP / str(site.node.id) / "memory.stat").read_text(encoding="ascii").split()
         used = dict(zip(counted[::2], map(int, counted[1::2]), strict=True))
@@ -158,7 +159,7 @@ def _limit(site: Site) -> int:
 
 
 def _kills(site: Site) -> str:
-    """How often the kernel has ended a process of the node for want of memory; "" if the node has ended."""
+    """Return how often the kernel ended a process of the node at its limit; "" if the node has ended."""
     try:
         control = (CGROUP / str(site.node.id) / "memory.oom_control").read_text(encoding="ascii")
     except FileNotFoundError:
@@ -167,28 +168,28 @@ def _kills(site: Site) -> str:
 
 
 def _processes(site: Site) -> list[int]:
-    """Of the run, on the node, in this phase: a rank of the trainer or the engine; none if the node ended."""
+    """Return the pids of `Site.process` on the node; none if the node has ended."""
     try:
         table = site.node.top(ps_args="-eo pid,args")["Processes"] or []
-    except docker.errors.APIError:  # it does not run
+    except docker.errors.APIError:  # the node is not running
         return []
     return [int(pid) for pid, command in table if command.startswith(site.process)]
 
 
 def unlimit_memory(site: Site) -> None:
-    """End `limit_memory`."""
+    """Undo `limit_memory`."""
     site.node.update(mem_limit=UNLIMITED, memswap_limit=UNLIMITED)
-    fill(SHARED_MEMORY).mend(site)
+    fill(SHARED_MEMORY).remove(site)
 
 
 FAULTS = {
     "node killed": Fault(lambda site: site.node.kill()),
     "process killed": Fault(kill_process),
-    "link cut": Fault(cut, join),
+    "link cut": Fault(cut_link, restore_link),
     "node paused": Fault(lambda site: site.node.pause(), lambda site: site.node.unpause()),
-    "disk of the checkpoints full": replace(fill(CHECKPOINTS), blamed=lambda site: site.ranks),
+    "disk of the checkpoints full": replace(fill(CHECKPOINTS), expected_nodes=lambda site: site.ranks),
     "head restarted": Fault(
-        lambda site: site.cluster.head.restart(timeout=0), blamed=lambda _: [remote.SERVER]
+        lambda site: site.cluster.head.restart(timeout=0), expected_nodes=lambda _: [remote.SERVER]
     ),
     f"link slowed to {MEGABITS} Mbit/s": Fault(slow_down, speed_up),
     "shared memory full": fill(SHARED_MEMORY),
@@ -197,9 +198,9 @@ FAULTS = {
 
 
 def rejoin(cluster: Cluster) -> None:
-    """Start the nodes that have ended, until Ray knows all of them again; a `UserError` after a while.
+    """Start the nodes that have ended until Ray lists all of them; `UserError` after `REJOIN_SECONDS`.
 
-    Ray ends a node that it took for dead as soon as the node is heard of again.
+    Ray ends a node that it had declared dead as soon as the node reconnects.
     """
     deadline = time.monotonic() + REJOIN_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""How a run that is hit is started with each generation of OpenRLHF, and how it looks from outside."""
+"""The runs in which faults are injected: arguments, processes and output by generation of OpenRLHF."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ CHECKPOINTS = "/checkpoints"
 
 @dataclass(frozen=True)
 class Run:
-    """The engine and two ranks of the trainer, each on a node of its own with one GPU.
+    """A run of an engine and two trainer ranks, each on its own node with one GPU.
 
-    ``layout`` is one of the image's own; ``arguments`` give a checkpoint after every step, from which the
-    same command goes on, and phases that are long enough to be hit. ``gpus`` are the nodes that have one;
-    ``engine`` and ``trainer`` begin the names of processes, and ``trains`` is in what is printed when
-    training begins.
+    ``layout`` is a layout of the image; ``arguments`` save a checkpoint after every step, from which the same
+    command resumes, and make phases long enough to be hit. ``gpus`` is the number of nodes with a GPU;
+    ``engine`` and ``trainer`` are prefixes of process command lines, and ``trains`` appears in the output
+    when training begins.
     """
 
     layout: str
@@ -46,7 +46,7 @@ RUNS = {
             *("--ckpt_path", CHECKPOINTS, "--save_steps", "1", "--load_checkpoint"),
             *("--generate_max_len", "200", "--micro_train_batch_size", "1"),
         ),
-        gpus=4,  # critic and reward model have one
+        gpus=4,  # one for the critic and reward model
         engine="ray::LLMRayActor",
         trainer="ray::ActorModelRayActor",
         trains="Train epoch [1/1]:   0%",
@@ -55,5 +55,5 @@ RUNS = {
 
 
 def run_of(cell: Cell) -> Run:
-    """That of the cell's OpenRLHF."""
+    """Return the run of the cell's OpenRLHF."""
     return RUNS[cell.versions["openrlhf"].rpartition(".")[0]]

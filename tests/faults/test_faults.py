@@ -1,4 +1,4 @@
-"""A fault in each phase of a run: it ends with an error or goes on, leaves nothing, and can be resumed."""
+"""A fault in each phase of a run: it ends with an error or goes on, leaves nothing behind, and can resume."""
 
 import time
 from pathlib import Path
@@ -20,11 +20,11 @@ from tests.faults.runs import run_of
 from tests.faults.trial import STEPS, Job, end, left_behind
 
 REFUSED_SECONDS = 120.0
-SAID = 220  # characters of an error that the table shows
+ERROR_LENGTH = 220  # characters of an error in the table
 
 
 class Trial:
-    """The runs that one fault hits, one after the other, each of which resumes the one before."""
+    """The runs that one fault hits, sequentially; each resumes the previous one."""
 
     def __init__(self, cluster: Cluster, folder: Path, fault: str, cell: Cell, image: str) -> None:
         self._cluster, self._folder, self._fault = cluster, folder, fault
@@ -36,7 +36,7 @@ class Trial:
         self.cases: list[Case] = []
 
     def submit(self) -> Job:
-        """The run, from its last checkpoint on; again if it is refused: Ray may find a node dead only now."""
+        """Submit the run, which resumes from its last checkpoint; repeat if Ray detects a dead node late."""
         deadline = time.monotonic() + REFUSED_SECONDS
         while (job := self._submit()).refused and time.monotonic() < deadline:
             rejoin(self._cluster)
@@ -49,24 +49,24 @@ class Trial:
         return Job(self._cluster, self._command, self._run.trains, self._folder, log)
 
     def hit(self, job: Job, phase: str) -> bool:
-        """Hit ``job`` in ``phase``, and say whether it goes on."""
+        """Inject the fault into ``job`` in ``phase``; return whether the job goes on."""
         fault = FAULTS[self._fault]
         address = job.address(phase)
         node = next(node for node, known in by_address(self._cluster) if known == address)
         process = self._run.trainer if phase == TRAINING else self._run.engine
         site = Site(self._cluster, phase, node, address, job.ranks, process)
-        with site.stretched():
-            beyond = job.reach(phase)
+        with site.prolonged():
+            before = job.reach(phase)
             printed = len(job.printed)
             if job.ended:
-                raise UserError(f"the run ended by itself before the fault: {demo.cause(job.printed)}")
+                raise UserError(f"the run ended before the fault: {demo.cause(job.printed)}")
             fault.inject(site)
-            in_time = job.beyond(phase) == beyond
+            in_time = job.other_phases(phase) == before
         outcome, seconds = job.outcome()
-        fault.mend(site)
-        said, named, left = "", False, []
+        fault.remove(site)
+        error, named, left = "", False, []
         if outcome != "goes on":
-            said, named = job.said(printed, fault.blamed(site))
+            error, named = job.error(printed, fault.expected_nodes(site))
             rejoin(self._cluster)
             job.stop()
             left = self._left()
@@ -80,7 +80,7 @@ class Trial:
             in_time=in_time,
             outcome=outcome,
             seconds=round(seconds, 1),
-            said=said[:SAID],
+            said=error[:ERROR_LENGTH],
             node_named=named,
             left=tuple(left),
         )
@@ -91,44 +91,44 @@ class Trial:
         return outcome == "goes on"
 
     def _left(self) -> list[str]:
-        """What is left behind; a node may end meanwhile, as Ray ends one that it took for dead."""
+        """Return what is left behind; a node may end meanwhile, as Ray ends one that it declared dead."""
         try:
             return left_behind(self._cluster)
         except UserError:
             rejoin(self._cluster)
             return left_behind(self._cluster)
 
-    def tell(self, afterwards: str) -> None:
-        """Note what became of the last case afterwards."""
+    def record_afterwards(self, afterwards: str) -> None:
+        """Record what the same command did after the last case."""
         self.cases[-1] = msgspec.structs.replace(self.cases[-1], afterwards=afterwards)
         fault_cases.write(self.cases[-1])
 
-    def see_it_resumed(self, job: Job) -> None:
-        """Until ``job`` does its first step; noted if a case came before."""
+    def check_resumed(self, job: Job) -> None:
+        """Wait for the first step of ``job``, check that it resumes from the checkpoint, and record it."""
         try:
             step = job.first_step()
-        except UserError as problem:
-            self.tell(f"fails: {problem}"[:SAID])
+        except UserError as error:
+            self.record_afterwards(f"fails: {error}"[:ERROR_LENGTH])
             raise
         assert step == job.begins_after + 1
-        self.tell(f"resumes at step {step}" if job.begins_after else "starts from step 1")
+        self.record_afterwards(f"resumes at step {step}" if job.begins_after else "starts from step 1")
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", fault_cases.FAULTS)
-def test_a_run_that_is_hit_ends_or_goes_on(
+def test_a_run_ends_with_an_error_or_goes_on_after_a_fault(
     client: docker.DockerClient, cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str
 ) -> None:
-    """No silent hang, nothing left behind, and the next run goes on from the last checkpoint."""
+    """It does not hang or leave anything behind, and the next run resumes from the last checkpoint."""
     del client
     trial = Trial(cluster, folder, fault, cell, str(image.id))
     job = trial.submit()
     for phase in fault_cases.FAULTS[fault]:
         if trial.hit(job, phase):
-            trial.tell("is not needed")
+            trial.record_afterwards("is not needed")
             continue
         job = trial.submit()
-        trial.see_it_resumed(job)
+        trial.check_resumed(job)
     job.stop()
     assert [case.phase for case in trial.cases if case.outcome == "hangs"] == []
     assert {case.phase: case.left for case in trial.cases if case.left} == {}

@@ -1,4 +1,4 @@
-"""A training run on a cluster, followed by its events, by what it prints, and by what it leaves behind."""
+"""A training run on a cluster, observed by its events, its output, and what it leaves behind."""
 
 import json
 import re
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.05
 REACH_SECONDS = 300.0
 HANG_SECONDS = 240.0
 LEFT_SECONDS = 30.0
-GOES_ON = 2  # steps while the fault lasts
+STEPS_TO_GO_ON = 2  # while the fault lasts
 WHY_DEAD = "The actor died because"
 COLOUR = re.compile(r"\x1b\[\d+m")
 OF_AN_ACTOR = re.compile(r"\(\w+[^)]* pid=")
@@ -49,9 +49,9 @@ print(json.dumps(found + [f"placement group {{one.state}}" for one in groups]))
 
 
 class Job:
-    """A run, submitted on the last node; its events are in ``folder``, which is emptied first.
+    """A run submitted on the last node; its events are in ``folder``, which is emptied first.
 
-    ``trains`` is in what it prints when training begins.
+    ``trains`` appears in its output when training begins.
     """
 
     def __init__(self, cluster: Cluster, command: list[str], trains: str, folder: Path, log: Path) -> None:
@@ -68,30 +68,30 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether the command that the user waits for has ended."""
+        """Whether the submitting command has ended."""
         return self._code.done()
 
     @property
     def refused(self) -> bool:
-        """Whether it was not submitted, for want of room; waits until that is known."""
-        self.wait(lambda: bool(self._submitted), REACH_SECONDS)
+        """Whether the job was refused because it does not fit; waits until that is known."""
+        self.wait_until(lambda: bool(self._submitted), REACH_SECONDS)
         return not self._submitted
 
     @property
     def _submitted(self) -> list[str]:
-        """The line that says its id, once it is there."""
+        """The line with the job's id, once it is printed."""
         return [line for line in tuple(self.printed) if line.startswith(SUBMITTED)]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Those of one kind so far."""
+        """Return the events of one kind so far."""
         return [event for event in events.read(self._folder) if event["event"] == name]
 
     def steps(self, since: float = 0.0) -> list[int]:
-        """The numbers of the steps that were done after ``since``, in unix seconds."""
+        """Return the numbers of the steps that ended after ``since``, in unix seconds."""
         return [int(event["step"]) for event in self.events("step") if event["time"] > since]
 
-    def wait(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Until ``holds``; False if the job ended before, or after ``seconds``."""
+    def wait_until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until ``holds``; return False if the job ends first or after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not holds():
             if self.ended or time.monotonic() > deadline:
@@ -100,17 +100,14 @@ class Job:
         return True
 
     def reach(self, phase: str) -> int:
-        """Until the run is in ``phase``, of a step after those done; a `UserError` if it never is.
-
-        The answer is `beyond` of then.
-        """
+        """Wait until ``phase`` begins again, and return `other_phases`; `UserError` if it never does."""
         seen = self._count(phase)
-        if not self.wait(lambda: self._count(phase) > seen, REACH_SECONDS):
-            raise UserError(f"the run did not come to {phase}: {demo.cause(self.printed)}")
-        return self.beyond(phase)
+        if not self.wait_until(lambda: self._count(phase) > seen, REACH_SECONDS):
+            raise UserError(f"the run did not reach {phase}: {demo.cause(self.printed)}")
+        return self.other_phases(phase)
 
-    def beyond(self, phase: str) -> int:
-        """How often what is not ``phase`` has begun or, of a step, ended.
+    def other_phases(self, phase: str) -> int:
+        """Return how many phases other than ``phase`` have begun, plus how many steps have ended.
 
         ``phase`` itself may begin again while it lasts: each rank of OpenRLHF 0.5 has its own generation.
         """
@@ -118,17 +115,17 @@ class Job:
         return sum(map(self._count, others)) + len(self.steps())
 
     def first_step(self) -> int:
-        """The number of the first step that this run did; a `UserError` if it does none."""
-        if not self.wait(lambda: bool(self.steps()), REACH_SECONDS):
-            raise UserError(f"no step was done: {demo.cause(self.printed)}")
+        """Return the number of this run's first step; `UserError` if it completes none."""
+        if not self.wait_until(lambda: bool(self.steps()), REACH_SECONDS):
+            raise UserError(f"no step was completed: {demo.cause(self.printed)}")
         return self.steps()[0]
 
     def address(self, phase: str) -> str:
-        """The node that a fault in ``phase`` hits: that of the trainer's last rank or that of the engine.
+        """Return the node that a fault in ``phase`` hits: that of the trainer's last rank or of the engine.
 
-        Waits for them to be placed, and for the first step unless ``phase`` is the start.
+        Waits for their placement, and for the first step unless ``phase`` is the start.
         """
-        if not self.wait(lambda: bool(self.events("placement")), REACH_SECONDS):
+        if not self.wait_until(lambda: bool(self.events("placement")), REACH_SECONDS):
             raise UserError(f"nothing was placed: {demo.cause(self.printed)}")
         if phase != START:
             self.first_step()
@@ -136,31 +133,31 @@ class Job:
 
     @property
     def ranks(self) -> list[str]:
-        """The nodes of the trainer's ranks."""
+        """The addresses of the trainer's ranks."""
         return [str(address) for address in self._placed["groups"]["actor"]]
 
     def outcome(self) -> tuple[Outcome, float]:
-        """What becomes of it from now on, and after how many seconds."""
+        """Return the outcome of the job from now on, and the seconds until it is known."""
         begun, since = time.monotonic(), time.time()
-        self.wait(lambda: len(self.steps(since)) >= GOES_ON, HANG_SECONDS)
+        self.wait_until(lambda: len(self.steps(since)) >= STEPS_TO_GO_ON, HANG_SECONDS)
         if self.ended:
             return "ended", max(0.0, self.ended_at - begun)
-        goes_on = len(self.steps(since)) >= GOES_ON
+        goes_on = len(self.steps(since)) >= STEPS_TO_GO_ON
         return "goes on" if goes_on else "hangs", time.monotonic() - begun
 
-    def said(self, after: int, nodes: Collection[str]) -> tuple[str, bool]:
-        """The line with the error, and whether the driver's own text names one of ``nodes``.
+    def error(self, after: int, nodes: Collection[str]) -> tuple[str, bool]:
+        """Return the line with the error, and whether the driver's own output names one of ``nodes``.
 
-        Both from what was printed ``after`` so many lines. Ray tells in a line of its own why an actor died.
+        The first ``after`` lines are ignored. Ray prints the reason of an actor's death in a separate line.
         """
         lines = [COLOUR.sub("", line).strip() for line in self.printed[after:]]
         why = [line for line in lines if line.startswith(WHY_DEAD)]
-        told = demo.cause(lines) + (f" ... {why[-1]}" if why else "")
+        error = demo.cause(lines) + (f" ... {why[-1]}" if why else "")
         own = [line for line in lines if not OF_AN_ACTOR.match(line)]
-        return told, any(node in line for line in own for node in nodes)
+        return error, any(node in line for line in own for node in nodes)
 
     def stop(self) -> None:
-        """End it, if it runs."""
+        """Stop the job if it runs."""
         if not self.ended:
             name = self._submitted[0].removeprefix(SUBMITTED)
             stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, name]
@@ -194,7 +191,7 @@ class Job:
 
 
 def saved_step(cluster: Cluster) -> int:
-    """The step of the last checkpoint, 0 without one."""
+    """Return the step of the last checkpoint, 0 without one."""
     latest = cluster.output(
         cluster.head, ["sh", "-c", f"cat {CHECKPOINTS}/_actor/latest 2>/dev/null || true"]
     )
@@ -202,7 +199,7 @@ def saved_step(cluster: Cluster) -> int:
 
 
 def left_behind(cluster: Cluster) -> list[str]:
-    """What is there of runs that are over, after a while in which it may go."""
+    """Return what ended runs have left, after up to `LEFT_SECONDS` in which it may disappear."""
     deadline = time.monotonic() + LEFT_SECONDS
     while (found := _left(cluster)) and time.monotonic() < deadline:
         time.sleep(1.0)
@@ -210,17 +207,17 @@ def left_behind(cluster: Cluster) -> list[str]:
 
 
 def end(cluster: Cluster) -> None:
-    """End what is left, as a user would, so that the next run finds none of it; a `UserError` if some stays."""
+    """End what is left, as a user would, before the next run; `UserError` if anything remains."""
     for container in cluster.containers:
         cluster.output(container, [*REAP, "--yes"])
-    if found := left_behind(cluster):  # it takes Ray a moment to see that what was ended has ended
+    if found := left_behind(cluster):  # Ray detects ended processes with a delay
         raise UserError(f"rlhf-stack reap --yes did not end {'; '.join(found)}")
 
 
 def _left(cluster: Cluster) -> list[str]:
     found: list[str] = json.loads(cluster.output(cluster.head, ["python", "-c", RESERVED]).splitlines()[-1])
-    look = ["sh", "-c", f"{' '.join(REAP)} --json || test $? = 1"]
+    list_left = ["sh", "-c", f"{' '.join(REAP)} --json || test $? = 1"]
     for container in cluster.containers:
-        told = json.loads(cluster.output(container, look))
-        found += [f"{one['kind']} {one['what']}" for one in told["left"]]
+        report = json.loads(cluster.output(container, list_left))
+        found += [f"{one['kind']} {one['what']}" for one in report["left"]]
     return found

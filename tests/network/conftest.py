@@ -1,4 +1,4 @@
-"""Containers of the cell as nodes; every test ends with nothing of its own on the engine."""
+"""Containers of the cell as nodes; every test must remove its containers, networks and volumes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from scripts.testing.demo import NODES
 
 @pytest.fixture
 def start(nothing_left: None, client: docker.DockerClient, cell: Cell) -> Iterator[Callable[..., Cluster]]:
-    """Start a cluster that ends with the test; the arguments are variables of its nodes."""
+    """Return a function that starts a cluster for the test, with variables of its nodes as arguments."""
     del nothing_left
     with contextlib.ExitStack() as stack:
 
@@ -24,7 +24,7 @@ def start(nothing_left: None, client: docker.DockerClient, cell: Cell) -> Iterat
 
 
 def owned(client: docker.DockerClient) -> list[str]:
-    """The containers and networks that this process has made, and unused volumes that no other one has."""
+    """Return ids of this process's containers and networks, and of unused volumes of no other process."""
     containers = client.containers.list(
         all=True, filters={"label": f"{LABEL}={owner_label()}"}, ignore_removed=True
     )
@@ -37,7 +37,7 @@ def owned(client: docker.DockerClient) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(client: docker.DockerClient) -> Iterator[None]:
-    """Whatever a test starts has to be gone at its end."""
+    """Check that a test has removed everything that it started."""
     before = owned(client)
     yield
     assert owned(client) == before

@@ -1,19 +1,19 @@
-"""What `rlhf-stack doctor` tells of a cluster, without what it says of the machine that the tests run on."""
+"""Findings of `rlhf-stack doctor` about a cluster, without those about the machine that runs the tests."""
 
 from typing import Any
 
 from scripts.matrix.load import Cell
 
-OF_THE_MACHINE = {"disk"}
-OF_A_STAND_IN = {"nccl"}  # its env defaults name the vendor's library, which its torch does not bring
+MACHINE_FINDINGS = {"disk"}
+STAND_IN_FINDINGS = {"nccl"}  # its env defaults name the vendor's library, which its torch lacks
 
 
-def errors(told: dict[str, Any], cell: Cell) -> list[dict[str, Any]]:
-    """The findings that are errors of the cluster."""
-    known = OF_THE_MACHINE | (OF_A_STAND_IN if cell.stand_in else set())
-    return [one for one in told["findings"] if one["severity"] == "error" and one["id"] not in known]
+def errors(report: dict[str, Any], cell: Cell) -> list[dict[str, Any]]:
+    """Return the findings that are errors of the cluster."""
+    known = MACHINE_FINDINGS | (STAND_IN_FINDINGS if cell.stand_in else set())
+    return [one for one in report["findings"] if one["severity"] == "error" and one["id"] not in known]
 
 
-def addresses(told: dict[str, Any]) -> set[str]:
-    """The nodes that answered."""
-    return {one["node"] for one in told["findings"] if one["id"] == "patches"}
+def addresses(report: dict[str, Any]) -> set[str]:
+    """Return the addresses of the nodes that answered."""
+    return {one["node"] for one in report["findings"] if one["id"] == "patches"}

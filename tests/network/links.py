@@ -1,6 +1,6 @@
-"""Links between the containers of a test that are cut or slowed, from the host and only for these containers.
+"""Blocks or slows links between the containers of a test, from the host and only for these containers.
 
-What is done is done to the container's own end of its link, or to the host's, and ends with the container.
+Changes apply to the container's or the host's end of its link, and end with the container.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ TOOLS = ("nsenter", "tc", "ip", "iptables")
 
 
 def obstacle() -> str:
-    """Why links cannot be changed here; empty if they can."""
+    """Return why links cannot be changed on this host; empty if they can."""
     if os.geteuid() != 0:
         return "only root may change a container's links"
     missing = [name for name in TOOLS if shutil.which(name) is None]
@@ -24,7 +24,7 @@ def obstacle() -> str:
 
 
 def block(receiver: Container, sender: str, *, only_new: bool = False) -> None:
-    """Let nothing, or no new connection, of address ``sender`` reach ``receiver``."""
+    """Drop all packets, or new connections only, from address ``sender`` to ``receiver``."""
     _inside(
         receiver,
         "iptables",
@@ -41,23 +41,23 @@ def block(receiver: Container, sender: str, *, only_new: bool = False) -> None:
 
 
 def unblock(receiver: Container) -> None:
-    """Let everything through again."""
+    """Undo `block`."""
     _inside(receiver, "iptables", "-F", "INPUT")
 
 
 def slow_down(sender: Container, megabits: int) -> None:
-    """Limit what ``sender`` sends, in 10^6 bits a second, as a slow card would."""
+    """Limit what ``sender`` sends, in 10^6 bit/s, as a slow network card would."""
     _inside(sender, *_limit("eth0", megabits))
 
 
 def speed_up(sender: Container) -> None:
-    """End `slow_down`."""
+    """Undo `slow_down`."""
     _inside(sender, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
 @contextlib.contextmanager
 def slow_towards(receiver: Container, megabits: float) -> Iterator[None]:
-    """Limit what reaches ``receiver``, in 10^6 bits a second; what it sends is as fast as before."""
+    """Limit what ``receiver`` receives, in 10^6 bit/s, but not what it sends."""
     (inner,) = json.loads(_inside(receiver, "ip", "-json", "link", "show", "eth0"))
     interfaces = json.loads(_run("ip", "-json", "link"))
     outer = next(each["ifname"] for each in interfaces if each["ifindex"] == inner["link_index"])
@@ -65,7 +65,7 @@ def slow_towards(receiver: Container, megabits: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(subprocess.CalledProcessError):  # the interface went with the container
+        with contextlib.suppress(subprocess.CalledProcessError):  # the interface ended with the container
             _run("tc", "qdisc", "del", "dev", outer, "root")
 
 

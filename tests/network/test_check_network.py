@@ -1,4 +1,4 @@
-"""The network check on three containers, whose links are blocked and slowed one after the other."""
+"""The network check on three containers, whose links are blocked and slowed one at a time."""
 
 import json
 import subprocess
@@ -15,12 +15,12 @@ from tests.network import links
 from tests.network.waiting import TEST_SECONDS
 
 NODES = (ContainerNode("head", gpus=1), ContainerNode("left", gpus=1), ContainerNode("right", gpus=1))
-SLOW_MEGABITS = 80  # 0.01 GB/s, where the bridge of one machine has several
+SLOW_MEGABITS = 80  # 0.01 GB/s; the bridge of one machine has several GB/s
 
 
 @pytest.fixture(scope="module")
 def cluster(client: docker.DockerClient, cell: Cell) -> Iterator[Cluster]:
-    """Three nodes for all tests of this file, each of which leaves the links as they were."""
+    """Start three nodes for all tests of this file, each of which restores the links."""
     if reason := links.obstacle():
         pytest.skip(reason)
     with Cluster(client, cell.tag, NODES) as running:
@@ -29,14 +29,14 @@ def cluster(client: docker.DockerClient, cell: Cell) -> Iterator[Cluster]:
 
 @pytest.fixture
 def after(cluster: Cluster) -> Iterator[ExitStack]:
-    """Puts links right at the end of a test."""
+    """Return a stack of callbacks that restore links after the test."""
     del cluster
     with ExitStack() as stack:
         yield stack
 
 
 def check_network(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report and progress messages of a network check on the head."""
+    """Return exit code, report and progress messages of a network check on the head."""
     command = [
         "docker",
         "exec",
@@ -54,20 +54,20 @@ def check_network(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, Any
 
 
 def by_hosts(report: dict[str, Any]) -> dict[frozenset[str], dict[str, Any]]:
-    """The links of a report by the host names of their ends."""
+    """Return the links of a report by the host names of their ends."""
     hosts = [node["host"] for node in report["nodes"]]
     return {frozenset((hosts[link["first"]], hosts[link["second"]])): link for link in report["links"]}
 
 
 def address(cluster: Cluster, name: str) -> str:
-    """Of a node by its name."""
+    """Return the address of a node by its name."""
     return next(str(node["address"]) for node in cluster.addresses if node["host"] == name)
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_links_that_are_well(cluster: Cluster) -> None:
-    """Every pair, and then the whole group, with a rate of each; how high it is, is not asked."""
-    code, report, said = check_network(cluster, "--floor", "0.0001")
+def test_healthy_links_pass(cluster: Cluster) -> None:
+    """Every pair and then the whole group is measured; a low rate is accepted."""
+    code, report, progress = check_network(cluster, "--floor", "0.0001")
     assert code == (0 if report["is_well"] else 1)
     assert report["schema"] == "rlhf-stack/rehearse/1"
     assert {frozenset(pair) for pair in (("head", "left"), ("head", "right"), ("left", "right"))} == set(
@@ -77,12 +77,12 @@ def test_links_that_are_well(cluster: Cluster) -> None:
     assert all(link["forth"] > 0 and link["back"] > 0 for link in report["links"])
     assert len(report["group"]["receivers"]) == len(NODES)
     assert report["group"]["wrong"] == []
-    assert said.count("round ") == len(NODES)
+    assert progress.count("round ") == len(NODES)
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_a_dead_link_is_named_and_others_are_well(cluster: Cluster, after: ExitStack) -> None:
-    """Two workers that both reach the head, so Ray knows of nothing."""
+def test_a_dead_link_is_named_and_the_others_pass(cluster: Cluster, after: ExitStack) -> None:
+    """Between two workers that both reach the head, so Ray detects nothing."""
     left, right = cluster.containers[1:]
     for receiver, sender in ((left, "right"), (right, "left")):
         links.block(receiver, address(cluster, sender))
@@ -99,8 +99,8 @@ def test_a_dead_link_is_named_and_others_are_well(cluster: Cluster, after: ExitS
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_a_link_that_is_blocked_one_way(cluster: Cluster, after: ExitStack) -> None:
-    """The right node may connect to the left one, and not the other way."""
+def test_a_link_blocked_in_one_direction_is_named(cluster: Cluster, after: ExitStack) -> None:
+    """The right node can connect to the left one, but not vice versa."""
     right = cluster.containers[2]
     links.block(right, address(cluster, "left"), only_new=True)
     after.callback(links.unblock, right)
@@ -113,7 +113,7 @@ def test_a_link_that_is_blocked_one_way(cluster: Cluster, after: ExitStack) -> N
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_slow_node_is_named(cluster: Cluster, after: ExitStack) -> None:
-    """What it sends is slow, what it is sent is not."""
+    """It sends slowly and receives at full speed."""
     right = cluster.containers[2]
     links.slow_down(right, SLOW_MEGABITS)
     after.callback(links.speed_up, right)

@@ -1,4 +1,4 @@
-"""images/examples/compose.yaml for real, where there is a compose: two services are one cluster."""
+"""images/examples/compose.yaml, if compose is installed: two services form one cluster."""
 
 import json
 import os
@@ -21,7 +21,7 @@ Compose = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def installed() -> list[str]:
-    """The command: Docker's plugin, or the program of its own that Debian has; empty if there is none."""
+    """Return the command: Docker's plugin, or Debian's separate program; empty if neither is installed."""
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     if plugin.returncode == 0:
         return ["docker", "compose"]
@@ -30,13 +30,13 @@ def installed() -> list[str]:
 
 @pytest.fixture
 def compose(cell: Cell, tmp_path: Path) -> Iterator[Compose]:
-    """Runs compose on the file, as a project of its own that is taken down at the end.
+    """Return a function that runs compose on the file, as a separate project that is removed afterwards.
 
-    Its services come before what else runs on this machine, as nodes of a `Cluster` do while they start.
+    Its services have priority for CPU time, as the nodes of a `Cluster` have while they start.
     """
     command = installed()
     if not command:
-        pytest.skip("neither `docker compose` nor docker-compose is here")
+        pytest.skip("neither `docker compose` nor docker-compose is installed")
     shares = tmp_path / "shares.json"
     shares.write_text(json.dumps({"services": {name: {"cpu_shares": SHARES_AT_START} for name in SERVICES}}))
     project = ["-f", str(FILE), "-f", str(shares), "-p", f"rlhf-stacks-{secrets.token_hex(4)}"]
@@ -59,14 +59,14 @@ def compose(cell: Cell, tmp_path: Path) -> Iterator[Compose]:
 
 
 @pytest.mark.timeout(SECONDS)
-def test_a_secret_is_asked_for(compose: Compose) -> None:
+def test_a_secret_is_required(compose: Compose) -> None:
     done = compose("config", RAY_AUTH_TOKEN="")
     assert done.returncode != 0
     assert "a secret that both services have" in done.stderr
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_two_services_are_a_cluster_that_takes_jobs(compose: Compose) -> None:
+def test_two_services_form_a_cluster_that_runs_jobs(compose: Compose) -> None:
     up = compose("up", "-d")
     assert up.returncode == 0, up.stderr
     nodes = [
@@ -80,9 +80,9 @@ def test_two_services_are_a_cluster_that_takes_jobs(compose: Compose) -> None:
         "--timeout",
         "120",
     ]
-    there = compose("exec", "-T", "head", *nodes)
-    assert there.returncode == 0, there.stderr + compose("logs").stdout[-3000:]
-    assert len(json.loads(there.stdout)) == 2
+    ready = compose("exec", "-T", "head", *nodes)
+    assert ready.returncode == 0, ready.stderr + compose("logs").stdout[-3000:]
+    assert len(json.loads(ready.stdout)) == 2
     job = compose("exec", "-T", "head", "rlhf-stack", "submit", "--", "echo", "from the job")
     assert job.returncode == 0, job.stderr
     assert "from the job" in job.stdout

@@ -1,4 +1,4 @@
-"""A user's day on two machines: start, plan, check the network, submit, watch, and clean up after a run that died.
+"""A user's day on two machines: start, plan, check the network, submit, observe, clean up after a lost run.
 
 ``rlhf-stack start`` starts the nodes, and all commands run on the head. With a Ray that supports tokens the
 nodes share one, as machines with the same RAY_AUTH_TOKEN do.
@@ -31,8 +31,9 @@ SHORT = {"RAY_metrics_report_interval_ms": "500"}  # the maximum age of what top
 SETTINGS = {"RLHF_STACK_EVENTS": demo.EVENTS, "RLHF_STACK_VERIFY_SYNC": "1"}
 KILL_THE_DRIVER = """
 import os, signal
-from rlhf_stack.cleanup import process_table as processes
-drivers = [one for one in processes.snapshot() if one.role == processes.DRIVER and "train_ppo_ray" in one.line]
+from rlhf_stack.cleanup import process_table
+processes = process_table.snapshot()
+drivers = [one for one in processes if one.role == process_table.DRIVER and "train_ppo_ray" in one.line]
 for driver in drivers:
     os.kill(driver.pid, signal.SIGKILL)
 """
@@ -177,9 +178,7 @@ def test_the_run_trains_to_its_end_and_is_observed(
 
 
 @pytest.mark.timeout(SECONDS)
-def test_reap_frees_all_that_a_killed_driver_left(
-    cluster: Cluster, run: Sequence[str]
-) -> None:
+def test_reap_frees_all_that_a_killed_driver_left(cluster: Cluster, run: Sequence[str]) -> None:
     begun = time.time()
 
     def loads() -> bool:
@@ -191,5 +190,8 @@ def test_reap_frees_all_that_a_killed_driver_left(
 
     assert cluster.follow(submit(run), lambda _: None, once(loads, kill), timeout=SECONDS - 30) != 0
     reap = ("reap", "--yes", "--older-than", "0")
-    until(lambda: not any(run_json(node, *reap)[1]["left"] for node in cluster.containers), "nothing left to reap")
+    until(
+        lambda: not any(run_json(node, *reap)[1]["left"] for node in cluster.containers),
+        "nothing left to reap",
+    )
     until(lambda: run_json(cluster.head, "plan", "--ray", "auto", "--", *run)[0] == 0, "free GPUs")

@@ -1,4 +1,4 @@
-"""Two containers of the image are two nodes: their own addresses and filesystems, one cluster."""
+"""Two containers of the image are two nodes of one cluster, with their own addresses and filesystems."""
 
 import json
 import os
@@ -28,11 +28,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 ray.init(address="auto", log_to_driver=False)
 
 @ray.remote(num_cpus=0)
-def look():
+def report():
     return [ray.util.get_node_ip_address(), os.uname().nodename]
 
 nodes = [node["NodeID"] for node in ray.nodes()]
-answers = [look.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
+answers = [report.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
 print(json.dumps(ray.get(answers, timeout=60)))
 """
 
@@ -47,8 +47,8 @@ def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_doctor_asks_every_node(start: Callable[..., Cluster], cell: Cell) -> None:
-    """And finds them alike, with no error."""
+def test_doctor_queries_every_node(start: Callable[..., Cluster], cell: Cell) -> None:
+    """It finds no error and no difference between them."""
     cluster = start()
     command = ["sh", "-c", "rlhf-stack doctor --json --timeout 120 || test $? -ne 2"]
     report = json.loads(cluster.output(cluster.head, command))
@@ -59,7 +59,7 @@ def test_doctor_asks_every_node(start: Callable[..., Cluster], cell: Cell) -> No
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
-    """While a command runs on the head, which would otherwise wait for the node that is gone."""
+    """While a command runs on the head, which would otherwise wait for the lost node."""
     cluster = start()
     worker = cluster.containers[1]
     with pytest.raises(UserError, match=r"node worker ended: it was killed"):
@@ -68,16 +68,16 @@ def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell) -> None:
-    """By the exception that ended it, not by the last line of Ray's log."""
+    """The exception that ended it is reported, not the last line of Ray's log."""
     cluster = start()
-    job = ["python", "-c", "raise ValueError('said so')"]
-    with pytest.raises(UserError, match=r"training failed: ValueError: said so"):
+    job = ["python", "-c", "raise ValueError('the reason')"]
+    with pytest.raises(UserError, match=r"training failed: ValueError: the reason"):
         demo.train(cluster, job, 1, demo.Display(Console(quiet=True)), 120, demo.folder(cell))
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_who_follows_a_job_is_told_that_its_head_was_lost(client: docker.DockerClient, cell: Cell) -> None:
-    """On another machine, when the head is started again: one line, with the head and the job."""
+def test_a_lost_head_is_reported_to_the_follower_of_a_job(client: docker.DockerClient, cell: Cell) -> None:
+    """On another machine, when the head is restarted: one line names the head and the job."""
     with Cluster(client, cell.tag, demo.NODES, start=reachable) as cluster:
         submit = ["rlhf-stack", "submit", "--address", SERVER, "--", "sh", "-c", "echo begun; sleep 600"]
         following = subprocess.Popen(
@@ -98,13 +98,13 @@ def test_who_follows_a_job_is_told_that_its_head_was_lost(client: docker.DockerC
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cell) -> None:
-    """After the deadline, here too short for any, with what is missing; and nothing is left."""
+    """After a deadline too short for any node the error names what is missing; nothing is left."""
     with pytest.raises(UserError, match=r"the cluster did not start: .* after \d+ s"):
         Cluster(client, cell.tag, demo.NODES, timeout=1).__enter__()
 
 
 def start_demo(*arguments: str) -> "subprocess.Popen[str]":
-    """The demo as a process of its own, with a number of steps that makes it no test of the image."""
+    """Start the demo as a process, with too few steps to count as a test of the image."""
     command = [sys.executable, "-m", "scripts", "demo", "--steps", "3", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -112,7 +112,7 @@ def start_demo(*arguments: str) -> "subprocess.Popen[str]":
 
 
 def containers_of(client: docker.DockerClient, process: "subprocess.Popen[str]") -> list[Container]:
-    """What a process of this machine has running."""
+    """Return the running containers of a process of this machine."""
     found = client.containers.list(filters={"label": LABEL}, ignore_removed=True)
     return [container for container in found if f":{process.pid}:" in container.labels[LABEL]]
 
@@ -122,7 +122,7 @@ def containers_of(client: docker.DockerClient, process: "subprocess.Popen[str]")
 def test_an_interrupted_demo_leaves_nothing(
     client: docker.DockerClient, cell: Cell, number: signal.Signals
 ) -> None:
-    """Ctrl-C and a termination, while the nodes are starting."""
+    """SIGINT and SIGTERM while the nodes are starting."""
     process = start_demo(cell.id)
     until(lambda: len(containers_of(client, process)) == 2, "two nodes")
     process.send_signal(number)
@@ -133,8 +133,8 @@ def test_an_interrupted_demo_leaves_nothing(
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Cell, image: Image) -> None:
-    """While it trains or gets ready to: one line, exit code 2, nothing left, no word against the image."""
+def test_a_demo_names_the_node_that_died(client: docker.DockerClient, cell: Cell, image: Image) -> None:
+    """At any time before its end: one line, exit code 2, nothing left, no record against the image."""
     before = records.read(str(image.id)).get("demo")
     process = start_demo(cell.id)
     until(lambda: len(containers_of(client, process)) == 2, "two nodes")
@@ -150,8 +150,8 @@ def test_a_demo_whose_node_dies_says_which(client: docker.DockerClient, cell: Ce
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_what_a_killed_process_left_is_removed_by_the_next(client: docker.DockerClient, cell: Cell) -> None:
-    """SIGKILL leaves no time to clean up."""
+def test_the_next_process_removes_what_a_killed_one_left(client: docker.DockerClient, cell: Cell) -> None:
+    """After SIGKILL, which prevents any clean-up."""
     process = start_demo(cell.id)
     until(lambda: len(containers_of(client, process)) == 2, "two nodes")
     os.kill(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""OpenRLHF's own trainer on two containers: trainer ranks on both, equal weights in every engine after it."""
+"""OpenRLHF's own trainer on two containers: trainer ranks on both, and equal weights in every engine."""
 
 import pytest
 from docker.models.images import Image
@@ -13,7 +13,7 @@ STEPS = 3
 
 @pytest.mark.timeout(900)
 def test_a_layout_over_both_nodes_trains(cell: Cell, image: Image) -> None:
-    """Trainer ranks on two nodes, with the engines on the same GPUs where that OpenRLHF can."""
+    """Trainer ranks on two nodes, with the engines on the same GPUs if this OpenRLHF supports it."""
     layout = next(
         name for name in tiny_run.installed(cell.versions["openrlhf"]).layouts if name != "separate"
     )

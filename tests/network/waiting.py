@@ -1,14 +1,14 @@
-"""A wait of the tests on several containers, which ends."""
+"""A wait with a deadline, for tests on several containers."""
 
 import time
 from collections.abc import Callable
 
-WAIT_SECONDS = 300  # of a busy machine
+WAIT_SECONDS = 300  # on a busy machine
 TEST_SECONDS = 600  # on a busy machine, for what takes up to a minute on a quiet one
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, with a deadline."""
+    """Wait until ``holds``; AssertionError with ``what`` after `WAIT_SECONDS`."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():
         assert time.monotonic() < deadline, f"waited {WAIT_SECONDS} s for {what}"
