@@ -67,7 +67,7 @@ def run_both(probe: str, pristine: str, workspace: Path) -> tuple[Outcome, Outco
 
 @pytest.fixture
 def proves(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]) -> Proof:
-    """Return a check that a probe fails on the pristine package, with a given error, and passes on the patched.
+    """Return a check that a probe fails on the pristine package, for a given reason, and passes on ours.
 
     Both results are printed and recorded in the JUnit file, from which the catalogue takes them.
     """
