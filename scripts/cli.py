@@ -14,6 +14,7 @@ from scripts.images import commands as images
 from scripts.locks import commands as locks
 from scripts.matrix import commands as matrix
 from scripts.patches import commands as patches
+from scripts.release import commands as release
 from scripts.testing import commands as testing
 
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=_exit,
 )
-for package in (matrix, locks, patches, docker, images, testing, lint):
+for package in (matrix, locks, patches, docker, images, testing, release, lint):
     package.register(app)
 
 

@@ -1,6 +1,6 @@
-"""What an image holds, as JSON: its lock, its patches, the GPU architectures of its compiled code.
+"""Print as JSON an image's lock digest, its patches, and the GPU architectures of its compiled code.
 
-It is run inside the image by the image's Python, so it imports nothing of ours and of the host's tools.
+The image's Python runs it inside the image, so it imports no module of this repository and no host tool.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 LOCK = Path("/etc/rlhf-stack/lock.txt")
-# Packages with kernels of their own; torch says itself what it was compiled for.
+# Packages with their own kernels; torch reports its own architectures.
 COMPILED = ("vllm", "vllm_flash_attn", "xformers", "flash_attn")
 FATBIN = struct.pack("<I", 0xBA55ED50)
 HEADER, ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ12xI")
@@ -22,10 +22,10 @@ HIP = re.compile(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)")
 
 
 def architectures(content: "bytes | mmap.mmap") -> set[str]:
-    """The GPU architectures that a shared object has code for: ``sm_80``, ``compute_90`` (PTX), ``gfx90a``.
+    """Return the GPU architectures of a shared object: ``sm_80``, ``compute_90`` (PTX), ``gfx90a``.
 
-    CUDA puts code into fat binaries: a header, then entries, each with its kind, size and architecture
-    (the numbers alone: ``sm_90a`` is read as ``sm_90``). HIP names the target of each bundle.
+    CUDA code is in fat binaries: a header, then entries with kind, size and architecture number (``sm_90a``
+    is read as ``sm_90``). HIP names the target of each bundle.
     """
     found = {match[1].decode() for match in HIP.finditer(content)}
     start = content.find(FATBIN)
@@ -49,12 +49,12 @@ def _entries(content: "bytes | mmap.mmap", start: int, end: int) -> set[str]:
 
 
 def by_number(names: "set[str]") -> "list[str]":
-    """Architectures in the order of their numbers, where they have one."""
+    """Return architectures sorted by kind and number."""
     return sorted(names, key=lambda name: (name.partition("_")[0], len(name), name))
 
 
 def compiled_for(package: Path) -> "list[str]":
-    """The architectures of all shared objects of an installed package."""
+    """Return the architectures of all shared objects of an installed package."""
     found: set[str] = set()
     for path in sorted(package.rglob("*.so")):
         if path.stat().st_size:
@@ -64,8 +64,8 @@ def compiled_for(package: Path) -> "list[str]":
 
 
 def main() -> int:
-    """Print it."""
-    import torch  # noqa: PLC0415  (in the image alone)
+    """Print the JSON object."""
+    import torch  # noqa: PLC0415  (available only in the image)
 
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: "")() or ""
     carried = {"torch": by_number(set(flags.split()))}

@@ -1,13 +1,11 @@
-"""Push the images of cells to a registry, where every one of them was tested.
+"""Push the tested images of cells to a registry.
 
-``python -m scripts.release.publish REGISTRY/REPO [--cell CELL ...]``: for each cell an immutable tag
-``<release>-<cell>``, then the moving alias ``<cell>``. There is no ``latest``: it would move a user from one
-accelerator or version to another. Everything is checked before anything is pushed. Interrupted, it is run
-again: what is there already is not pushed twice, and no alias moves before every immutable tag is verified.
+Each image is pushed under an immutable tag ``<release>-<cell>``, then under the moving alias ``<cell>``.
+There is no ``latest``: it would move users between accelerators and versions. Everything is checked before
+the first push. An interrupted run can be repeated: existing tags are not pushed again, and no alias moves
+before every immutable tag is verified.
 """
 
-import argparse
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +18,19 @@ from docker.models.images import Image
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
-from scripts.docker.client import connect, with_docker_errors
+from scripts.docker.client import connect
 from scripts.docker.registry import Remote, explain_refusal, host_of, inspect_remote, repository
-from scripts.errors import UserError, run
+from scripts.errors import UserError
+from scripts.git import DIRTY, require_clean_tree
 from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, digest_for
 from scripts.locking import exclusive_lock
-from scripts.matrix.load import Cell, expand, find, load
+from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.testing import records
 
-Given = Callable[[Cell], str]  # the digest of what a build of a cell is given
+DigestFor = Callable[[Cell], str]  # returns the digest of the inputs of a build now
 
-PUSH_SECONDS = 600  # without a word from the engine: a registry takes its time to store a big layer
+PUSH_SECONDS = 600  # without an answer of Docker: a registry stores a large layer slowly
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a tag; ``moved`` are the bytes that the registry got, None if it had the tag already."""
+    """The result for a tag; ``moved`` is the number of bytes pushed, None if the tag existed already."""
 
     reference: str
     digest: str
@@ -57,7 +56,7 @@ class Row:
 
 
 class Upload:
-    """What the engine tells of a push, event by event."""
+    """The progress of a push, from Docker's events."""
 
     def __init__(self) -> None:
         self.digest = ""
@@ -65,7 +64,7 @@ class Upload:
         self._layers: dict[str, tuple[int, int]] = {}
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take an event; a `UserError` with the registry's words if it is an error."""
+        """Process an event; `UserError` with the registry's message if it is an error."""
         if "error" in event:
             raise UserError(str(event["error"]))
         layer, status = str(event.get("id", "")), event.get("status")
@@ -81,74 +80,64 @@ class Upload:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes sent and to be sent, unpacked, of the layers that the registry did not have."""
+        """Unpacked bytes sent and in total, of the layers that the registry did not have."""
         return sum(now for now, _ in self._layers.values()), sum(total for _, total in self._layers.values())
 
 
 def refusals(
-    cell: Cell, labels: Mapping[str, str], found: Mapping[str, records.Record], given: Given
+    cell: Cell, labels: Mapping[str, str], found: Mapping[str, records.Record], digest_for: DigestFor
 ) -> list[str]:
-    """Why the image with ``labels`` is not published as ``cell``, a line each; empty if it is.
+    """Return why an image is not published as ``cell``, a line each; empty if it is.
 
-    ``found`` are its test records, and ``given`` says what a build of the cell would be given now.
+    ``labels`` are the image's, ``found`` its test records.
     """
-    if wrong := _wrong_image(cell, labels) or _wrong_inputs(cell, labels, given):
+    if wrong := _wrong_image(cell, labels) or _wrong_inputs(cell, labels, digest_for):
         return [f"{cell.id} {wrong}"]
     return [f"{cell.id}: {reason}: run its tests" for reason in records.missing_records(cell, found)]
 
 
 def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
-    """Why an image is not the one to publish, by what it says that it is."""
+    """Return why the labels disagree with the cell, or None."""
     if labels.get(f"{NAMESPACE}.cell") != cell.id:
         return "is the tag of another image: build the cell"
     if labels.get(f"{NAMESPACE}.stand-in"):
-        return "is a stand-in, made for tests: build it without --stand-in, where that can be done"
-    made = labels.get("org.opencontainers.image.version", "")
-    if made != f"{cell.release}-{cell.id}":
-        return f"was built for another release ({made}): build it again"
+        return "is a stand-in for tests: build the cell without --stand-in, where its sources are available"
+    version = labels.get("org.opencontainers.image.version", "")
+    if version != f"{cell.release}-{cell.id}":
+        return f"was built for another release ({version}): rebuild it"
     return None
 
 
-def _wrong_inputs(cell: Cell, labels: Mapping[str, str], given: Given) -> str | None:
-    """Why an image is not what a build would make now."""
+def _wrong_inputs(cell: Cell, labels: Mapping[str, str], digest_for: DigestFor) -> str | None:
+    """Return why a build would now produce another image, or None."""
     revision = labels.get(REVISION, "")
-    if revision.endswith(records.DIRTY):
+    if revision.endswith(DIRTY):
         return "was built from a dirty tree: commit, build and test it"
-    if labels.get(INPUTS) != given(cell):
-        since = revision[:12] or "no commit"
-        return f"was built from {since}, a build is given other files now: build and test it"
+    if labels.get(INPUTS) != digest_for(cell):
+        commit = revision[:12] or "no commit"
+        return f"was built from {commit}, and its inputs have changed since: build and test it"
     return None
 
 
-def require_clean_tree(root: Path = ROOT) -> None:
-    """A `UserError` unless all files are committed."""
-    command = ["git", "status", "--porcelain", "-z"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError("what is published must be in git, and this is no git checkout")
-    if changed := [entry[3:] for entry in done.stdout.split("\0") if entry]:
-        raise UserError(f"the tree is dirty ({changed[0]}): commit, then build and test")
-
-
-def overwrites(reference: str, there: Remote | None, image: str) -> list[str]:
-    """Why an immutable tag would be overwritten, if it would."""
-    if there is None or there.holds(image):
+def overwrites(reference: str, remote: Remote | None, image: str) -> list[str]:
+    """Return a line if pushing ``image`` would overwrite an immutable tag."""
+    if remote is None or remote.holds(image):
         return []
     return [
-        f"{reference} is there already with other content ({there.digest}): it is immutable; "
-        "raise `release` in matrix.yaml"
+        f"{reference} exists with other content ({remote.digest}) and is immutable: "
+        "increase `release` in matrix.yaml"
     ]
 
 
-def moved(pushed: Iterable[str], diff_ids: Sequence[str], there: Remote) -> int:
-    """Packed bytes of the layers ``pushed``, which engines name by content, packed or not, cut short."""
-    sizes = {digest[7:19]: size for digest, size in there.layers}
-    sizes |= {diff[7:19]: size for diff, (_, size) in zip(diff_ids, there.layers, strict=False)}
+def moved(pushed: Iterable[str], diff_ids: Sequence[str], remote: Remote) -> int:
+    """Return the packed bytes of pushed layers; Docker abbreviates the digest of either form of a layer."""
+    sizes = {digest[7:19]: size for digest, size in remote.layers}
+    sizes |= {diff[7:19]: size for diff, (_, size) in zip(diff_ids, remote.layers, strict=False)}
     return sum(sizes.get(layer, 0) for layer in set(pushed))
 
 
 def push(client: docker.DockerClient, image: Image, repo: str, tag: str, console: Console) -> Row:
-    """Push one tag, and look that the registry has it; a `UserError` says what hindered it."""
+    """Push one tag and verify it on the registry; `UserError` gives the cause of a failure."""
     reference = f"{repo}:{tag}"
     known = reference in image.tags
     image.tag(repo, tag)
@@ -159,10 +148,10 @@ def push(client: docker.DockerClient, image: Image, repo: str, tag: str, console
     finally:
         if not known:
             client.images.remove(reference, noprune=True)
-    there = inspect_remote(client, reference)
-    if there is None or there.digest != upload.digest or not there.holds(str(image.id)):
-        raise UserError(f"{reference}: the registry does not have what was pushed; run this again")
-    return Row(reference, there.digest, moved(upload.pushed, image.attrs["RootFS"]["Layers"], there))
+    remote = inspect_remote(client, reference)
+    if remote is None or remote.digest != upload.digest or not remote.holds(str(image.id)):
+        raise UserError(f"{reference}: the registry does not have the pushed image; run this again")
+    return Row(reference, remote.digest, moved(upload.pushed, image.attrs["RootFS"]["Layers"], remote))
 
 
 def _upload(client: docker.DockerClient, repo: str, tag: str, console: Console) -> Upload:
@@ -179,36 +168,36 @@ def _upload(client: docker.DockerClient, repo: str, tag: str, console: Console) 
 
 
 def publish(client: docker.DockerClient, repo: str, items: Sequence[Item], console: Console) -> list[Row]:
-    """Push what is missing: every immutable tag, then every alias. ``items`` have been checked."""
+    """Push missing tags of checked items: every immutable tag, then every alias."""
     rows = []
     for item in items:
         reference = f"{repo}:{item.immutable}"
-        there = inspect_remote(client, reference)
-        if refused := overwrites(reference, there, str(item.image.id)):
+        remote = inspect_remote(client, reference)
+        if refused := overwrites(reference, remote, str(item.image.id)):
             raise UserError(refused[0])
         rows.append(
-            Row(reference, there.digest, None)
-            if there
+            Row(reference, remote.digest, None)
+            if remote
             else push(client, item.image, repo, item.immutable, console)
         )
     for item in items:
-        there = inspect_remote(client, f"{repo}:{item.cell.id}")
+        remote = inspect_remote(client, f"{repo}:{item.cell.id}")
         rows.append(
-            Row(f"{repo}:{item.cell.id}", there.digest, None)
-            if there and there.holds(str(item.image.id))
+            Row(f"{repo}:{item.cell.id}", remote.digest, None)
+            if remote and remote.holds(str(item.image.id))
             else push(client, item.image, repo, item.cell.id, console)
         )
     return rows
 
 
-def gather(
+def collect(
     client: docker.DockerClient,
     repo: str,
     cells: Iterable[Cell],
-    kept: Path = records.RECORDS,
-    given: Given = digest_for,
+    folder: Path = records.RECORDS,
+    digest_for: DigestFor = digest_for,
 ) -> tuple[list[Item], list[str]]:
-    """The items to publish, and every reason not to; ``kept`` is where the test records are."""
+    """Return the items to publish, and every reason not to; ``folder`` contains the test records."""
     items, reasons = [], []
     for cell in cells:
         try:
@@ -217,7 +206,7 @@ def gather(
             reasons.append(f"{cell.tag} is not built")
             continue
         item = Item(cell, image)
-        refused = refusals(cell, image.labels, records.read(str(image.id), kept), given)
+        refused = refusals(cell, image.labels, records.read(str(image.id), folder), digest_for)
         if not refused:
             reference = f"{repo}:{item.immutable}"
             refused = overwrites(reference, inspect_remote(client, reference), str(image.id))
@@ -227,40 +216,26 @@ def gather(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Tag, digest and bytes, a line each, never cut short: a digest is there to be copied."""
+    """Return tag, digest and bytes, one line per tag, with whole digests for copying."""
     width = max(len(row.reference) for row in rows)
-    told = ("was there" if row.moved is None else f"{row.moved:,} bytes" for row in rows)
     return "\n".join(
-        f"{row.reference:<{width}}  {row.digest}  {text}" for row, text in zip(rows, told, strict=True)
+        f"{row.reference:<{width}}  {row.digest}  "
+        + ("existed" if row.moved is None else f"{row.moved:,} bytes")
+        for row in rows
     )
 
 
-def main() -> int:
-    """The command line; exit code 2 when something is refused."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.release.publish", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("repository", metavar="REGISTRY/REPO", help="such as ghcr.io/you/rlhf-stacks")
-    parser.add_argument(
-        "--cell", action="append", metavar="CELL", help="a cell id; all cells if none is given"
-    )
-    options = parser.parse_args()
-    repo = repository(options.repository)
-    matrix = load()
-    cells = [find(matrix, name) for name in dict.fromkeys(options.cell)] if options.cell else expand(matrix)
+def publish_cells(repository_name: str, cells: Iterable[Cell]) -> int:
+    """Check and push the images of cells; return 2, without pushing, if one is refused."""
+    repo = repository(repository_name)
     require_clean_tree()
     client = connect(PUSH_SECONDS)
-    console = Console()
     with exclusive_lock(ROOT / "build" / "publish", f"publishing to {host_of(repo)}"):
-        items, reasons = gather(client, repo, cells)
+        items, reasons = collect(client, repo, cells)
         if reasons:
             for reason in reasons:
                 print(f"error: {reason}", file=sys.stderr)
             print("nothing was pushed", file=sys.stderr)
             return 2
-        print(table(publish(client, repo, items, console)))
+        print(table(publish(client, repo, items, Console())))
     return 0
-
-
-if __name__ == "__main__":
-    run(with_docker_errors(main))

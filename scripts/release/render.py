@@ -1,160 +1,191 @@
-"""The catalogue as Markdown: the README's table of cells, and the page with all of each image."""
+"""The generated pages: ``images/README.md``, and the README's table of cells."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from packaging.version import Version
 
 from scripts.errors import UserError
+from scripts.git import DIRTY
 from scripts.matrix.load import Cell
-from scripts.release import facts, fault_cases
-from scripts.release.facts import Facts, Suite
-from scripts.release.fault_cases import Case
-from scripts.release.markdown import table_of
+from scripts.matrix.suites import SUITES
+from scripts.release import facts
+from scripts.release.facts import Facts, SuiteResult
+from scripts.release.fault_cases import FAULTS, Case
 from scripts.testing import records
 
-BEGIN, END = "<!-- cells: written by python -m scripts.release.catalogue -->", "<!-- end of cells -->"
-PACKAGES = {"openrlhf": "OpenRLHF", "ray": "Ray", "vllm": "vLLM", "deepspeed": "DeepSpeed", "torch": "torch"}
-COLUMNS = ("cell", *PACKAGES.values(), "image", "not shown", "supported until")
-NOT_BUILT = "not built yet"
+BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
+END = "<!-- cells: end -->"
+COLUMNS = ("GPU", "driver", "tag", "status")
+OVERVIEW_COLUMNS = ("cell", "image", "size", "shared", "own", "accelerator", "architectures", "supported")
+FAULT_COLUMNS = ("fault", "during", "the run", "error", "names the node", "left behind", "afterwards")
+GPUS_FIRST = ("cuda", "rocm", "cpu")
+NEVER_BUILT, RECIPE_ONLY = "never built", "recipe only, never built"
+OUTDATED = "not built since its inputs changed"
 UNKNOWN = "?"
-SUITES = {
-    "image": "in a container of the image: as its own user, then as an unknown one on a read-only root",
-    "layers": "of the image from outside: size, labels, base, no secret in a layer",
-    "patches": "each patch's probe, on the package as released and on ours",
-    "cluster": "simulated: several Ray nodes in one container",
-    "integration": "simulated: a step of training on up to four nodes of eight GPUs, engines up to TP 8; "
-    "what reaches the device is replaced in images for GPUs, and with vLLM 0.4.2 for engines above TP 1",
-    "network": "several containers as nodes, each with its own address",
-    "registry": "pushed to a registry, pulled by digest; an image built FROM it",
-    "demo": "a training run on CPU, on two containers as nodes",
-    "faults": "a training run on four containers that a fault hits; what became of it stands below",
-}
-INTRODUCTION = """# The images
-
-Written by `nox -s catalogue` from the images that were built and from the records of their tests; nothing
-here is written by hand. A cell is one image, its id is its tag. `nox -s publish` pushes it as
-`<release>-<cell>`, which never moves, and as `<cell>`, which moves to the newest release; there is no
-`latest`. *Image* is the id of the image that was measured and tested, *shared* what other cells of this page
-have too, so that a second pull does not move it. Sizes are of unpacked layers, 1 MB is 10^6 bytes.
-
-No image was run on a GPU for this page. The architectures are those for which the compiled code in the
-image was made: torch says its own, those of vLLM and xformers are read from their shared objects (`compute_`
-is PTX, which newer GPUs compile; `sm_90a` is read as `sm_90`).
-"""
 
 
-def row(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
-    """What a reader of the README has to know of a cell, in the order of `COLUMNS`."""
-    name = f"`{cell.id}`{' (default)' if cell.is_default else ''}"
-    versions = [_version(cell, package) for package in PACKAGES]
-    return (name, *versions, _state(known.get(cell.id)), cell.tested.unverified, str(cell.support.until))
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; bars in fields are escaped."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(
+        f"| {' | '.join(field.replace('|', chr(92) + '|') for field in line)} |\n" for line in lines
+    )
 
 
-def filled(text: str, cells: Iterable[Cell], known: Mapping[str, Facts]) -> str:
-    """The README's ``text`` with the table between the markers; a `UserError` without both, in order."""
+def fill(text: str, cells: Iterable[Cell], known: Mapping[str, Facts]) -> str:
+    """Replace the README's table between the markers; `UserError` without both markers, in order."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise UserError(f"README.md: expected the lines {BEGIN!r} and {END!r}")
-    table = table_of(COLUMNS, (row(cell, known) for cell in cells))
-    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+    published = sorted((cell for cell in cells if not cell.stand_in), key=_reading_order)
+    rows = table(COLUMNS, (row(cell, known) for cell in published))
+    return f"{before}{BEGIN}\n\n{rows}\n{END}{after}"
 
 
-def page(cells: Sequence[Cell], known: Mapping[str, Facts], tried: Sequence[Case] = ()) -> str:
-    """The text of ``images/README.md``."""
-    overview = table_of(
-        ("cell", "image", "size", "shared", "own", "accelerator", "architectures", "supported"),
-        (_overview(cell, known) for cell in cells),
-    )
-    suites = table_of(("suite", "what is tested, and where"), SUITES.items())
-    sections = "\n".join(_section(cell, known.get(cell.id)) for cell in cells)
-    found = f"{fault_cases.section(tried)}\n" if tried else ""
-    return f"{INTRODUCTION}\n{overview}\n## How they were tested\n\n{suites}\n{found}{sections}"
+def row(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
+    """Return the README's row of a cell, in the order of `COLUMNS`."""
+    tag = f"`{cell.id}`{' (default)' if cell.is_default else ''}"
+    return cell.accelerator.gpus, cell.accelerator.driver, tag, status(cell, known)
 
 
-def _overview(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
-    link = f"[`{cell.id}`](#{cell.id.replace('.', '').lower()})"
-    support = f"{cell.support.since} to {cell.support.until}"
+def status(cell: Cell, known: Mapping[str, Facts]) -> str:
+    """Return in a few words whether a cell was built and tested, and on what."""
     measured = known.get(cell.id)
     if measured is None:
-        return link, NOT_BUILT, *[UNKNOWN] * 3, cell.accelerator.kind, UNKNOWN, support
-    common = facts.shared(cell.id, known)
+        return RECIPE_ONLY if cell.sources else NEVER_BUILT
+    if facts.outdated(cell, measured):
+        return OUTDATED
+    failed = sorted(name for name, suite in measured.suites.items() if suite.outcome != "passed")
+    tests = f"{measured.passed} tests passed on a CPU" if measured.passed else "not tested"
+    if failed:
+        tests = f"failed: {', '.join(failed)}"
+    return f"built here, {tests}{'' if cell.accelerator.kind == 'cpu' else '; never run on a GPU'}"
+
+
+def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case] = ()) -> str:
+    """Return the text of ``images/README.md``."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=False,  # noqa: S701  (Markdown)
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    current = facts.current(cells, known)
+    text = environment.get_template("images.md.j2").render(
+        table=table,
+        overview_columns=OVERVIEW_COLUMNS,
+        overview=[_overview(cell, known, current) for cell in cells],
+        suites=[(name, suite.title) for name, suite in SUITES.items()],
+        fault_columns=FAULT_COLUMNS,
+        faults=[fault_table(cell, cases) for cell in dict.fromkeys(case.cell for case in cases)],
+        cells=[_section(cell, known, current.get(cell.id)) for cell in cells],
+    )
+    return f"{text.rstrip()}\n"
+
+
+def fault_table(cell: str, cases: Iterable[Case]) -> dict[str, Any]:
+    """Return the rows of a cell's table of faults, with the counts above it."""
+    own = {(case.fault, case.phase): case for case in cases if case.cell == cell}
+    return {
+        "id": cell,
+        "images": ", ".join(sorted({f"`{_short(case.image)}`" for case in own.values()})),
+        "tested": len(own),
+        "hung": sum(case.outcome == "hangs" for case in own.values()),
+        "left": sum(bool(case.left) for case in own.values()),
+        "rows": [
+            (fault, _phase(phase, own.get((fault, phase))), *_outcome(own.get((fault, phase))))
+            for fault, phases in FAULTS.items()
+            for phase in phases
+        ],
+    }
+
+
+def megabytes(size: int) -> str:
+    """Format a size in bytes as 10^6 bytes."""
+    return f"{size / 1e6:.0f} MB"
+
+
+def _reading_order(cell: Cell) -> tuple[int, list[tuple[int, ...]]]:
+    """Sort GPU cells first, and newer versions before older ones."""
+    versions = [Version(cell.versions[name]).release for name in ("vllm", "ray")]
+    return GPUS_FIRST.index(cell.accelerator.kind), [tuple(-part for part in version) for version in versions]
+
+
+def _overview(cell: Cell, known: Mapping[str, Facts], current: Mapping[str, Facts]) -> tuple[str, ...]:
+    link = f"[`{cell.id}`](#{cell.id.replace('.', '').lower()})"
+    support = f"{cell.support.since} to {cell.support.until}"
+    measured = current.get(cell.id)
+    if measured is None:
+        return link, status(cell, known), *[UNKNOWN] * 3, cell.accelerator.kind, UNKNOWN, support
+    common = facts.shared(cell.id, current)
     parts = (UNKNOWN, UNKNOWN) if common is None else (megabytes(common), megabytes(measured.size - common))
-    image = f"`{measured.image.removeprefix('sha256:')[:12]}`{' **stand-in**' if measured.stand_in else ''}"
-    return (
-        link,
-        image,
-        megabytes(measured.size),
-        *parts,
-        cell.accelerator.kind,
-        _architectures(measured) or "none: CPU",
-        support,
+    image = f"`{_short(measured.image)}`{' **stand-in**' if measured.stand_in else ''}"
+    architectures = "; ".join(
+        f"{name}: {', '.join(found)}" for name, found in sorted(measured.architectures.items())
     )
+    kind = cell.accelerator.kind
+    return link, image, megabytes(measured.size), *parts, kind, architectures or "none: CPU", support
 
 
-def _section(cell: Cell, measured: Facts | None) -> str:
-    versions = ", ".join(f"{package.name} {_version(cell, package.name)}" for package in cell.packages)
-    env = table_of(
-        ("default", "reason", "source"),
-        ((f"`{item.name}={item.value}`", item.reason, item.source) for item in cell.env),
-    )
-    lines = [f"## {cell.id}\n", f"{versions}.\n"]
-    lines += _measured(cell, measured) if measured else [f"{NOT_BUILT.capitalize()} from these versions.\n"]
-    lines += [f"Not shown: {cell.tested.unverified}.\n", env]
-    return "\n".join(lines)
+def _section(cell: Cell, known: Mapping[str, Facts], measured: Facts | None) -> dict[str, Any]:
+    section = {
+        "id": cell.id,
+        "versions": ", ".join(f"{package.name} {_version(cell, package.name)}" for package in cell.packages),
+        "tested": cell.tested,
+        "env": [(f"`{item.name}={item.value}`", item.reason, item.source) for item in cell.env],
+        "status": status(cell, known),
+        "before": known.get(cell.id),
+        "facts": measured,
+    }
+    if measured is None:
+        return section
+    return section | {
+        "commit": measured.revision.removesuffix(DIRTY)[:12],
+        "dirty": measured.revision.endswith(DIRTY),
+        "results": [(name, *_counts(measured.suites[name])) for name in SUITES if name in measured.suites],
+        "absent": [name for name in records.required(cell) if name not in measured.suites],
+        "patches": [(f"`{name}`", *_proof(measured, name)) for name in measured.patches],
+    }
 
 
-def _measured(cell: Cell, measured: Facts) -> list[str]:
-    dirty = ", **with uncommitted changes**" if measured.revision.endswith(records.DIRTY) else ""
-    lines = [
-        f"Image `{measured.image}`, of commit {measured.revision.removesuffix(records.DIRTY)[:12]}{dirty}.\n"
-    ]
-    if measured.stand_in:
-        lines.append(f"**A stand-in**, for tests, which is not published: {measured.stand_in}.\n")
-    suites = [(name, *_counts(measured.suites[name])) for name in SUITES if name in measured.suites]
-    absent = [name for name in records.required(cell) if name not in measured.suites]
-    if suites:
-        lines.append(table_of(("suite", "outcome", "passed", "failed", "skipped", "seconds"), suites))
-    if absent:
-        lines.append(f"Not run on this image: {', '.join(absent)}.\n")
-    if measured.patches:
-        patches = ((f"`{name}`", *_proof(measured, name)) for name in measured.patches)
-        lines.append(table_of(("patch", "as released", "patched"), patches))
-    return [*lines, f"Shown: {cell.tested.verified}.\n"]
-
-
-def _counts(suite: Suite) -> tuple[str, ...]:
+def _counts(suite: SuiteResult) -> tuple[str, ...]:
     return suite.outcome, str(suite.passed), str(suite.failed), str(suite.skipped), f"{suite.seconds:.0f}"
 
 
 def _proof(measured: Facts, patch: str) -> tuple[str, str]:
     proved = measured.proofs.get(patch)
-    return (proved.pristine, proved.patched) if proved else ("not tried on this image", UNKNOWN)
-
-
-def _architectures(measured: Facts) -> str:
-    return "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(measured.architectures.items()))
-
-
-def megabytes(size: int) -> str:
-    """A size in bytes as 10^6 of them."""
-    return f"{size / 1e6:.0f} MB"
-
-
-def _state(measured: Facts | None) -> str:
-    """Whether an image was built and what its tests said, in a few words."""
-    if measured is None:
-        return NOT_BUILT
-    failed = sorted(name for name, suite in measured.suites.items() if suite.outcome != "passed")
-    passed = sum(suite.passed for suite in measured.suites.values())
-    tested = (
-        f"failed: {', '.join(failed)}" if failed else f"{passed} tests passed" if passed else "not tested"
-    )
-    kind = "stand-in, " if measured.stand_in else ""
-    return f"{kind}{megabytes(measured.size)}, {tested}"
+    return (proved.pristine, proved.patched) if proved else ("not tested on this image", UNKNOWN)
 
 
 def _version(cell: Cell, name: str) -> str:
-    """A version, and where it comes from if that is not the project itself."""
+    """Return a version, with the distribution if its name differs from the package's."""
     package = cell.package(name)
-    return (
-        package.version if package.distribution == name else f"{package.version} (`{package.distribution}`)"
-    )
+    own = package.distribution == name
+    return package.version if own else f"{package.version} (`{package.distribution}`)"
+
+
+def _short(image: str) -> str:
+    return image.removeprefix("sha256:")[:12]
+
+
+def _phase(phase: str, case: Case | None) -> str:
+    return phase if case is None or case.in_time else f"{phase}, which had just ended"
+
+
+def _outcome(case: Case | None) -> tuple[str, ...]:
+    if case is None:
+        return ("not run", *[""] * 4)
+    outcome = {
+        "ended": f"ends after {case.seconds:.0f} s",
+        "goes on": "goes on",
+        "hangs": f"**hangs** (stopped after {case.seconds:.0f} s)",
+    }[case.outcome]
+    named = "" if case.outcome == "goes on" else "yes" if case.node_named else "no"
+    error = f"`{case.said.replace('`', chr(39))}`" if case.said else ""
+    return outcome, error, named, "; ".join(case.left) or "nothing", case.afterwards

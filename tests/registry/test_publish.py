@@ -33,7 +33,7 @@ NOBODY = "127.0.0.1:1/tests/nobody"
 
 def gathered(client: docker.DockerClient, repo: str, item: Item, kept: Path) -> list[str]:
     """Why the item is refused; empty if it is not."""
-    items, reasons = publish.gather(client, repo, [item.cell], kept, lambda _: GIVEN)
+    items, reasons = publish.collect(client, repo, [item.cell], kept, lambda _: GIVEN)
     assert [found.image.id for found in items] == [item.image.id]
     return reasons
 
@@ -83,7 +83,7 @@ def test_an_immutable_tag_is_not_overwritten(
     digest = publish.publish(client, repo, [first], CONSOLE)[0].digest
     [reason] = gathered(client, repo, other, kept)
     assert (
-        f"{repo}:{other.immutable} is there already with other content ({digest}): it is immutable" in reason
+        f"{repo}:{other.immutable} exists with other content ({digest}) and is immutable" in reason
     )
     with pytest.raises(UserError, match="it is immutable"):
         publish.publish(client, repo, [other], CONSOLE)
@@ -142,7 +142,7 @@ def test_interrupted_between_the_tags_the_alias_follows(
 
 def test_a_stand_in_is_refused(client: docker.DockerClient, repo: str, make: Make, kept: Path) -> None:
     [reason] = gathered(client, repo, make(stand_in="torch"), kept)
-    assert "is a stand-in, made for tests" in reason
+    assert "is a stand-in for tests" in reason
 
 
 def test_an_image_of_other_inputs_is_refused(
@@ -151,7 +151,7 @@ def test_an_image_of_other_inputs_is_refused(
     [dirty] = gathered(client, repo, make(revision="abc-dirty"), kept)
     assert "was built from a dirty tree" in dirty
     [other] = gathered(client, repo, make(inputs="other"), kept)
-    assert "was built from abc, a build is given other files now" in other
+    assert "was built from abc, and its inputs have changed since" in other
 
 
 def test_the_image_of_a_cell_is_what_a_build_of_it_is_given(image: Image, cell: Cell) -> None:
@@ -175,7 +175,7 @@ def test_without_a_passed_record_it_is_refused(
 
 def test_a_cell_that_is_not_built_is_told(client: docker.DockerClient, repo: str, make: Make) -> None:
     absent = msgspec.structs.replace(make().cell, tag="rlhf-stacks-tests:absent")
-    assert publish.gather(client, repo, [absent]) == ([], ["rlhf-stacks-tests:absent is not built"])
+    assert publish.collect(client, repo, [absent]) == ([], ["rlhf-stacks-tests:absent is not built"])
 
 
 def test_a_registry_that_is_not_there_is_told_in_a_line(
@@ -184,7 +184,7 @@ def test_a_registry_that_is_not_there_is_told_in_a_line(
     """By the check before, and by the push itself."""
     item = make()
     for attempt in (
-        lambda: publish.gather(client, NOBODY, [item.cell], kept, lambda _: GIVEN),
+        lambda: publish.collect(client, NOBODY, [item.cell], kept, lambda _: GIVEN),
         lambda: publish.push(client, item.image, NOBODY, item.immutable, CONSOLE),
     ):
         with pytest.raises(UserError, match=r"the registry 127\.0\.0\.1:1 cannot be reached") as told:
@@ -215,7 +215,7 @@ def test_who_is_not_logged_in_is_told_to(
     item, repo = make(), f"{guarded.host}/tests/guarded"
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     for attempt in (
-        lambda: publish.gather(client, repo, [item.cell], kept, lambda _: GIVEN),
+        lambda: publish.collect(client, repo, [item.cell], kept, lambda _: GIVEN),
         lambda: publish.push(client, item.image, repo, item.immutable, CONSOLE),
     ):
         with pytest.raises(UserError, match=f"run `docker login {guarded.host}`") as told:

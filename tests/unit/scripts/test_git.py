@@ -1,28 +1,51 @@
-"""The revision of a checkout."""
+"""The state of a checkout, as git reports it."""
 
 import subprocess
 from pathlib import Path
 
-from scripts.git import revision
+import pytest
+
+from scripts.errors import UserError
+from scripts.git import require_clean_tree, revision
 
 
-def test_an_edit_or_an_untracked_file_makes_a_revision_dirty(tmp_path: Path) -> None:
-    """An untracked file is in a build and among the tests too."""
+def git(folder: Path, *arguments: str) -> str:
+    """Run git in ``folder`` and return its output."""
+    command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
 
-    git("init", "--quiet")
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with one commit."""
+    git(tmp_path, "init", "--quiet")
+    assert revision(tmp_path).startswith("unknown")
+    (tmp_path / "matrix.yaml").write_text("a", encoding="utf-8")
     assert revision(tmp_path) == "unknown-dirty"
-    (tmp_path / "matrix.yaml").write_text("new", encoding="utf-8")
-    git("add", ".")
-    git("commit", "--quiet", "--message=x")
-    commit = git("rev-parse", "HEAD")
-    assert revision(tmp_path) == commit
-    (tmp_path / "matrix.yaml").write_text("edited", encoding="utf-8")
-    assert revision(tmp_path) == f"{commit}-dirty"
-    git("checkout", "--quiet", ".")
-    (tmp_path / "unknown").touch()
-    assert revision(tmp_path) == f"{commit}-dirty"
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message=x")
+    return tmp_path
+
+
+def test_an_edit_or_an_untracked_file_makes_a_revision_dirty(checkout: Path) -> None:
+    """An untracked file is in a build and among the tests too."""
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert revision(checkout) == commit
+    (checkout / "matrix.yaml").write_text("edited", encoding="utf-8")
+    assert revision(checkout) == f"{commit}-dirty"
+    git(checkout, "checkout", "--quiet", ".")
+    (checkout / "unknown").touch()
+    assert revision(checkout) == f"{commit}-dirty"
+
+
+def test_only_a_clean_tree_is_accepted(checkout: Path) -> None:
+    require_clean_tree(checkout)
+    (checkout / "new").touch()
+    with pytest.raises(UserError, match=r"the tree is dirty \(new\)"):
+        require_clean_tree(checkout)
+
+
+def test_a_folder_without_a_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(UserError, match="this is not a git checkout"):
+        require_clean_tree(tmp_path)

@@ -1,4 +1,4 @@
-"""The catalogue follows from what was measured, and says when it does not."""
+"""The catalogue's pages follow from the facts, and a stale page is reported."""
 
 import struct
 from pathlib import Path
@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from scripts.errors import UserError
-from scripts.matrix.load import Cell, expand, load
+from scripts.matrix.load import Cell, expand, load, stand_ins
 from scripts.patches.series import series_of
-from scripts.release import catalogue, facts, image_probe, render
-from scripts.release.facts import Facts, Layer, Suite
+from scripts.release import catalogue, facts, image_probe, measure, render
+from scripts.release.facts import Facts, Layer, SuiteResult
 from scripts.testing.proofs import Proved
 from scripts.testing.records import required
 
@@ -34,65 +34,70 @@ def measured(cell: Cell) -> Facts:
         patches=("openrlhf/0001-x.patch",),
         proofs={"openrlhf/0001-x.patch": Proved("fails (ImportError)", "passes")},
         architectures={"torch": ("sm_80", "sm_90")},
-        suites={"image": Suite("passed", 72, 0, 2, 130.0)},
+        suites={"image": SuiteResult("passed", 72, 0, 2, 130.0)},
     )
 
 
-def test_table_has_a_row_a_cell_with_all_that_was_not_shown() -> None:
-    """A reader learns from it what was left untested, and what was not even built."""
-    table = render.filled(README, CELLS, {CELL.id: measured(CELL)}).partition(render.BEGIN)[2]
-    lines = [line for line in table.splitlines() if line.startswith("| `")]
+def test_table_has_a_row_for_each_published_cell_gpus_first() -> None:
+    """A user finds GPU, driver and tag, and whether the image was built, tested and run on a GPU."""
+    tests = {cell.id: measured(cell) for cell in CELLS if not cell.sources}
+    table = render.fill(README, (*CELLS, *stand_ins(load())), tests).partition(render.BEGIN)[2]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(lines) == len(CELLS)
-    for line, cell in zip(lines, CELLS, strict=True):
-        assert f"`{cell.id}`" in line
-        assert cell.tested.unverified in line
+    assert "cuda13.0" in lines[0]
+    for cell in CELLS:
+        (line,) = (line for line in lines if f"`{cell.id}`" in line)
+        assert line.startswith(f"| {cell.accelerator.gpus} | {cell.accelerator.driver} | ")
         assert line.count(" | ") == len(render.COLUMNS) - 1
-        assert ("1000 MB, 72 tests passed" in line) == (cell is CELL)
-        assert (render.NOT_BUILT in line) == (cell is not CELL)
+        assert ("built here, 72 tests passed on a CPU" in line) == (not cell.sources)
+        assert ("never run on a GPU" in line) == (cell.accelerator.kind == "cuda")
+        assert (render.RECIPE_ONLY in line) == bool(cell.sources)
+        assert ("(default)" in line) == cell.is_default
 
 
 def test_filling_twice_changes_nothing_and_keeps_the_rest() -> None:
     """The text around the markers is a person's."""
-    once = render.filled(README, CELLS, {})
+    once = render.fill(README, CELLS, {})
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
     assert "old" not in once
-    assert render.filled(once, CELLS, {}) == once
+    assert render.fill(once, CELLS, {}) == once
 
 
-def test_lost_markers_are_said() -> None:
-    """Rather than a table at the end of the file."""
+def test_missing_markers_are_an_error() -> None:
     with pytest.raises(UserError, match=r"README\.md: expected the lines"):
-        render.filled("no markers", CELLS, {})
+        render.fill("no markers", CELLS, {})
 
 
 def test_page_says_what_is_known_of_each_image_and_what_is_not() -> None:
     known = measured(CELL)
     failed = msgspec.structs.replace(
-        known, suites={"layers": Suite("failed", 9, 1, 0, 5.0)}, stand_in="torch"
+        known, suites={"layers": SuiteResult("failed", 9, 1, 0, 5.0)}, stand_in="torch"
     )
     text = render.page([CELL], {CELL.id: known})
-    for told in (
+    for expected in (
         known.image,
         "torch: sm_80, sm_90",
         "fails (ImportError) | passes",
         "passed | 72 | 0 | 2 | 130",
     ):
-        assert told in text
+        assert expected in text
     assert f"Not run on this image: {', '.join(s for s in required(CELL) if s != 'image')}." in text
-    assert f"Shown: {CELL.tested.verified}." in text
+    assert f"\nVerified: {CELL.tested.verified}." in text
     text = render.page([CELL], {CELL.id: failed})
     assert "| layers | failed | 9 | 1 | 0 | 5 |" in text
     assert "**A stand-in**" in text
     text = render.page(CELLS, {})
-    assert text.count("Not built yet from these versions.") == len(CELLS)
-    assert "\nShown: " not in text
+    assert text.count("\nNever built.\n") == sum(not cell.sources for cell in CELLS)
+    assert text.count("\nRecipe only, never built.\n") == sum(bool(cell.sources) for cell in CELLS)
+    assert "\nVerified: " not in text
 
 
 def test_a_failed_suite_is_in_the_readme() -> None:
-    known = msgspec.structs.replace(measured(CELL), suites={"layers": Suite("failed", 9, 1, 0, 5.0)})
-    assert "1000 MB, failed: layers" in render.row(CELL, {CELL.id: known})
-    assert "1000 MB, not tested" in render.row(CELL, {CELL.id: msgspec.structs.replace(known, suites={})})
+    known = msgspec.structs.replace(measured(CELL), suites={"layers": SuiteResult("failed", 9, 1, 0, 5.0)})
+    assert render.status(CELL, {CELL.id: known}) == "built here, failed: layers"
+    known = msgspec.structs.replace(known, suites={})
+    assert render.status(CELL, {CELL.id: known}) == "built here, not tested"
 
 
 def test_facts_of_this_tree_are_not_outdated() -> None:
@@ -103,33 +108,41 @@ def test_facts_of_this_tree_are_not_outdated() -> None:
     ("change", "what"),
     [({"lock": "0"}, "lock"), ({"series": "0"}, "patches"), ({"versions": {"ray": "1"}}, "versions")],
 )
-def test_facts_of_another_tree_are_named_and_dropped(change: dict[str, object], what: str) -> None:
+def test_facts_of_another_tree_are_kept_but_not_shown(change: dict[str, object], what: str) -> None:
     known = {CELL.id: msgspec.structs.replace(measured(CELL), **change)}
-    [reason] = catalogue.stale(CELLS, known, README)
-    assert f"{CELL.id} was measured with other {what}" in reason
-    assert catalogue.still_true(CELLS, known) == {}
+    assert facts.outdated(CELL, known[CELL.id]) == what
+    assert facts.current(CELLS, known) == {}
+    assert render.status(CELL, known) == render.OUTDATED
+    text = render.page([CELL], known)
+    assert (
+        "\nNot built since its inputs changed. An earlier image, of commit aaaaaaaaaaaa, passed 72 tests.\n"
+        in text
+    )
+    assert known[CELL.id].image not in text
+    assert facts.dump(known) in catalogue.texts(CELLS, known, README).values()
 
 
 def test_an_image_that_was_tested_less_does_not_displace_one_that_was_tested_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Else a rebuild would take the tests from the catalogue."""
-    passed, failed = Suite("passed", 9, 0, 0, 5.0), Suite("failed", 9, 1, 0, 5.0)
+    passed, failed = SuiteResult("passed", 9, 0, 0, 5.0), SuiteResult("failed", 9, 1, 0, 5.0)
     tested = msgspec.structs.replace(measured(CELL), suites={"image": passed, "cluster": passed})
     again = msgspec.structs.replace(tested, image="sha256:" + "2" * 64)
     less = msgspec.structs.replace(again, suites={"image": passed, "registry": passed})
     broken = msgspec.structs.replace(again, suites={"image": passed, "cluster": failed})
     assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: less}) == {CELL.id: tested}
-    assert "on which cluster passed too" in capsys.readouterr().out
+    assert "on which cluster passed" in capsys.readouterr().out
     assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: again}) == {CELL.id: again}
     assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: broken}) == {CELL.id: broken}
     assert catalogue.best_tested(CELLS, {}, {CELL.id: less}) == {CELL.id: less}
+    outdated = msgspec.structs.replace(tested, lock="0")
+    assert catalogue.best_tested(CELLS, {CELL.id: outdated}, {CELL.id: less}) == {CELL.id: less}
 
 
-def test_a_cell_that_is_gone_is_named_and_dropped() -> None:
-    known = {"gone": measured(CELL)}
-    assert catalogue.stale(CELLS, known, README) == ["gone is no cell any more: run `nox -s catalogue`"]
-    assert catalogue.still_true(CELLS, known) == {}
+def test_a_cell_that_no_longer_exists_is_reported() -> None:
+    [reason] = catalogue.stale(CELLS, {"gone": measured(CELL)}, README)
+    assert reason == "gone is no longer a cell: run python -m scripts catalogue --offline"
 
 
 def test_a_file_edited_by_hand_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +162,17 @@ def test_a_file_edited_by_hand_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with catalogue.PAGE.open("a", encoding="utf-8") as page:
         page.write("by hand\n")
     assert catalogue.stale(CELLS, known, readme) == [
-        "page.md is stale: run python -m scripts.release.catalogue --offline"
+        "page.md is stale: run python -m scripts catalogue --offline"
     ]
 
 
-def test_a_damaged_catalogue_is_told(tmp_path: Path) -> None:
+def test_a_damaged_catalogue_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "catalogue.json"
     assert facts.load(file) == {}
     file.write_text('{"a": 1}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"catalogue\.json: .*; it is written by `nox -s catalogue`"):
+    with pytest.raises(
+        UserError, match=r"catalogue\.json: .*; it is written by `python -m scripts catalogue`"
+    ):
         facts.load(file)
 
 
@@ -174,9 +189,9 @@ def test_another_build_of_the_same_is_no_difference() -> None:
 def test_layers_are_those_with_a_size() -> None:
     """An image's history has steps without a layer, and a layer in which nothing changed."""
     history = [{"Size": 0}, {"Size": 300}, {"Size": 0}, {"Size": 700}]
-    found = facts.layers_of(["sha256:a", facts.EMPTY, "sha256:b"], history)
+    found = measure.layers_of(["sha256:a", measure.EMPTY, "sha256:b"], history)
     assert found == (Layer("sha256:a", 700), Layer("sha256:b", 300))
-    assert facts.layers_of(["sha256:a"], history) == ()
+    assert measure.layers_of(["sha256:a"], history) == ()
 
 
 def test_shared_bytes_are_those_of_layers_that_another_cell_has() -> None:

@@ -1,4 +1,4 @@
-"""The table of faults follows from the cases, whether they were run or not."""
+"""The table of faults has a row for each case, run or not."""
 
 import datetime
 from pathlib import Path
@@ -30,18 +30,19 @@ CASE = Case(
 )
 
 
-def rows(cases: list[Case]) -> list[str]:
-    """The lines of the table."""
-    return [line for line in fault_cases.section(cases).splitlines() if line.startswith("| ")][2:]
+def rows(case: Case) -> list[str]:
+    """Return the lines of the table that has only ``case``."""
+    table = render.table(render.FAULT_COLUMNS, render.fault_table(case.cell, [case])["rows"])
+    return table.splitlines()[2:]
 
 
 def test_every_case_that_was_not_run_is_said_to_be_so() -> None:
-    lines = rows([CASE])
+    lines = rows(CASE)
     assert len(lines) == sum(map(len, FAULTS.values()))
     (run,) = (line for line in lines if "not run" not in line)
     for told in ("node killed | sync", "ends after 21 s", "| yes |", "nothing", "resumes at step 3"):
         assert told in run
-    assert run.replace("\\|", "").count("|") == len(fault_cases.COLUMNS) + 1, (
+    assert run.replace("\\|", "").count("|") == len(render.FAULT_COLUMNS) + 1, (
         "the error's own bars are escaped"
     )
     assert run.count("`") == 2
@@ -49,9 +50,9 @@ def test_every_case_that_was_not_run_is_said_to_be_so() -> None:
 
 def test_a_hang_and_what_is_left_stand_out() -> None:
     hung = msgspec.structs.replace(CASE, outcome="hangs", node_named=False, left=("process 7 vllm",))
-    text = fault_cases.section([hung])
+    text = render.page(expand(load()), {}, [hung])
     assert "1 hung, 1 left something behind" in text
-    assert "**hangs** (given up after 21 s)" in text
+    assert "**hangs** (stopped after 21 s)" in text
     assert "process 7 vllm" in text
     assert "| no |" in text
 
@@ -60,7 +61,7 @@ def test_a_run_that_goes_on_has_nothing_to_say() -> None:
     going = msgspec.structs.replace(
         CASE, outcome="goes on", said="", node_named=False, afterwards="is not needed"
     )
-    (line,) = (line for line in rows([going]) if "not run" not in line)
+    (line,) = (line for line in rows(going) if "not run" not in line)
     assert line.endswith("| goes on |  |  | nothing | is not needed |")
 
 
@@ -68,7 +69,7 @@ def test_the_newest_case_counts_and_one_of_a_fault_that_is_no_more_goes() -> Non
     newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1), seconds=5.0)
     other = msgspec.structs.replace(CASE, fault="meteorite")
     first = msgspec.structs.replace(CASE, phase="engine start")
-    assert fault_cases.merged([newer, other], [CASE, first]) == [first, newer]
+    assert fault_cases.merge([newer, other], [CASE, first]) == [first, newer]
 
 
 def test_a_case_is_kept_under_a_name_of_its_own(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_a_case_is_kept_under_a_name_of_its_own(tmp_path: Path) -> None:
 def test_a_file_that_was_written_by_hand_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "faults.json"
     path.write_text('[{"cell": 1}]', encoding="utf-8")
-    with pytest.raises(UserError, match=r"faults\.json: .* written by `nox -s faults`, not by hand"):
+    with pytest.raises(UserError, match=r"faults\.json: .* written by `python -m scripts fault-table`"):
         fault_cases.load(path)
     assert fault_cases.load(tmp_path / "none.json") == []
 
@@ -105,7 +106,7 @@ def test_every_fault_of_the_table_can_be_brought_about() -> None:
 
 def test_a_fault_that_came_too_late_for_its_phase_is_told() -> None:
     late = msgspec.structs.replace(CASE, in_time=False)
-    (line,) = (line for line in rows([late]) if "not run" not in line)
+    (line,) = (line for line in rows(late) if "not run" not in line)
     assert "| sync, which had just ended |" in line
 
 

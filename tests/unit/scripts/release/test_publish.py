@@ -1,7 +1,4 @@
-"""What publish decides without a registry: tags and refusals."""
-
-import subprocess
-from pathlib import Path
+"""Tags and refusals of publish, without a registry."""
 
 import pytest
 
@@ -13,20 +10,20 @@ from scripts.release import publish
 from scripts.testing import records
 
 CELL = next(cell for cell in expand(load()) if cell.is_default)
-LABELS = {**image_labels(CELL, "base", []), REVISION: "a" * 40, INPUTS: "given"}
+LABELS = {**image_labels(CELL, "base", []), REVISION: "a" * 40, INPUTS: "digest"}
 IMAGE, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 THERE = Remote(MANIFEST, IMAGE, (("sha256:" + "a" * 64, 100), ("sha256:" + "b" * 64, 20)))
 
 
-def given(cell: Cell) -> str:
-    """What the image was built from."""
+def digest_for(cell: Cell) -> str:
+    """Return the digest of the image's label."""
     assert cell is CELL
-    return "given"
+    return "digest"
 
 
 def test_an_image_that_a_build_would_make_now_is_published_with_its_records() -> None:
     """Whatever commit it was built from: the catalogue is made from images, so it is committed after them."""
-    assert publish.refusals(CELL, LABELS, passed("abc"), given) == []
+    assert publish.refusals(CELL, LABELS, passed("abc"), digest_for) == []
 
 
 def passed(revision: str) -> dict[str, records.Record]:
@@ -49,41 +46,41 @@ def passed(revision: str) -> dict[str, records.Record]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"io.rlhf-stacks.cell": "other"}, "is the tag of another image"),
         ({"io.rlhf-stacks.stand-in": "torch"}, "is a stand-in"),
         ({"org.opencontainers.image.version": "1-x"}, r"was built for another release \(1-x\)"),
         ({REVISION: "abc-dirty"}, "was built from a dirty tree"),
-        ({INPUTS: "other"}, "was built from aaaaaaaaaaaa, a build is given other files now"),
+        ({INPUTS: "other"}, "was built from aaaaaaaaaaaa, and its inputs have changed"),
         (
             {REVISION: "", INPUTS: ""},
-            "was built from no commit, a build is given other files now",
+            "was built from no commit, and its inputs have changed",
         ),
     ],
 )
-def test_another_image_is_refused_with_its_reason(changed: dict[str, str], told: str) -> None:
-    [reason] = publish.refusals(CELL, LABELS | changed, passed("abc"), given)
+def test_another_image_is_refused_with_its_reason(changed: dict[str, str], message: str) -> None:
+    [reason] = publish.refusals(CELL, LABELS | changed, passed("abc"), digest_for)
     assert reason.startswith(CELL.id)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         raise UserError(reason)
 
 
 def test_every_missing_record_is_a_line() -> None:
-    assert len(publish.refusals(CELL, LABELS, {}, given)) == len(records.required(CELL))
+    assert len(publish.refusals(CELL, LABELS, {}, digest_for)) == len(records.required(CELL))
 
 
 def test_the_same_content_is_no_overwrite() -> None:
-    """Engines name an image by its configuration, newer ones by its manifest."""
+    """Docker identifies an image by its configuration, newer releases by its manifest."""
     for image in (IMAGE, MANIFEST):
         assert publish.overwrites("h/x:1", THERE, image) == []
     assert publish.overwrites("h/x:1", None, IMAGE) == []
     [reason] = publish.overwrites("h/x:1", THERE, "sha256:" + "3" * 64)
-    assert "it is immutable" in reason
+    assert "is immutable" in reason
 
 
 def test_the_bytes_of_a_push_are_those_of_the_layers_that_the_registry_lacked() -> None:
-    """Old engines name a layer by its content, new ones by the packed blob."""
+    """Old releases of Docker identify a layer by its content, new ones by the packed blob."""
     diffs = ["sha256:" + "c" * 64, "sha256:" + "d" * 64]
     assert publish.moved(["c" * 12], diffs, THERE) == 100
     assert publish.moved(["b" * 12, "b" * 12], diffs, THERE) == 20
@@ -106,35 +103,6 @@ def test_an_upload_counts_what_is_sent_and_ends_with_its_digest() -> None:
     assert (upload.pushed, upload.digest) == (["a"], MANIFEST)
     with pytest.raises(UserError, match="no basic auth"):
         upload.take({"error": "no basic auth credentials", "errorDetail": {}})
-
-
-def git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A checkout with one commit."""
-    git(tmp_path, "init", "--quiet")
-    (tmp_path / "matrix.yaml").write_text("a\n", encoding="utf-8")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "--quiet", "-m", "x")
-    return tmp_path
-
-
-def test_a_tree_with_anything_uncommitted_is_dirty(checkout: Path) -> None:
-    """A file that git does not know is in a build too."""
-    publish.require_clean_tree(checkout)
-    (checkout / "new").touch()
-    with pytest.raises(UserError, match=r"the tree is dirty \(new\)"):
-        publish.require_clean_tree(checkout)
-
-
-def test_what_is_no_checkout_cannot_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(UserError, match="this is no git checkout"):
-        publish.require_clean_tree(tmp_path)
 
 
 def test_the_table_cuts_no_digest_short() -> None:
