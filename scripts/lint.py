@@ -53,7 +53,7 @@ def checks() -> dict[str, list[str]]:
         "mypy": [_tool("mypy"), "--no-error-summary"],
         "shellcheck": [_tool("shellcheck"), "--severity=warning", *map(str, shell_scripts(git.files()))],
         "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(git.files()))],
-        "layers": [_tool("lint-imports")],
+        "layers": [_tool("lint-imports"), "--no-logo"],
         "schema": [*scripts, "matrix", "schema", "--check"],
         "patches": [*scripts, "patches", "check"],
         "locks": [*scripts, "lock", "--check", "--offline"],

@@ -20,12 +20,13 @@ from rich.table import Table
 from scripts.docker.client import with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
+from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
-from scripts.testing.suites import COMMANDS
+from scripts.testing.side_by_side import Job
 from tests.bench.results import parser
 
 LOGS = ROOT / "build" / "flakes"
-SUITES = tuple(suite for suite in COMMANDS if suite != "demo")  # not a pytest suite
+PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "demo"]
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 PASSED = re.compile(r"\b(\d+) passed\b")
 
@@ -43,19 +44,13 @@ def run_suite(suite: str, cell: str, log: Path) -> SuiteRun:
     """Run the suite; `UserError` if it fails without a failed test."""
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        codes = [
-            subprocess.run(
-                [sys.executable, "-m", *command, cell, "-rfE"],
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
-            for command in COMMANDS[suite]
-        ]
+        command = [*Job(suite, cell).command(), "-rfE"]
+        code = subprocess.run(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
     text = log.read_text(encoding="utf-8")
     failed = tuple(FAILED.findall(text))
-    if any(codes) and not failed:
+    if code and not failed:
         raise UserError(f"{suite} failed without a failed test: {log.relative_to(ROOT)}")
     return SuiteRun(sum(map(int, PASSED.findall(text))), failed, time.monotonic() - start)
 
@@ -74,7 +69,7 @@ def show(suite: str, runs: Sequence[SuiteRun]) -> None:
 def main() -> int:
     """Run the command line; a flaky test is a result and not an error."""
     options = parser("flakes", __doc__)
-    options.add_argument("suite", nargs="?", default="cluster", choices=SUITES)
+    options.add_argument("suite", nargs="?", default="cluster", choices=PYTEST_SUITES)
     options.add_argument("--runs", type=int, default=10, help="number of runs (10)")
     arguments = options.parse_args()
     matrix = load()
