@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_stack.cli import option_types
+from rlhf_stack.cli.option_types import non_negative_float, non_negative_int, positive_int
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
@@ -18,32 +18,16 @@ CONFIG = "config.json"
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the machines: numbers, a file, or a running Ray cluster."""
+    parser.add_argument("--nodes", type=positive_int, metavar="N", help="number of identical machines")
+    parser.add_argument("--gpus", type=non_negative_int, default=8, metavar="N", help="GPUs per machine (8)")
     parser.add_argument(
-        "--nodes", type=option_types.positive_int, metavar="N", help="number of identical machines"
+        "--gpu-memory", type=non_negative_float, default=0.0, metavar="GIB", help="memory per GPU"
     )
     parser.add_argument(
-        "--gpus", type=option_types.non_negative_int, default=8, metavar="N", help="GPUs per machine (8)"
+        "--cpus", type=non_negative_float, default=0.0, metavar="N", help="CPUs per machine (enough)"
     )
     parser.add_argument(
-        "--gpu-memory",
-        type=option_types.non_negative_float,
-        default=0.0,
-        metavar="GIB",
-        help="memory per GPU",
-    )
-    parser.add_argument(
-        "--cpus",
-        type=option_types.non_negative_float,
-        default=0.0,
-        metavar="N",
-        help="CPUs per machine (enough)",
-    )
-    parser.add_argument(
-        "--memory",
-        type=option_types.non_negative_float,
-        default=0.0,
-        metavar="GIB",
-        help="host memory per machine",
+        "--memory", type=non_negative_float, default=0.0, metavar="GIB", help="host memory per machine"
     )
     parser.add_argument(
         "--cluster", type=Path, metavar="FILE", help="a YAML file of machines, instead of the above"

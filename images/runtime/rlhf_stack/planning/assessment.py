@@ -93,14 +93,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         )
     notes = _notes(run, upstream, smallest, any(machine.memory for machine in machines))
     return Assessment(
-        run,
-        nodes,
-        per_role,
-        engine if smallest else None,
-        ours,
-        upstream,
-        tuple(problems),
-        tuple(notes),
+        run, nodes, per_role, engine if smallest else None, ours, upstream, tuple(problems), tuple(notes)
     )
 
 

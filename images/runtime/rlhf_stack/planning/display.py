@@ -123,11 +123,7 @@ def _needs(assessment: Assessment) -> Table:
     for need in assessment.needs.values():
         sizes = (need.weights, need.gradients, need.optimizer, need.activations, max(need.buffers, need.step))
         table.add_row(
-            need.role,
-            str(ranks[need.role]),
-            _count(need.parameters),
-            *map(gib, sizes),
-            gib(need.host),
+            need.role, str(ranks[need.role]), _count(need.parameters), *map(gib, sizes), gib(need.host)
         )
     return table
 

@@ -24,8 +24,9 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rlhf_stack.cli import option_types, run_options
+from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import positive_float
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,21 +45,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--size",
-        type=option_types.positive_float,
+        type=positive_float,
         default=64.0,
         metavar="MB",
         help="size of the bucket in 10^6 bytes (64)",
     )
     parser.add_argument(
         "--floor",
-        type=option_types.positive_float,
+        type=positive_float,
         default=0.1,
         metavar="GB/S",
         help="a link below this rate, in 10^9 bytes/s, is slow (0.1, about 1 Gbit/s)",
     )
     parser.add_argument(
         "--timeout",
-        type=option_types.positive_float,
+        type=positive_float,
         default=30.0,
         metavar="SECONDS",
         help="for each rendezvous and each transfer (30)",

@@ -1,4 +1,4 @@
-"""Diagnose this node and its cluster: versions, patches, variables, GPUs, shared memory, limits, leftovers.
+"""Diagnose this node and its cluster: versions, patches, variables, GPUs, /dev/shm, limits, stale resources.
 
 If a Ray node runs on this machine, checks and compares all nodes of its cluster; otherwise checks this
 machine, also outside the images. Changes nothing. Known-bad combinations come from a database, with a source
@@ -24,8 +24,8 @@ from pathlib import Path
 
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
-from rlhf_stack.cli import option_types
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import positive_float
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
         "--timeout",
-        type=option_types.positive_float,
+        type=positive_float,
         default=TIMEOUT,
         metavar="SECONDS",
         help="for all nodes to respond (30)",

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cleanup.process_table import Process
-from rlhf_stack.cli import option_types
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import non_negative_float
 from rlhf_stack.compat import deepspeed_ops
 
 LEAST_SECONDS = 60.0
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="end and remove everything that is listed")
     parser.add_argument(
         "--older-than",
-        type=option_types.non_negative_float,
+        type=non_negative_float,
         default=LEAST_SECONDS,
         metavar="SECONDS",
         help="minimum age of session servers and segments, which a starting node has too (60)",

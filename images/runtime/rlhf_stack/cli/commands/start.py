@@ -1,4 +1,4 @@
-"""Start Ray on this machine, as the head or as a node that joins it, with the right resources.
+"""Start Ray on this machine, as the head of a cluster or as a node that joins one.
 
 Declares the visible GPUs and an object store that fits in /dev/shm, applies the environment of the image, and
 binds the dashboard to this machine only. Requires an authentication token if Ray supports it (2.52 and
@@ -29,8 +29,14 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rlhf_stack.cli import option_types
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import (
+    non_negative_float,
+    non_negative_int,
+    port,
+    positive_float,
+    positive_int,
+)
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.host import inspect_host, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
@@ -47,26 +53,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     role.add_argument("--join", metavar="ADDRESS", help=f"join the head at ADDRESS[:{PORT}]")
     parser.add_argument(
         "--num-gpus",
-        type=option_types.non_negative_int,
+        type=non_negative_int,
         metavar="N",
         help="GPUs to declare (default: the visible ones); without GPUs, a number of slots",
     )
     parser.add_argument(
-        "--num-cpus",
-        type=option_types.non_negative_int,
-        metavar="N",
-        help="CPUs to declare (default: all)",
+        "--num-cpus", type=non_negative_int, metavar="N", help="CPUs to declare (default: all)"
     )
     parser.add_argument(
-        "--object-store-memory",
-        type=option_types.positive_int,
-        metavar="BYTES",
-        help="default: what fits in /dev/shm",
+        "--object-store-memory", type=positive_int, metavar="BYTES", help="default: what fits in /dev/shm"
     )
     parser.add_argument(
         "--node-ip-address", metavar="ADDRESS", help="address of this machine for the other nodes"
     )
-    parser.add_argument("--port", type=option_types.port, default=PORT, help=f"port of the head ({PORT})")
+    parser.add_argument("--port", type=port, default=PORT, help=f"port of the head ({PORT})")
     parser.add_argument(
         "--dashboard-host", default=LOOPBACK, metavar="ADDRESS", help=f"address of the dashboard ({LOOPBACK})"
     )
@@ -74,21 +74,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--auth", choices=("auto", "token", "none"), default="auto", help="auto: a token if Ray supports it"
     )
     parser.add_argument(
-        "--expect-nodes",
-        type=option_types.positive_int,
-        metavar="N",
-        help="wait for N nodes, including this one",
+        "--expect-nodes", type=positive_int, metavar="N", help="wait for N nodes, including this one"
     )
     parser.add_argument(
         "--expect-gpus",
-        type=option_types.non_negative_float,
+        type=non_negative_float,
         default=0.0,
         metavar="N",
         help="also wait for N GPUs in total",
     )
     parser.add_argument(
         "--timeout",
-        type=option_types.positive_float,
+        type=positive_float,
         default=300.0,
         metavar="SECONDS",
         help="for the nodes to join, and for the head to respond (300)",

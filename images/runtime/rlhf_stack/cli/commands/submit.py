@@ -25,8 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_stack.cli import option_types, run_options
+from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import non_negative_float
 from rlhf_stack.cluster.connect import summarize_ray_error
 from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars
@@ -58,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-memory",
-        type=option_types.non_negative_float,
+        type=non_negative_float,
         default=0.0,
         metavar="GIB",
         help="memory per GPU; required to check it",

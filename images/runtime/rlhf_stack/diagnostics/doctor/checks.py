@@ -146,11 +146,7 @@ def shared_memory(node: NodeFacts) -> Iterator[Finding]:
     remedy = "set `docker run --shm-size`, or a smaller --object-store-memory"
     if store > node.shm_total:
         yield Finding(
-            "shm",
-            ERROR,
-            "the object store does not fit in /dev/shm: Ray puts it on disk",
-            evidence,
-            remedy,
+            "shm", ERROR, "the object store does not fit in /dev/shm: Ray puts it on disk", evidence, remedy
         )
     elif node.shm_total < MIN_SHM:
         yield Finding(
