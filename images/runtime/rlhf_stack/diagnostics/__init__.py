@@ -1,4 +1,4 @@
 """Finds and explains faults: doctor, monitor, network check, and the check of installed patches.
 
-May import every package except ``cli`` and ``demo``.
+May import every package except ``cli``, ``hooks`` and ``demo``.
 """
