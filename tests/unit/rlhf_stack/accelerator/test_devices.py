@@ -1,4 +1,4 @@
-"""On a GPU every function is upstream's own line; on a CPU it asks nothing of torch.cuda."""
+"""Device calls: on a GPU as in upstream, on a CPU without any call of torch.cuda."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from rlhf_stack.config import env_vars
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """A torch built for CUDA, that records what it is asked."""
+    """A torch built for CUDA that records its calls."""
     torch = MagicMock()
     torch.version.cuda, torch.version.hip = "12.8", None
     torch.cuda.current_device.return_value = 3
@@ -22,7 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A torch built for CPUs: it has no ``torch.cuda`` here, so that any use of it fails."""
+    """A torch built for CPUs, without ``torch.cuda``, so that any use of it fails."""
     torch = types.SimpleNamespace(
         version=types.SimpleNamespace(cuda=None, hip=None), device=lambda name: f"device {name}"
     )
@@ -30,7 +30,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return torch
 
 
-def test_on_a_gpu_each_call_is_upstreams_line(gpu: MagicMock) -> None:
+def test_gpu_calls_equal_upstreams(gpu: MagicMock) -> None:
     assert devices.device_type() == "cuda"
     assert devices.current_device() == 3
     assert devices.torch_device() is gpu.device.return_value
@@ -55,7 +55,7 @@ def test_rocm_is_a_gpu_too(gpu: MagicMock) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_the_image_was_made_for_counts_more_than_how_torch_was_built(
+def test_image_takes_precedence_over_the_build_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
@@ -64,9 +64,7 @@ def test_what_the_image_was_made_for_counts_more_than_how_torch_was_built(
     assert devices.device_type() == "cuda"
 
 
-def test_a_gpu_is_named_by_its_uuid_also_if_ray_gave_it_another_name(
-    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_id_is_its_uuid_whatever_ray_calls_it(gpu: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(devices.GPU_ID, "node:0")
     gpu.cuda.get_device_properties.return_value.uuid = "GPU-1234"
     assert devices.physical_gpu_id() == "GPU-1234"
@@ -74,7 +72,7 @@ def test_a_gpu_is_named_by_its_uuid_also_if_ray_gave_it_another_name(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_cuda_handle_opens_on_the_receivers_device() -> None:
+def test_cuda_handle_opens_on_the_receivers_device() -> None:
     rebuild = MagicMock()
     sent = (0, 1, 2, 3, 4, 5, 6, 7, 8)
     assert devices.open_handle((rebuild, sent), 2) is rebuild.return_value
@@ -82,14 +80,14 @@ def test_a_cuda_handle_opens_on_the_receivers_device() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_engine_hands_nothing_to_its_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_engine_exports_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(devices.GPU_ID, raising=False)
     devices.export_physical_gpu_id("mp")
     assert devices.GPU_ID not in os.environ
 
 
 @pytest.mark.usefixtures("cpu")
-def test_on_a_cpu_nothing_asks_for_cuda() -> None:
+def test_cpu_calls_do_not_use_cuda() -> None:
     assert devices.device_type() == "cpu"
     assert devices.current_device() == devices.torch_device() == "device cpu"
     assert devices.current_stream() is None
@@ -99,7 +97,7 @@ def test_on_a_cpu_nothing_asks_for_cuda() -> None:
 
 
 @pytest.mark.usefixtures("cpu")
-def test_a_cpu_handle_opens_as_it_is() -> None:
+def test_cpu_handle_opens_unchanged() -> None:
     rebuild = MagicMock()
     assert devices.open_handle((rebuild, (1, 2)), None) is rebuild.return_value
     rebuild.assert_called_once_with(1, 2)
@@ -113,14 +111,14 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, ids: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("cpu")
-def test_a_cpu_stands_for_the_gpu_that_ray_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_has_the_id_of_rays_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(devices.GPU_ID, raising=False)
     fake_ray(monkeypatch, ["1"])
     assert devices.physical_gpu_id() == "abc:1"
 
 
 @pytest.mark.usefixtures("cpu")
-def test_without_a_gpu_from_ray_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_an_error_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(devices.GPU_ID, raising=False)
     fake_ray(monkeypatch, [])
     with pytest.raises(RuntimeError, match="ray start --num-gpus"):
@@ -139,7 +137,7 @@ def test_child_processes_of_an_engine_inherit_its_gpu(
     assert os.environ.get(devices.GPU_ID) == exported
 
 
-def test_an_engine_worker_is_restricted_as_its_accelerator_needs(
+def test_restriction_of_an_engine_worker_follows_the_accelerator(
     gpu: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert devices.environment_for([5, 4]) == {visible_devices.CUDA: "5,4"}

@@ -1,4 +1,4 @@
-"""``rocm-smi`` may be absent, fail, hang or print anything: Ray starts all the same."""
+"""AMD detection: ``rocm-smi`` may be absent, fail, hang or print anything without stopping Ray."""
 
 import sys
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ WARNED = f"WARNING: AMD GPU device(s) is/are in a low-power state.\n{TABLE}\nWAR
 
 @pytest.fixture(autouse=True)
 def rocm_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a test may put a ``rocm-smi``; nothing else is on the path."""
+    """Return the path where a test may create ``rocm-smi``; the PATH has nothing else."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(rocm, "TOPOLOGY", tmp_path / "nodes")
     rocm.is_rocm.cache_clear()
@@ -54,7 +54,7 @@ def test_only_cards_are_counted(listing: str, found: int) -> None:
         ("", None),
     ],
 )
-def test_the_product_is_read_and_never_evaluated(listing: str, product: str | None) -> None:
+def test_product_is_parsed_and_never_evaluated(listing: str, product: str | None) -> None:
     assert rocm.parse_product(listing) == product
 
 
@@ -64,7 +64,7 @@ def test_without_rocm_smi_there_is_no_amd_gpu() -> None:
     assert not rocm.is_rocm()
 
 
-def test_what_rocm_smi_prints_is_asked_once(rocm_smi: Path) -> None:
+def test_rocm_smi_runs_once(rocm_smi: Path) -> None:
     script(rocm_smi, 'printf "%s\\n" device,Name card0,MI300X card1,MI300X')
     assert rocm.count() == 2
     assert rocm.is_rocm()
@@ -72,18 +72,18 @@ def test_what_rocm_smi_prints_is_asked_once(rocm_smi: Path) -> None:
     assert rocm.is_rocm()
 
 
-def test_an_image_for_rocm_needs_no_rocm_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_image_needs_no_rocm_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "rocm")
     assert rocm.is_rocm()
 
 
 @pytest.mark.parametrize("body", ["echo card0,x >&2; exit 3", "kill -9 $$", "exec no-such-program"])
-def test_a_failing_rocm_smi_finds_nothing(rocm_smi: Path, body: str) -> None:
+def test_failing_rocm_smi_finds_nothing(rocm_smi: Path, body: str) -> None:
     script(rocm_smi, body)
     assert rocm.count() == 0
 
 
-def test_a_rocm_smi_that_hangs_is_left(
+def test_hanging_rocm_smi_is_abandoned(
     rocm_smi: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rocm, "SMI_SECONDS", 0.2)
@@ -92,7 +92,7 @@ def test_a_rocm_smi_that_hangs_is_left(
     assert "rocm-smi does not answer" in caplog.text
 
 
-def test_without_rocm_smi_the_kernel_tells_the_gpus_of_this_container(rocm_smi: Path) -> None:
+def test_without_rocm_smi_gpus_are_counted_by_the_kernel(rocm_smi: Path) -> None:
     for node, text in enumerate(
         ("cpu_cores_count 64\nsimd_count 0\n", "simd_count 1216\n", "simd_count 880\n")
     ):
@@ -121,13 +121,13 @@ def test_vllm_joins_a_running_cluster_without_naming_gpus(monkeypatch: pytest.Mo
     assert ray.init.mock_calls == [call(address="auto", ignore_reinit_error=True)]
 
 
-def test_vllm_starts_a_cluster_with_its_gpus_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_starts_a_cluster_with_its_gpus_if_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = fake_ray(monkeypatch, running=False)
     rocm.join_ray(None, 4)
     assert ray.init.mock_calls[-1] == call(ignore_reinit_error=True, num_gpus=4)
 
 
-def test_a_cluster_that_was_named_and_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = fake_ray(monkeypatch, running=False)
     with pytest.raises(ConnectionError, match="no cluster"):
         rocm.join_ray("10.0.0.1:6379", 4)

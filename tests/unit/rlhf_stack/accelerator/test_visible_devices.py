@@ -1,4 +1,4 @@
-"""Every combination of the variables ends on the GPU that Ray assigned, or in an error that names two.
+"""Each combination of the variables selects the GPU that Ray assigned, or is an error that names two.
 
 The machine has 8 GPUs. What HIP shows is the model `visible.seen`, which the first table holds against rows
 that were worked out from ROCm's sources by hand.
@@ -62,7 +62,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def amd_worker(node: dict[str, str], process: dict[str, str], slot: int) -> str:
-    """What our Ray does in a worker of ``node`` before the user's code runs; returns the GPU's name."""
+    """Do what patched Ray does in a worker of ``node`` before user code runs; return the GPU's name."""
     process.clear()
     process.update(node)
     names = rocm.visible_ids()
@@ -77,16 +77,14 @@ def rocm_nodes() -> Iterator[dict[str, str]]:
 
 
 def usable(node: dict[str, str]) -> bool:
-    """Whether each entry of HIP's list names a GPU that the layer below left."""
+    """Report whether each entry of HIP's list names a GPU that ROCR admits."""
     below = len(node.get(ROCR, ALL.replace(" ", ",")).split(","))
     above = node.get(HIP, node.get(CUDA, "0"))
     return max(map(int, above.split(","))) < below
 
 
 @pytest.mark.parametrize("node", [pytest.param(node, id=str(node)) for node in rocm_nodes() if usable(node)])
-def test_every_process_on_a_rocm_node_computes_on_the_gpu_that_ray_assigned(
-    node: dict[str, str], process: dict[str, str]
-) -> None:
+def test_rocm_processes_compute_on_the_assigned_gpu(node: dict[str, str], process: dict[str, str]) -> None:
     physical = visible_devices.visible_gpus(
         node, "rocm", GPUS
     )  # Ray's slots, in the order in which the node sees them
@@ -109,7 +107,7 @@ def test_every_process_on_a_rocm_node_computes_on_the_gpu_that_ray_assigned(
 @pytest.mark.parametrize(
     "node", [pytest.param(node, id=str(node)) for node in rocm_nodes() if not usable(node)]
 )
-def test_lists_that_cannot_both_hold_are_named(
+def test_contradicting_lists_are_named(
     node: dict[str, str], process: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     above = HIP if HIP in node else CUDA
@@ -125,14 +123,14 @@ def test_lists_that_cannot_both_hold_are_named(
 
 @pytest.mark.parametrize(("noset", "cuda"), [*itertools.product(SWITCHES, (*LISTS, "GPU-1f,GPU-2a"))])
 @pytest.mark.parametrize("zero_is_on", [False, True], ids=["Ray 2.55", "older Ray"])
-def test_every_rank_on_a_cuda_node_computes_on_the_gpu_that_ray_assigned(
+def test_cuda_ranks_compute_on_the_assigned_gpu(
     noset: str | None, cuda: str | None, zero_is_on: bool
 ) -> None:
     node = environment(noset=noset, cuda=cuda)
     names = cuda.split(",") if cuda else ALL.split()
-    left_alone = noset == "1" or (zero_is_on and noset == "0")
+    unrestricted = noset == "1" or (zero_is_on and noset == "0")
     for name in names:
-        worker = node if left_alone else node | {CUDA: name}
+        worker = node if unrestricted else node | {CUDA: name}
         shown = visible_devices.visible_gpus(worker, "cuda", GPUS)
         assert shown[visible_devices.ordinal(name, worker, "cuda")] == name
 
@@ -149,7 +147,7 @@ def test_every_rank_on_a_cuda_node_computes_on_the_gpu_that_ray_assigned(
         ("rocm", {"rocr": "5", "cuda": "4,5"}, ROCR, "5", f"{ROCR}=5 and {CUDA}=4,5 disagree"),
     ],
 )
-def test_what_cannot_be_right_is_an_error_that_names_two(
+def test_contradiction_is_an_error_that_names_two(
     kind: visible_devices.Kind, variables: dict[str, str], by: str, assigned: str, told: str
 ) -> None:
     with pytest.raises(visible_devices.VisibleDevicesError, match=told):
@@ -165,7 +163,7 @@ def test_what_cannot_be_right_is_an_error_that_names_two(
         ({}, "5", "5"),  # it was told not to
     ],
 )
-def test_a_released_ray_that_names_gpus_for_the_lower_layer_is_understood(
+def test_released_ray_that_names_gpus_by_rocr_is_supported(
     variables: dict[str, str], assigned: str, shown: str
 ) -> None:
     worker = environment(**variables)
@@ -174,11 +172,11 @@ def test_a_released_ray_that_names_gpus_for_the_lower_layer_is_understood(
 
 
 @pytest.mark.parametrize("variables", [{"cuda": ""}, {"hip": ""}, {"cuda": "-1"}, {"rocr": ""}])
-def test_a_node_that_hides_its_gpus_hands_out_none(variables: dict[str, str]) -> None:
+def test_node_that_hides_its_gpus_assigns_none(variables: dict[str, str]) -> None:
     assert visible_devices.node_ids(environment(**variables)) == []
 
 
-def test_an_actor_without_a_gpu_sees_none(process: dict[str, str]) -> None:
+def test_actor_without_a_gpu_sees_none(process: dict[str, str]) -> None:
     process.update(environment(hip="4,5"))
     rocm.restrict_process([])
     assert visible_devices.visible_gpus(process, "rocm", GPUS) == []

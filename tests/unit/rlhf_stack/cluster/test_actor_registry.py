@@ -1,4 +1,4 @@
-"""What is said of an actor that Ray has lost; real nodes that die are in tests/cluster."""
+"""Errors about lost actors; tests/cluster has nodes that really die."""
 
 import sys
 from unittest.mock import MagicMock
@@ -34,7 +34,7 @@ class InTask(RayError):
 
 
 class Remote(actor_registry.PeerError):
-    """Stands for what Ray makes of a `PeerError` in a task: its text is a traceback."""
+    """Stands for Ray's version of a `PeerError` in a task, whose text is a traceback."""
 
     cause = actor_registry.PeerError("engine 2 is dead")
 
@@ -66,11 +66,11 @@ def rank(number: int, host: str) -> dict[str, object]:
         ),
     ],
 )
-def test_an_engine_is_described_with_its_ranks(ranks: list[dict[str, object]], expected: str) -> None:
+def test_engine_is_described_with_its_ranks(ranks: list[dict[str, object]], expected: str) -> None:
     assert actor_registry.describe(ENGINE, ranks) == expected
 
 
-def test_a_dead_actor_is_named_with_the_last_line_of_rays_reason() -> None:
+def test_dead_actor_is_named_with_the_last_line_of_rays_reason() -> None:
     with (
         pytest.raises(actor_registry.PeerError) as raised,
         actor_registry.translate_actor_errors("loading w"),
@@ -80,7 +80,7 @@ def test_a_dead_actor_is_named_with_the_last_line_of_rays_reason() -> None:
     assert isinstance(raised.value.__cause__, Lost)
 
 
-def test_an_actor_that_ray_is_not_sure_of_is_not_called_dead() -> None:
+def test_unavailable_actor_is_not_reported_as_dead() -> None:
     with (
         pytest.raises(actor_registry.PeerError, match="cannot be reached, and Ray cannot tell yet"),
         actor_registry.translate_actor_errors(),
@@ -88,7 +88,7 @@ def test_an_actor_that_ray_is_not_sure_of_is_not_called_dead() -> None:
         raise Unavailable("Socket closed")
 
 
-def test_what_was_done_is_said_around_an_error_from_another_process() -> None:
+def test_operation_is_prepended_to_an_error_from_another_process() -> None:
     with (
         pytest.raises(actor_registry.PeerError, match=r"^sync 3: engine 2 is dead$"),
         actor_registry.translate_actor_errors("sync 3"),
@@ -96,7 +96,7 @@ def test_what_was_done_is_said_around_an_error_from_another_process() -> None:
         raise Remote("a traceback")
 
 
-def test_an_actor_that_failed_in_its_constructor_says_so_itself() -> None:
+def test_error_of_a_failed_constructor_is_kept() -> None:
     with pytest.raises(Lost, match="no memory"), actor_registry.translate_actor_errors():
         raise Lost("no memory", in_constructor=True)
 
@@ -108,7 +108,7 @@ def states(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     monkeypatch.setitem(sys.modules, "ray._private", private)
 
 
-def test_the_dead_are_named_where_others_were_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_actors_are_named_if_others_were_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     states(monkeypatch, "DEAD")
     cut_off = InTask(RuntimeError("pair.cc:553] Connection closed by peer [10.0.0.2]:7\nmore"))
     expected = r"^sync 3: engine 2 on node node-b \(10.0.0.2\) died, and others were cut off: pair.*7$"
@@ -122,7 +122,7 @@ def test_the_dead_are_named_where_others_were_cut_off(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "state"), [("no such file", "DEAD"), ("Connection reset by peer", "ALIVE"), ("", "DEAD")]
 )
-def test_an_error_of_a_task_stays_where_nobody_is_dead_or_cut_off(
+def test_task_error_is_kept_if_no_actor_is_lost_or_cut_off(
     monkeypatch: pytest.MonkeyPatch, text: str, state: str
 ) -> None:
     states(monkeypatch, state)
@@ -131,12 +131,12 @@ def test_an_error_of_a_task_stays_where_nobody_is_dead_or_cut_off(
         raise InTask(RuntimeError(text))
 
 
-def test_an_error_that_is_not_rays_stays_as_it_is() -> None:
+def test_other_errors_are_kept() -> None:
     with pytest.raises(ValueError, match="other"), actor_registry.translate_actor_errors("loading w"):
         raise ValueError("other")
 
 
-def test_without_rays_head_the_actors_id_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_id_is_reported_if_rays_head_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(_prefix: str) -> list[dict[str, object]]:
         raise RayError("the head is gone")
 
@@ -145,7 +145,7 @@ def test_without_rays_head_the_actors_id_is_said(monkeypatch: pytest.MonkeyPatch
     assert "the head is gone" in actor_registry.describe_lost_actor(Lost("died"))
 
 
-def test_only_actors_introduce_themselves(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_actors_are_registered(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, dict[str, object]] = {}
     monkeypatch.setattr(gcs_kv, "put_record", kept.__setitem__)
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")

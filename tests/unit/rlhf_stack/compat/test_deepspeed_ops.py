@@ -25,7 +25,7 @@ with deepspeed_ops.compilation_lock("fused_adam", Path(sys.argv[1])):
 
 
 def other(script: str, *arguments: str) -> "subprocess.Popen[str]":
-    """Another process that runs ``script`` until it is killed; it holds its lock when this returns."""
+    """Start a process that runs ``script`` until it is killed; return once it holds its lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
         stdout=subprocess.PIPE,

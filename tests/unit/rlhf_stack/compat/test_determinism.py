@@ -1,4 +1,4 @@
-"""What makes rollouts repeatable."""
+"""Reproducible rollouts."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 512), max_size=4), max_size=8)
 
 @given(st.integers(0, 2**31), PROMPTS)
 def test_seeds_follow_from_the_engine_and_its_requests(seed: int, prompts: list[list[int]]) -> None:
-    """The same again in another run, and none twice."""
+    """Seeds are equal in another run and distinct within a run."""
     first, second = determinism.RequestSeeds(seed), determinism.RequestSeeds(seed)
     seeds = [first.next(prompt) for prompt in prompts]
     assert [second.next(prompt) for prompt in prompts] == seeds
@@ -24,7 +24,7 @@ def test_seeds_follow_from_the_engine_and_its_requests(seed: int, prompts: list[
 
 @given(PROMPTS.filter(lambda prompts: len(prompts) > 1))
 def test_seeds_do_not_depend_on_when_other_prompts_arrive(prompts: list[list[int]]) -> None:
-    """Only on how often the same prompt was asked before."""
+    """They depend only on how often the same prompt was requested before."""
     forward, backward = determinism.RequestSeeds(1), determinism.RequestSeeds(1)
     one = sorted((prompt, forward.next(prompt)) for prompt in prompts)
     other = sorted((prompt, backward.next(prompt)) for prompt in reversed(prompts))
@@ -39,20 +39,20 @@ def engine() -> AsyncEngineMixin:
 
 
 def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As upstream, to the letter."""
+    """Parameters are unchanged."""
     monkeypatch.delenv(env_vars.REPEATABLE, raising=False)
     assert engine().request_parameters([1], types.SimpleNamespace(seed=None)).seed is None
 
 
-def test_a_seed_that_the_user_gave_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent may sample with one."""
+def test_seed_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent may sample with its own seed."""
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     assert engine().request_parameters([1], types.SimpleNamespace(seed=5)).seed == 5
     assert engine().request_parameters([1], types.SimpleNamespace(seed=None)).seed is not None
 
 
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ray in which the last reference is always the one that is ready."""
+    """A Ray whose last reference is always ready first."""
 
     def wait(
         references: list[str], num_returns: int = 1, timeout: float | None = None
@@ -64,7 +64,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_are_taken_in_the_order_of_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever is ready first."""
+    """Regardless of which is ready first."""
     fake_ray(monkeypatch)
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     assert determinism.wait_for_answer(["a", "b", "c"]) == (["a"], ["b", "c"])

@@ -3,12 +3,12 @@ from rlhf_stack.config import env_vars
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
-def test_a_flag_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+def test_flag_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
     monkeypatch.setenv(env_vars.VERIFY_SYNC, value)
     assert env_vars.flag(env_vars.VERIFY_SYNC) is expected
 
 
-def test_another_value_of_a_flag_is_no_silent_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_values_of_a_flag_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.VERIFY_SYNC, "yes")
     with pytest.raises(ValueError, match="RLHF_STACK_VERIFY_SYNC='yes': expected 0 or 1"):
         env_vars.flag(env_vars.VERIFY_SYNC)
@@ -22,7 +22,7 @@ def test_deadlines_have_defaults_and_can_be_set(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
-def test_a_deadline_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_deadline_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, value)
     with pytest.raises(ValueError, match=r"RLHF_STACK_SYNC_TIMEOUT=.*greater than 0"):
         env_vars.sync_timeout()

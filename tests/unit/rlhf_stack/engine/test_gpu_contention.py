@@ -1,4 +1,4 @@
-"""The locks by which an engine sees the trainer's collectives; real ones are in tests/patches."""
+"""Locks by which an engine detects trainer collectives; tests/patches has real collectives."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Work:
-    """A collective that ends when it is told to."""
+    """A collective that ends when a test sets ``done``."""
 
     def __init__(self) -> None:
         self.done = False
@@ -31,7 +31,7 @@ class Work:
 
 
 class Group:
-    """The groups of torch.distributed, as far as they are watched."""
+    """The tracked part of a torch.distributed group."""
 
     def barrier(self, work: Work | None) -> Work | None:
         if work is None:
@@ -39,14 +39,14 @@ class Group:
         return work
 
 
-def until_landed(gpu: str) -> None:
+def wait_until_idle(gpu: str) -> None:
     end = time.monotonic() + 60
     while gpu_contention.collectives_in_flight(gpu):
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_a_collective_is_in_flight_on_its_gpu_until_it_is_done() -> None:
+def test_collective_is_in_flight_until_it_is_done() -> None:
     tracker = gpu_contention.CollectiveTracker(GPU, "rank 3")
     barrier = gpu_contention._tracked(Group.barrier, "barrier", tracker)
     first, second = Work(), Work()
@@ -57,39 +57,39 @@ def test_a_collective_is_in_flight_on_its_gpu_until_it_is_done() -> None:
     assert gpu_contention.collectives_in_flight(OTHER) == []
     first.done = True
     time.sleep(0.05)
-    assert gpu_contention.collectives_in_flight(GPU) == ["barrier of rank 3"], "the second still is"
+    assert gpu_contention.collectives_in_flight(GPU) == ["barrier of rank 3"], "the second is still in flight"
     second.done = True
-    until_landed(GPU)
+    wait_until_idle(GPU)
 
 
-def test_one_that_fails_is_over() -> None:
+def test_failed_collective_is_not_in_flight() -> None:
     barrier = gpu_contention._tracked(
         Group.barrier, "barrier", gpu_contention.CollectiveTracker(GPU, "rank 3")
     )
     with pytest.raises(RuntimeError, match="the network is down"):
         barrier(Group(), None)
-    until_landed(GPU)
+    wait_until_idle(GPU)
 
 
-def test_an_engine_that_generates_meanwhile_is_an_error_that_names_both() -> None:
-    tracker, watch, work = (
+def test_generating_during_a_collective_is_an_error_that_names_both() -> None:
+    tracker, check, work = (
         gpu_contention.CollectiveTracker(GPU, "rank 3"),
         gpu_contention.ContentionCheck(),
         Work(),
     )
-    watch.check()
+    check.check()
     tracker.begin("allreduce")
     tracker.follow(work.is_completed)
     with pytest.raises(
         gpu_contention.GpuContentionError, match=r"generates on GPU node/1:0 .* allreduce of rank 3"
     ):
-        watch.check()
+        check.check()
     work.done = True
-    until_landed(GPU)
-    watch.check()
+    wait_until_idle(GPU)
+    check.check()
 
 
-def test_one_that_is_about_to_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_that_ends_within_the_grace_time_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_contention, "GRACE_SECONDS", 2)
     tracker = gpu_contention.CollectiveTracker(GPU, "rank 3")
     tracker.begin("allreduce")
@@ -98,7 +98,7 @@ def test_one_that_is_about_to_end_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     gpu_contention.ContentionCheck().check()
 
 
-def test_nothing_is_looked_at_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.CHECK_COTENANCY, "0")
     tracker = gpu_contention.CollectiveTracker(GPU, "rank 3")
     tracker.begin("allreduce")

@@ -1,4 +1,4 @@
-"""A worker, its engine, and an engine that is killed, each a process."""
+"""A worker dies with its killed engine; worker and engine are real processes."""
 
 import ctypes
 import multiprocessing
@@ -18,41 +18,41 @@ SECONDS = 60
 GET_DEATH_SIGNAL = 2  # PR_GET_PDEATHSIG
 
 
-def tied_and_untied() -> None:
+def set_and_clear() -> None:
     parent_death.set_parent_death_signal()
     parent_death.clear_parent_death_signal()
 
 
-def work(begin: Callable[[], None], told: Connection) -> None:
-    """A worker that waits for an engine that will not come."""
+def work(begin: Callable[[], None], ready: Connection) -> None:
+    """Run as a worker that waits for its engine for ever."""
     begin()
-    told.send(os.getpid())
+    ready.send(os.getpid())
     signal.pause()
 
 
-def be_killed(begin: Callable[[], None], told: Connection) -> None:
-    """An engine."""
-    SPAWN.Process(target=work, args=(begin, told)).start()
+def be_killed(begin: Callable[[], None], ready: Connection) -> None:
+    """Run as an engine."""
+    SPAWN.Process(target=work, args=(begin, ready)).start()
     signal.pause()
 
 
-def begin_late(begin: Callable[[], None], told: Connection) -> None:
-    """A worker whose engine dies before it has begun."""
+def begin_late(begin: Callable[[], None], ready: Connection) -> None:
+    """Run as a worker whose engine dies before it starts."""
     engine = os.getppid()
-    told.send(os.getpid())
+    ready.send(os.getpid())
     until(lambda: os.getppid() != engine, "another parent")
     begin()
     signal.pause()
 
 
-def be_killed_early(begin: Callable[[], None], told: Connection) -> None:
-    """An engine."""
-    SPAWN.Process(target=begin_late, args=(begin, told)).start()
+def be_killed_early(begin: Callable[[], None], ready: Connection) -> None:
+    """Run as an engine."""
+    SPAWN.Process(target=begin_late, args=(begin, ready)).start()
     signal.pause()
 
 
 def orphan(engine: Callable[..., None], begin: Callable[[], None]) -> int:
-    """The worker of an engine that was killed, once it has another parent or ended."""
+    """Return the worker of a killed engine, once it has another parent or has ended."""
     reading, writing = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=engine, args=(begin, writing))
     process.start()
@@ -65,7 +65,7 @@ def orphan(engine: Callable[..., None], begin: Callable[[], None]) -> int:
 
 
 def status(pid: int) -> list[str]:
-    """The state of a process and the id of its parent; empty if it has ended."""
+    """Return the state of a process and its parent's id; empty if it has ended."""
     try:
         found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -74,20 +74,20 @@ def status(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", [be_killed, be_killed_early])
-def test_a_worker_that_is_tied_ends_with_its_engine(engine: Callable[..., None]) -> None:
+def test_worker_dies_with_its_engine(engine: Callable[..., None]) -> None:
     worker = orphan(engine, parent_death.set_parent_death_signal)
     until(lambda: not status(worker), "the worker to end")
 
 
-def test_a_worker_that_is_tied_no_more_lives_on() -> None:
-    worker = orphan(be_killed, tied_and_untied)
+def test_worker_survives_after_clearing_the_signal() -> None:
+    worker = orphan(be_killed, set_and_clear)
     try:
         assert status(worker)
     finally:
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_process_that_was_not_spawned_is_left_alone() -> None:
+def test_unspawned_process_is_not_affected() -> None:
     parent_death.set_parent_death_signal()
     signal_of_death = ctypes.c_int(-1)
     ctypes.CDLL(None).prctl(GET_DEATH_SIGNAL, ctypes.byref(signal_of_death), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Which engine gets which prompt, against every possibility and against splits by number."""
+"""Assignment of prompts, compared with exhaustive search and with splits by number."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ def test_no_engine_is_busy_for_longer_than_with_a_split_by_number(work: list[int
 
 
 @given(WORK, BUSY)
-def test_the_largest_first_rule_has_its_bound(work: list[int], busy: list[int]) -> None:
+def test_longest_first_is_within_its_bound(work: list[int], busy: list[int]) -> None:
     found = request_balancer.makespan(work, busy, request_balancer.assign(work, busy))
     engines = len(busy)
     assert found <= max(*busy, (sum(work) + sum(busy)) / engines + max(work, default=0))
@@ -41,7 +41,7 @@ def test_the_largest_first_rule_has_its_bound(work: list[int], busy: list[int]) 
 
 @hypothesis_settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
-def test_idle_engines_are_done_within_four_thirds_of_the_best(work: list[int], engines: int) -> None:
+def test_idle_engines_finish_within_four_thirds_of_the_optimum(work: list[int], engines: int) -> None:
     idle = [0] * engines
     best = min(
         request_balancer.makespan(work, idle, found)
@@ -53,7 +53,7 @@ def test_idle_engines_are_done_within_four_thirds_of_the_best(work: list[int], e
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(0, 64), st.integers(1, 5))
-def test_every_prompt_is_in_one_share_and_its_answer_in_its_place(
+def test_each_prompt_is_in_one_part_and_its_answer_is_in_place(
     prompts: list[list[int]], answer: int, engines: int
 ) -> None:
     shares = request_balancer.split_prompts(prompts, answer, engines)
@@ -63,7 +63,7 @@ def test_every_prompt_is_in_one_share_and_its_answer_in_its_place(
     assert request_balancer.merge_answers(shares, answers) == prompts
 
 
-def test_the_same_prompts_have_the_same_engines() -> None:
+def test_assignment_is_deterministic() -> None:
     choose = random.Random(0)  # noqa: S311
     prompts = [[0] * choose.randrange(1, 50) for _ in range(64)]
     assert request_balancer.split_prompts(prompts, 16, 3) == request_balancer.split_prompts(
@@ -78,7 +78,7 @@ def tokenizer(texts: list[str], add_special_tokens: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The first still has 1000 tokens to go."""
+    """Two engines, of which the first has 1000 unfinished tokens."""
     ray = MagicMock()
     ray.get.side_effect = lambda references, **_: references
     monkeypatch.setitem(sys.modules, "ray", ray)
@@ -88,7 +88,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ]
 
 
-def test_an_engine_that_still_has_work_gets_less(engines: list[Any]) -> None:
+def test_busy_engine_gets_less(engines: list[Any]) -> None:
     parameters = SimpleNamespace(max_tokens=90)
     found = request_balancer.assign_prompts(
         engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1
@@ -96,9 +96,7 @@ def test_an_engine_that_still_has_work_gets_less(engines: list[Any]) -> None:
     assert [found.count(engine) for engine in (0, 1)] == [1, 11]
 
 
-def test_a_repeatable_run_does_not_ask_what_engines_still_have(
-    engines: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeatable_run_ignores_unfinished_work(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     parameters = SimpleNamespace(max_tokens=90)
     found = request_balancer.assign_prompts(
@@ -107,7 +105,7 @@ def test_a_repeatable_run_does_not_ask_what_engines_still_have(
     assert [found.count(engine) for engine in (0, 1)] == [6, 6]
 
 
-def test_an_answer_without_a_limit_may_fill_what_its_prompt_leaves(engines: list[Any]) -> None:
+def test_unlimited_answer_may_fill_the_context(engines: list[Any]) -> None:
     unlimited = SimpleNamespace(max_tokens=None)
     found = request_balancer.assign_prompts(
         engines, ["x", "x" * 99], tokenizer, unlimited, limit=100, samples=4
@@ -115,7 +113,7 @@ def test_an_answer_without_a_limit_may_fill_what_its_prompt_leaves(engines: list
     assert found == [1, 1], "each is 4 times 100 tokens at most, and the first engine has 1000"
 
 
-def test_that_generation_begins_is_told(
+def test_beginning_of_generation_is_recorded(
     engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
@@ -126,7 +124,7 @@ def test_that_generation_begins_is_told(
     assert (event["event"], event["name"]) == ("begins", "generation")
 
 
-def test_that_generation_begins_is_told_of_the_older_openrlhf(
+def test_beginning_of_generation_is_recorded_for_openrlhf_0_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))

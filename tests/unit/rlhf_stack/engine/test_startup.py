@@ -1,4 +1,4 @@
-"""What is said of an engine's start; real engines are in tests/cluster and tests/patches."""
+"""Reports of an engine's startup; real engines are in tests/cluster and tests/patches."""
 
 import sys
 from types import SimpleNamespace
@@ -9,15 +9,15 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.engine import startup
 
 
-def told(engine: int, who: str, step: str, ago: float) -> dict[str, object]:
+def record(engine: int, who: str, step: str, ago: float) -> dict[str, object]:
     return {"engine": engine, "who": who, "step": step, "host": "node-2", "time": 1000.0 - ago}
 
 
-def test_each_rank_of_a_late_engine_says_where_it_stands() -> None:
+def test_last_step_of_each_rank_of_a_late_engine_is_described() -> None:
     steps = [
-        told(1, "engine 1", "actor started", 130),
-        told(1, "engine 1 rank 3", "device and rendezvous ...", 120),
-        told(10, "engine 10", "engine up", 1),
+        record(1, "engine 1", "actor started", 130),
+        record(1, "engine 1 rank 3", "device and rendezvous ...", 120),
+        record(10, "engine 10", "engine up", 1),
     ]
     assert startup.describe_steps(steps, [1, 2], 1000.0) == [
         "engine 1 on node-2: actor started, 130 s ago",
@@ -37,7 +37,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return fake
 
 
-def test_all_are_awaited_and_the_deadline_is_the_engines(
+def test_all_are_awaited_and_the_deadline_applies_to_engines(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
@@ -62,7 +62,7 @@ def test_the_first_error_is_raised(ray: MagicMock) -> None:
         startup.wait_for_engine_startup([engine("dead")], ["model"])
 
 
-def test_a_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.01")
     monkeypatch.setattr(
         startup, "_last_steps", lambda engines: [f"engine {index}: late" for index in engines]
@@ -74,7 +74,7 @@ def test_a_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: p
         startup.wait_for_engine_startup([engine("slow")])
 
 
-def test_nothing_is_told_outside_an_engine(
+def test_no_step_is_reported_outside_an_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(startup.ENGINE, raising=False)

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that could not be written; a real one is in tests/patches."""
+"""Errors of checkpoints that could not be written; tests/patches has a real one."""
 
 import re
 import sys
@@ -26,12 +26,12 @@ def save(strategy: object, model: object, folder: str, error: Exception | None =
     return strategy, model, folder
 
 
-def test_one_that_is_written_is_as_before() -> None:
+def test_successful_save_is_unchanged() -> None:
     assert save("strategy", "model", "folder") == ("strategy", "model", "folder")
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, OSError])
-def test_rank_node_folder_and_room_are_named(tmp_path: Path, kind: type[Exception]) -> None:
+def test_rank_node_folder_and_free_space_are_named(tmp_path: Path, kind: type[Exception]) -> None:
     error = kind("unexpected pos 128 vs 0\n")
     with pytest.raises(checkpoint_errors.CheckpointError) as told:
         save(None, None, str(tmp_path), error=error)
@@ -43,11 +43,11 @@ def test_rank_node_folder_and_room_are_named(tmp_path: Path, kind: type[Exceptio
     assert told.value.__cause__ is error
 
 
-def test_a_folder_that_could_not_be_made_has_no_room_to_tell(tmp_path: Path) -> None:
+def test_free_space_of_a_missing_folder_is_omitted(tmp_path: Path) -> None:
     with pytest.raises(checkpoint_errors.CheckpointError, match="none is not whole: denied"):
         save(None, None, str(tmp_path / "none"), error=PermissionError("denied"))
 
 
-def test_an_error_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+def test_other_errors_are_kept(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not a model"):
         save(None, None, str(tmp_path), error=AssertionError("not a model"))

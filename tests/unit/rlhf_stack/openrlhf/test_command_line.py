@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An OpenRLHF whose parser is in this file."""
+    """Install an OpenRLHF whose parser is in this file."""
     file = tmp_path / "train_ppo_ray.py"
     file.write_text(SOURCE)
     monkeypatch.setattr(command_line, "_installed", lambda: ("0.11.2", file))
@@ -48,7 +48,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("upstream")
-def test_upstreams_own_block_says_what_train_would_be_given() -> None:
+def test_main_block_yields_the_arguments_of_train() -> None:
     before = list(sys.argv)
     parsed = parse(["--nodes", "3", "--critic", "None"])
     assert (parsed.values.nodes, parsed.values.critic) == (3, None)
@@ -59,7 +59,7 @@ def test_upstreams_own_block_says_what_train_would_be_given() -> None:
 
 @pytest.mark.usefixtures("upstream")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--nodes", "many"], "OpenRLHF 0.11.2: argument --nodes: invalid int value: 'many'"),
         (["--nod", "1", "--bogus", "2"], "OpenRLHF 0.11.2: unrecognized arguments: --bogus 2"),
@@ -70,20 +70,20 @@ def test_upstreams_own_block_says_what_train_would_be_given() -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(ArgumentsError) as raised:
         parse(arguments)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_a_module_without_such_a_block_is_named(upstream: Path) -> None:
+def test_module_without_a_main_block_is_named(upstream: Path) -> None:
     upstream.write_text("import argparse\n")
     with pytest.raises(ArgumentsError, match="no main block"):
         parse([])
 
 
-def test_without_openrlhf_it_says_where_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openrlhf_is_an_error_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(_: str) -> str:
         raise PackageNotFoundError
 
@@ -103,10 +103,10 @@ def test_without_openrlhf_it_says_where_to_run(monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=" ".join,
 )
-def test_the_arguments_of_a_run_are_found_in_what_starts_it(command: list[str]) -> None:
+def test_arguments_are_extracted_from_a_command(command: list[str]) -> None:
     assert extract_arguments([*command, "--nodes", "2"]) == ["--nodes", "2"]
 
 
-def test_another_command_is_no_run() -> None:
+def test_other_command_is_an_error() -> None:
     with pytest.raises(ArgumentsError, match="'ls' does not start a run"):
         extract_arguments(["ls", "-l"])

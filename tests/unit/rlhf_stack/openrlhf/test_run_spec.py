@@ -1,4 +1,4 @@
-"""rlhf_stack.openrlhf.run_spec: one form for the arguments of both generations of OpenRLHF."""
+"""Run specifications from the arguments of OpenRLHF 0.5.1 and 0.11.2."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -99,11 +99,11 @@ def sections(**changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("release", "expected"), [("0.5.1", True), ("0.11.2+stack.1", False), ("0.9.0", False), ("1.0", False)]
 )
-def test_sections_came_with_a_release(release: str, expected: bool) -> None:
+def test_flags_have_sections_from_0_9_on(release: str, expected: bool) -> None:
     assert is_flat(release) == expected
 
 
-def test_roles_of_their_own_have_gpus_of_their_own() -> None:
+def test_separate_roles_have_separate_gpus() -> None:
     run = run_of("0.5.1", flat())
     assert run.request.groups == (
         Group("actor", 2, 4, strict_spread=True),
@@ -138,18 +138,18 @@ def test_several_reward_models_are_several_roles() -> None:
     assert run.request.size == 8 + 2 + 4 + 2 + 2 + 8
 
 
-def test_two_reward_models_do_not_fit_beside_the_critic() -> None:
+def test_two_reward_models_cannot_share_the_critics_gpus() -> None:
     with pytest.raises(UserError, match="allows one reward model"):
         run_of("0.5.1", flat(reward_pretrain="judge,jury", colocate_critic_reward=True))
 
 
-def test_a_reward_from_elsewhere_and_no_critic_take_nothing() -> None:
+def test_remote_reward_and_absent_critic_request_nothing() -> None:
     run = run_of("0.5.1", flat(remote_rm_url=["http://x"], critic_pretrain=None, vllm_num_engines=None))
     assert [role.name for role in run.roles] == ["actor", "ref"]
     assert run.request.engines is None
 
 
-def test_the_newer_generation_is_read_from_its_sections() -> None:
+def test_0_11_is_read_from_its_sections() -> None:
     run = run_of("0.11.2", sections())
     assert [(role.name, role.model) for role in run.roles] == [
         ("actor", "actor-model"),
@@ -162,19 +162,19 @@ def test_the_newer_generation_is_read_from_its_sections() -> None:
     assert not run.flat
 
 
-def test_everything_on_the_same_gpus_counts_once() -> None:
+def test_gpus_shared_by_all_count_once() -> None:
     run = run_of("0.11.2", sections(train__colocate_all=True))
     assert run.request.size == 8
     assert {role.group for role in run.roles} == {"actor"}
     assert run.request.engines == Engines(2, 4, "actor")
 
 
-def test_dynamic_batches_have_tokens_in_place_of_sequences() -> None:
+def test_dynamic_batches_are_in_tokens() -> None:
     assert run_of("0.11.2", sections()).tokens is None
     assert run_of("0.11.2", sections(train__dynamic_batch_enable=True)).tokens == 16192
 
 
-def test_a_model_that_is_not_trained_is_spread_at_stage_3_alone() -> None:
+def test_untrained_model_is_sharded_at_stage_3_only() -> None:
     run = run_of("0.11.2", sections(ref__offload=True))
     actor, ref = run.zero_of(run.roles[0]), run.zero_of(run.roles[1])
     assert (actor.stage, actor.ranks, actor.offload) == (3, 8, True)
@@ -184,12 +184,12 @@ def test_a_model_that_is_not_trained_is_spread_at_stage_3_alone() -> None:
     assert not below.zero_of(below.roles[1]).offload_weights
 
 
-def test_ranks_that_share_layers_do_not_split_the_optimiser_again() -> None:
+def test_tensor_parallel_ranks_do_not_shard_the_optimizer_again() -> None:
     run = run_of("0.11.2", sections(ds__tensor_parallel_size=2))
     assert run.zero_of(run.roles[0]).ranks == 4
     assert run.request.tp_sp_size == 2
 
 
-def test_a_gpu_never_gets_more_sequences_than_a_step_has() -> None:
+def test_rank_batch_is_at_most_the_batch_of_a_step() -> None:
     assert run_of("0.11.2", sections()).rank_batch == 16
     assert run_of("0.11.2", sections(train__batch_size=4)).rank_batch == 1

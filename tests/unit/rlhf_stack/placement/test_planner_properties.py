@@ -1,4 +1,4 @@
-"""The planner against every possibility, on thousands of random small clusters."""
+"""The planner compared with exhaustive search on thousands of random small clusters."""
 
 import itertools
 from collections import Counter
@@ -48,13 +48,13 @@ def shared(draw: st.DrawFn) -> Request:
 
 
 def engine_counts(free: list[int], engines: Engines) -> Iterator[tuple[int, ...]]:
-    """Every number of whole engines by node."""
+    """Yield every number of node-local engines by node."""
     rooms = [range(bundles // engines.size + 1) for bundles in free]
     return (counts for counts in itertools.product(*rooms) if sum(counts) == engines.count)
 
 
 def most_blocks(free: list[int], request: Request) -> int | None:
-    """The most blocks that fit beside all engines, or None if the engines do not fit."""
+    """Return the most blocks that fit next to all engines, None if the engines do not fit."""
     assert request.engines is not None
     rooms = [
         sum(
@@ -74,7 +74,7 @@ def attempt(nodes: list[FreeNode], request: Request, allow_straddle: bool = Fals
 
 
 def check(nodes: list[FreeNode], request: Request, found: Plan) -> None:
-    """Everything is placed once and no node has more than it can take."""
+    """Assert that everything is placed once and no node exceeds its capacity."""
     engines = request.engines
     assert engines is not None
     names = {group.name for group in request.groups} | (set() if engines.shares else {ENGINES})
@@ -95,7 +95,7 @@ def check(nodes: list[FreeNode], request: Request, found: Plan) -> None:
 
 @settings(max_examples=1500, deadline=None)
 @given(NODES, separate())
-def test_separate_engines_never_straddle_and_as_many_blocks_as_possible_stay_whole(
+def test_separate_engines_never_straddle_and_most_blocks_stay_whole(
     nodes: list[FreeNode], request: Request
 ) -> None:
     free = [node.bundles for node in nodes]
@@ -113,7 +113,7 @@ def test_separate_engines_never_straddle_and_as_many_blocks_as_possible_stay_who
 
 @settings(max_examples=1000, deadline=None)
 @given(NODES, shared())
-def test_engines_on_the_trainers_gpus_never_straddle(nodes: list[FreeNode], request: Request) -> None:
+def test_colocated_engines_never_straddle(nodes: list[FreeNode], request: Request) -> None:
     assert request.engines is not None
     free = [node.bundles for node in nodes]
     found = attempt(nodes, request)
@@ -126,9 +126,7 @@ def test_engines_on_the_trainers_gpus_never_straddle(nodes: list[FreeNode], requ
 
 @settings(max_examples=1000, deadline=None)
 @given(NODES, st.one_of(separate(), shared()))
-def test_with_straddling_allowed_as_few_engines_as_possible_do(
-    nodes: list[FreeNode], request: Request
-) -> None:
+def test_allowed_straddling_is_minimal(nodes: list[FreeNode], request: Request) -> None:
     assert request.engines is not None
     free = [node.bundles for node in nodes]
     found = attempt(nodes, request, allow_straddle=True)
@@ -145,7 +143,7 @@ def test_with_straddling_allowed_as_few_engines_as_possible_do(
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.integers(1, 3))
-def test_engines_larger_than_a_node_take_as_few_nodes_as_there_can_be(
+def test_engines_larger_than_a_node_take_the_fewest_nodes(
     nodes: int, per_node: int, size: int, count: int
 ) -> None:
     assume(size > per_node and count * size <= nodes * per_node)
@@ -163,7 +161,7 @@ def test_engines_larger_than_a_node_take_as_few_nodes_as_there_can_be(
 
 @settings(max_examples=300, deadline=None)
 @given(NODES, st.one_of(separate(), shared()))
-def test_what_is_offered_instead_fits(nodes: list[FreeNode], request: Request) -> None:
+def test_suggested_requests_fit(nodes: list[FreeNode], request: Request) -> None:
     for other in nearest_requests(nodes, request):
         assert other != request
         assert attempt(nodes, other) is not None

@@ -1,4 +1,4 @@
-"""Groups whose nodes have to differ, against every possibility on random small clusters."""
+"""Groups on distinct nodes, compared with exhaustive search on random small clusters."""
 
 import itertools
 import time
@@ -17,7 +17,7 @@ def cluster(free: Sequence[int]) -> list[FreeNode]:
 
 
 def placements(free: list[int], groups: Sequence[Group]) -> Iterator[list[int]]:
-    """What every possible placement leaves on the nodes."""
+    """Yield the free bundles by node after every possible placement."""
     if not groups:
         yield free
         return
@@ -36,7 +36,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=1, m
 
 @settings(max_examples=2000, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), GROUPS, st.integers(1, 5), st.integers(1, 8))
-def test_no_engine_straddles_where_any_placement_of_the_groups_leaves_room(
+def test_no_engine_straddles_if_any_placement_of_the_groups_leaves_room(
     free: list[int], groups: tuple[Group, ...], count: int, size: int
 ) -> None:
     most = max((sum(left // size for left in rest) for rest in placements(free, groups)), default=None)
@@ -62,14 +62,14 @@ def test_two_pairs_are_packed_so_that_three_engines_fit() -> None:
     assert found.bundles["actor"] == found.bundles["critic"]
 
 
-def test_where_the_cheapest_place_is_not_good_enough_all_are_searched() -> None:
-    """Each piece where it costs least leaves three engines of 4."""
+def test_search_is_used_if_the_greedy_choice_is_not_optimal() -> None:
+    """The greedy choice leaves room for three of 4 engines."""
     free = [8, 6, 5, 7]
     groups = tuple(Group(name, 2, gpus, strict_spread=True) for name, gpus in (("a", 2), ("b", 2), ("c", 1)))
     assert plan(cluster(free), Request(groups, Engines(4, 4, separate_groups=True))).straddling == ()
 
 
-def test_too_few_nodes_is_an_error_that_names_the_groups() -> None:
+def test_too_few_nodes_are_an_error_that_names_the_groups() -> None:
     with pytest.raises(PlacementError, match="actor needs 2 nodes with 4 each"):
         plan(cluster([8, 3]), Request((Group("actor", 2, 4, strict_spread=True),)))
 

@@ -1,4 +1,4 @@
-"""rlhf_stack.placement.uniform: when every node gets the same, and when not."""
+"""Uniform plans: which runs have one, and which are packed."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ def test_six_and_two_on_each_of_two_nodes() -> None:
     assert found.straddling == ()
 
 
-def test_a_head_without_gpus_has_no_part_in_it() -> None:
+def test_head_without_gpus_is_ignored() -> None:
     found = uniform_plan([0, 8, 8], Request((Group("actor", 2, 6),), Engines(2, 2)))
     assert found is not None
     assert found.engines == ((1, 1), (2, 2))
@@ -36,12 +36,12 @@ def test_a_head_without_gpus_has_no_part_in_it() -> None:
     ],
     ids=str,
 )
-def test_everything_else_is_packed(free: tuple[int, ...], request_: Request) -> None:
+def test_other_runs_have_no_uniform_plan(free: tuple[int, ...], request_: Request) -> None:
     assert uniform_plan(free, request_) is None
 
 
 @given(st.integers(2, 6), st.integers(1, 8), st.integers(0, 3), st.integers(1, 4), st.integers(1, 2))
-def test_an_even_plan_is_complete_and_never_too_large(
+def test_uniform_plan_is_complete_and_within_capacity(
     nodes: int, free: int, engines: int, size: int, groups: int
 ) -> None:
     for per_node in range(1, free + 1):

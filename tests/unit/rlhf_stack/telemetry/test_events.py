@@ -22,7 +22,7 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_event_says_what_when_and_who(directory: Path) -> None:
+def test_event_has_name_time_host_and_pid(directory: Path) -> None:
     events.emit("sync", index=0, bytes=12)
     (event,) = events.read(directory)
     assert event["event"] == "sync"
@@ -30,7 +30,7 @@ def test_an_event_says_what_when_and_who(directory: Path) -> None:
     assert {"time", "host", "pid"} <= set(event)
 
 
-def test_json_has_no_nan_so_it_becomes_null(directory: Path) -> None:
+def test_nan_becomes_null(directory: Path) -> None:
     events.step(1, {"rollout/reward_mean": float("nan"), "grad": float("inf"), "loss": 2})
     (event,) = events.read(directory)
     assert event["reward"] is None
@@ -38,7 +38,7 @@ def test_json_has_no_nan_so_it_becomes_null(directory: Path) -> None:
     assert event["loss"] == 2.0
 
 
-def test_a_step_keeps_numbers_only_and_prefers_the_rollouts_reward(directory: Path) -> None:
+def test_step_has_numbers_only_and_prefers_the_rollouts_reward(directory: Path) -> None:
     logs = {"reward": 0.1, "rollout/reward_mean": 0.5, "generated_samples": ["text"], "flag": True}
     events.step(7, logs)
     (event,) = events.read(directory)
@@ -53,7 +53,7 @@ def _write_many(number: int) -> None:
         events.emit("step", number=number, index=index, filler="x" * 500)
 
 
-def test_processes_write_side_by_side_and_no_line_is_torn(directory: Path) -> None:
+def test_lines_of_concurrent_processes_do_not_mix(directory: Path) -> None:
     processes = [multiprocessing.Process(target=_write_many, args=(number,)) for number in range(3)]
     for process in processes:
         process.start()
@@ -67,7 +67,7 @@ def test_processes_write_side_by_side_and_no_line_is_torn(directory: Path) -> No
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)
 
 
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     whole = json.dumps({"event": "phase", "time": 1.0})
     (tmp_path / "host-1.jsonl").write_text(f"{whole}\n{whole[:9]}")
     assert len(events.read(tmp_path)) == 1

@@ -8,7 +8,7 @@ from rlhf_stack.telemetry.throughput import Meter, Work, slow_engines
 
 
 class Clock:
-    """A time that a test sets."""
+    """A clock that a test sets."""
 
     now = 0.0
 
@@ -31,7 +31,7 @@ def test_seconds_count_while_any_request_runs() -> None:
     assert meter.take() == Work(0, 0)
 
 
-def test_a_request_that_still_runs_counts_on_both_sides_of_a_take() -> None:
+def test_running_request_counts_before_and_after_take() -> None:
     clock = Clock()
     meter = Meter(clock)
     meter.begin()
@@ -43,7 +43,7 @@ def test_a_request_that_still_runs_counts_on_both_sides_of_a_take() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_last_output_of_a_request_counts_and_all_are_passed_on(fails: bool) -> None:
+def test_last_output_of_a_request_is_counted_and_all_are_yielded(fails: bool) -> None:
     async def outputs() -> AsyncIterator[Any]:
         for length in (1, 2, 4):
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * length)] * 2)
@@ -77,9 +77,9 @@ def test_the_last_output_of_a_request_counts_and_all_are_passed_on(fails: bool) 
         ([6000, 1500], [1]),
     ],
 )
-def test_an_engine_below_half_of_the_median_is_slow(rates: list[int], expected: list[int]) -> None:
+def test_engine_below_half_of_the_median_is_slow(rates: list[int], expected: list[int]) -> None:
     assert slow_engines([Work(rate * 10, 10.0) for rate in rates]) == expected
 
 
-def test_an_engine_with_hardly_any_work_does_not_count() -> None:
+def test_engine_with_little_work_is_ignored() -> None:
     assert slow_engines([Work(60000, 10.0), Work(60000, 10.0), Work(1, 0.5)]) == []

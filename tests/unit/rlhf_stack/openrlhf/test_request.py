@@ -1,0 +1,118 @@
+"""The placement request of a run, from the arguments of OpenRLHF 0.11 and 0.5."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_stack.openrlhf.request import request_of, upstream_order
+from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
+
+
+def role(nodes: int, gpus: int) -> SimpleNamespace:
+    return SimpleNamespace(num_nodes=nodes, num_gpus_per_node=gpus, model_name_or_path="m", remote_url=None)
+
+
+def arguments(**train: bool) -> Any:
+    """Four roles and two engines."""
+    options = dict.fromkeys(
+        ["colocate_actor_ref", "colocate_all", "colocate_critic_reward", "async_enable"], False
+    )
+    return SimpleNamespace(
+        train=SimpleNamespace(**(options | train)),
+        actor=role(2, 4),
+        ref=role(2, 4),
+        critic=role(1, 2),
+        reward=role(1, 2),
+        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.1)),
+        vllm=SimpleNamespace(num_engines=2, tensor_parallel_size=4),
+        ds=SimpleNamespace(ring_attn_size=2, tensor_parallel_size=2),
+    )
+
+
+ACTOR, REF = Group("actor", 2, 4), Group("ref", 2, 4)
+CRITIC, REWARD = Group("critic", 1, 2), Group("reward", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("train", "groups", "shares", "order"),
+    [
+        ({}, (ACTOR, REF, CRITIC, REWARD), None, [ENGINES, "actor", "ref", "critic", "reward"]),
+        (
+            {"colocate_actor_ref": True, "colocate_critic_reward": True},
+            (ACTOR, CRITIC),
+            None,
+            ["actor", ENGINES, "critic"],
+        ),
+        ({"colocate_all": True}, (ACTOR,), "actor", ["actor"]),
+        ({"colocate_all": True, "async_enable": True}, (ACTOR,), None, ["actor", ENGINES]),
+        (
+            {"colocate_all": True, "colocate_critic_reward": True},
+            (ACTOR, CRITIC),
+            "actor",
+            ["actor", "critic"],
+        ),
+    ],
+    ids=["separate", "pairs", "all", "all but engines", "all and a pair"],
+)
+def test_roles_share_groups_as_in_upstream(
+    train: dict[str, bool], groups: tuple[Group, ...], shares: str | None, order: list[str]
+) -> None:
+    args = arguments(**train)
+    request, roles = request_of(args)
+    assert request == Request(groups, Engines(2, 4, shares), tp_sp_size=4, spare_cpus=1)
+    assert set(roles) == {"actor", "ref", "critic", "reward"}
+    assert set(roles.values()) == {group.name for group in groups}
+    assert upstream_order(args) == order
+
+
+def test_absent_roles_request_nothing() -> None:
+    args = arguments()
+    args.algo.kl.init_coef = 0
+    args.critic.model_name_or_path = None
+    args.reward.remote_url = "http://rewards"
+    args.vllm.num_engines = None
+    assert request_of(args) == (Request((ACTOR,), None, tp_sp_size=4, spare_cpus=1), {"actor": "actor"})
+
+
+def flat(**changes: Any) -> Any:
+    """OpenRLHF 0.5's arguments: four roles, two engines."""
+    roles = {"actor": (2, 4), "ref": (2, 4), "critic": (1, 1), "reward": (1, 1)}
+    sizes = {f"{name}_num_nodes": nodes for name, (nodes, _) in roles.items()}
+    sizes |= {f"{name}_num_gpus_per_node": gpus for name, (_, gpus) in roles.items()}
+    options = {
+        "colocate_actor_ref": False,
+        "colocate_critic_reward": False,
+        "critic_pretrain": "m",
+        "reward_pretrain": "m",
+        "remote_rm_url": None,
+        "vllm_num_engines": 2,
+        "vllm_tensor_parallel_size": 4,
+    }
+    return SimpleNamespace(**(sizes | options | changes))
+
+
+FLAT_ENGINES = Engines(2, 4, separate_groups=True)
+SPREAD = Group("actor", 2, 4, strict_spread=True)
+
+
+def test_roles_of_0_5_are_strictly_spread_as_in_upstream() -> None:
+    request, roles = request_of(flat())
+    groups = (SPREAD, Group("ref", 2, 4, strict_spread=True), Group("critic", 1, 1), Group("reward", 1, 1))
+    assert request == Request(groups, FLAT_ENGINES)
+    assert roles == {group.name: group.name for group in groups}
+    request, roles = request_of(flat(colocate_actor_ref=True, colocate_critic_reward=True))
+    assert request == Request((SPREAD, Group("critic", 1, 1, strict_spread=True)), FLAT_ENGINES)
+    assert roles == {"actor": "actor", "ref": "actor", "critic": "critic", "reward": "critic"}
+
+
+def test_each_reward_model_of_0_5_has_a_group_and_at_most_one_shares_the_critics() -> None:
+    _, roles = request_of(flat(reward_pretrain="a,b", critic_pretrain=None, colocate_critic_reward=True))
+    assert roles == {name: name for name in ("actor", "ref", "reward", "reward1")}
+    with pytest.raises(PlacementError, match="allows one reward model"):
+        request_of(flat(reward_pretrain="a,b", colocate_critic_reward=True))
+
+
+def test_remote_reward_of_0_5_needs_a_cpu_and_no_group() -> None:
+    request, roles = request_of(flat(remote_rm_url=["http://rewards"], vllm_num_engines=0))
+    assert (request.engines, request.spare_cpus) == (None, 1)
+    assert set(roles) == {"actor", "ref", "critic"}
