@@ -1,4 +1,4 @@
-"""These tests assume that they run inside the image, on its own Python, whoever the user is."""
+"""Fixtures of tests that run inside the image, with its own Python, as any user."""
 
 import json
 import sysconfig
@@ -14,28 +14,28 @@ STACK = Path("/etc/rlhf-stack")
 
 @pytest.fixture(scope="session")
 def cell() -> dict[str, Any]:
-    """The cell as the matrix resolved it."""
+    """Return the resolved cell of this image."""
     resolved: dict[str, Any] = json.loads((STACK / "cell.json").read_text())
     return resolved
 
 
 @pytest.fixture(scope="session")
 def installed() -> dict[str, Distribution]:
-    """What is installed, by normalised name; not what setuptools, imported, adds to ``sys.path``."""
+    """Return installed distributions by normalised name, without those that setuptools vendors."""
     found = distributions(path=[sysconfig.get_paths()["purelib"]])
     return {canonicalize_name(distribution.name): distribution for distribution in found}
 
 
 @pytest.fixture(scope="session")
 def headlines(cell: dict[str, Any], installed: dict[str, Distribution]) -> dict[str, Distribution]:
-    """The headline packages of the cell, by the name that their project has."""
+    """Return the headline packages of the cell, by project name."""
     return {
         package["name"]: installed[canonicalize_name(package["distribution"])] for package in cell["packages"]
     }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the argument ``headline`` or ``entry_point`` runs for each that this image has."""
+    """Run a test with the argument ``headline`` or ``entry_point`` for each of them in this image."""
     if "headline" in metafunc.fixturenames:
         resolved = json.loads((STACK / "cell.json").read_text())
         metafunc.parametrize("headline", [package["name"] for package in resolved["packages"]])

@@ -1,8 +1,8 @@
-"""What torch, DeepSpeed and vLLM really allocate for small models, beside what rlhf_stack.memory says.
+"""Measures what torch, DeepSpeed and vLLM allocate for small models, next to rlhf_stack.memory's estimates.
 
 ``python measured.py {activations,states,cache}`` prints JSON: a list of name, estimated and measured bytes.
-On a CPU, where the allocator of torch is watched as it is, and the states of DeepSpeed are real tensors of
-two real ranks. ``tests/image/test_memory.py`` judges the differences, ``tests/bench/memory.py`` shows them.
+It runs on a CPU, profiles torch's allocator, and sums the tensors of DeepSpeed engines on two real ranks.
+``tests/image/test_memory.py`` checks the differences, ``tests/bench/memory.py`` shows them.
 """
 
 import gc
@@ -29,7 +29,7 @@ CACHE_GIB = 1
 
 
 def main() -> int:
-    """One kind of measurement."""
+    """Run one kind of measurement."""
     kind = sys.argv[1]
     rows = {"activations": activations, "states": all_states, "cache": cache, "rank": one_rank}[kind]()
     print(json.dumps(rows))
@@ -37,12 +37,12 @@ def main() -> int:
 
 
 def row(name, estimated, measured):
-    """One line of the result."""
+    """Return one row of the result."""
     return {"name": name, "estimated": estimated, "measured": measured}
 
 
 def config_of(sizes, attention="sdpa"):
-    """A Qwen2 of such sizes, whose query, key and value have a bias."""
+    """Return the configuration of a Qwen2 of these sizes; query, key and value have a bias."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -60,14 +60,14 @@ def config_of(sizes, attention="sdpa"):
 
 
 def shape_of(sizes):
-    """The same model for the estimate."""
+    """Return the shape of the same model for the estimate."""
     from rlhf_stack.memory import Shape
 
     return Shape(**sizes, head_dim=sizes["hidden"] // sizes["heads"], qkv_bias=True)
 
 
 def model_of(sizes, attention="sdpa"):
-    """The model in 16 bits, with random weights."""
+    """Return the model in 16 bits, with random weights."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -77,8 +77,8 @@ def model_of(sizes, attention="sdpa"):
     return model.train()
 
 
-def watched(call):
-    """What ``call`` leaves allocated, its result alive, and the most that it had, in bytes."""
+def profiled(call):
+    """Return the bytes allocated after ``call``, with its result alive, and their peak during it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -94,7 +94,7 @@ def watched(call):
 
 
 def activations():
-    """OpenRLHF's own actor: what a forward pass keeps, and the peaks of training and of inference."""
+    """Measure OpenRLHF's actor: activations saved by a forward pass, and peaks of training and inference."""
     import torch
     from openrlhf.models import Actor
     from rlhf_stack.memory import Pass, forward_peak, saved_activations, training_peak
@@ -124,20 +124,20 @@ def activations():
             with torch.no_grad():
                 forward()
 
-        train()  # the gradients stay, so that they are not counted again
+        train()  # allocates the gradients, which are then not counted
         shape = shape_of(sizes)
         work = Pass(SEQUENCES, LENGTH, checkpointing, attention, half_precision_logits=not newer)
         rows += [
-            row(f"{name}: saved", saved_activations(shape, work), watched(forward)[0]),
-            row(f"{name}: training peak", training_peak(shape, work), watched(train)[1]),
+            row(f"{name}: saved", saved_activations(shape, work), profiled(forward)[0]),
+            row(f"{name}: training peak", training_peak(shape, work), profiled(train)[1]),
         ]
         if not checkpointing:
-            rows.append(row(f"{name}: forward peak", forward_peak(shape, work), watched(infer)[1]))
+            rows.append(row(f"{name}: forward peak", forward_peak(shape, work), profiled(infer)[1]))
     return rows
 
 
 def stages():
-    """The ways in which OpenRLHF configures DeepSpeed: stage, offloading, and gradients in 32 bits."""
+    """Return OpenRLHF's DeepSpeed configurations: stage, offloading, and gradients in 32 bits."""
     from importlib.metadata import version
 
     wide = version("openrlhf").startswith("0.5")
@@ -147,7 +147,7 @@ def stages():
 
 
 def all_states():
-    """The bytes of all tensors of DeepSpeed engines on two ranks, after a step and with gradients."""
+    """Measure the tensors of DeepSpeed engines on two ranks, after a step and with gradients."""
     import subprocess
 
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ def all_states():
 
 
 def one_rank():
-    """A rank of `all_states`: one engine after the other, as what is imported takes longest."""
+    """Run a rank of `all_states`: all engines sequentially, as imports take longest."""
     import deepspeed
     import torch
 
@@ -183,7 +183,7 @@ def one_rank():
 
 
 def engine_states(stage, offload, wide):
-    """Two steps of training, and the difference to what was there before."""
+    """Return the rows of one engine: bytes allocated since before, in two steps of training."""
     import torch
     from rlhf_stack.memory import Zero, model_states
 
@@ -205,17 +205,17 @@ def engine_states(stage, offload, wide):
     found = model_states(parameters, Zero(stage, RANKS, offload, fp32_gradients=wide))
     name = f"ZeRO {stage}{', offload' if offload else ''}"
     bucket = engine.zero_reduce_bucket_size() * 2
-    freed = 0 if stage == 3 or offload else found.gradients  # elsewhere their buffer stays
+    freed = 0 if stage == 3 or offload else found.gradients  # otherwise their buffer stays allocated
     rows = [row(f"{name}: after a step", found.held - freed + found.host, after_step)]
     rows.append(row(f"{name}: with gradients", found.held + found.host, with_gradients))
-    for one in rows:  # a bucket that is kept is counted among the buffers
+    for one in rows:  # a bucket that stays allocated belongs to the buffers
         one["measured"] -= bucket if one["measured"] > bucket else 0
     engine.destroy()
     return rows
 
 
 def allocated():
-    """Bytes of the storages of all tensors that Python knows, each once."""
+    """Return the bytes of the storages of all tensors in this process, each counted once."""
     import torch
 
     gc.collect()
@@ -225,12 +225,12 @@ def allocated():
 
 
 def deepspeed_engine(model, stage, offload, wide):
-    """DeepSpeed as OpenRLHF configures it, with the optimiser that this distribution takes."""
+    """Return a DeepSpeed engine as OpenRLHF configures it, with the optimiser that this distribution uses."""
     import deepspeed
     from rlhf_stack.compat import deepspeed_ops
 
     gradients = "fp32" if wide else None
-    asked = {"adam_offload": offload, "stage": stage, "zpg": 1, "grad_accum_dtype": gradients}
+    options = {"adam_offload": offload, "stage": stage, "zpg": 1, "grad_accum_dtype": gradients}
     batch = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": RANKS}
     try:
         from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config
@@ -238,16 +238,16 @@ def deepspeed_engine(model, stage, offload, wide):
         from openrlhf.utils.deepspeed_utils import get_train_ds_config
 
         optimizer = deepspeed_ops.adam_class(offload)(model.parameters(), lr=1e-5)
-        config = get_train_ds_config(False, **asked) | batch
+        config = get_train_ds_config(False, **options) | batch
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     adam = {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
     section = deepspeed_ops.optimizer_config({"type": "AdamW", "params": adam}, offload)
-    config = get_train_ds_config(False, **asked, optim_config=section) | batch
+    config = get_train_ds_config(False, **options, optim_config=section) | batch
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def cache():
-    """The blocks of vLLM's own cache on a CPU, of a size in GiB that a variable says."""
+    """Measure the blocks of vLLM's KV cache on a CPU, whose size in GiB is set by a variable."""
     from rlhf_stack.memory import EngineSettings
     from rlhf_stack.memory.engine import blocks, token_bytes
 
@@ -267,7 +267,7 @@ def cache():
 
 
 def engine_blocks(folder):
-    """How many blocks an engine has, and how many tokens each."""
+    """Return an engine's number of blocks, and the tokens per block."""
     from vllm import LLM
 
     llm = LLM(

@@ -1,4 +1,4 @@
-"""torch's AdamW, which takes the place of DeepSpeed's where that is not compiled, gives equal numbers."""
+"""torch's AdamW, which replaces DeepSpeed's if that is not compiled, computes equal parameters."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,8 @@ STEPS = 50
 ARGUMENTS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
-def trained(make: Callable[..., Any], seed: int) -> list[Any]:
-    """The parameters, decayed and not, after `STEPS` of gradients that follow from ``seed``."""
+def trained(optimizer_class: Callable[..., Any], seed: int) -> list[Any]:
+    """Return parameters with and without decay, after `STEPS` of gradients drawn from ``seed``."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -20,7 +20,7 @@ def trained(make: Callable[..., Any], seed: int) -> list[Any]:
         {"params": parameters[:1], "weight_decay": 0.1},
         {"params": parameters[1:], "weight_decay": 0.0},
     ]
-    optimizer = make(groups, **ARGUMENTS)
+    optimizer = optimizer_class(groups, **ARGUMENTS)
     for _ in range(STEPS):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -32,12 +32,12 @@ def trained(make: Callable[..., Any], seed: int) -> list[Any]:
 def test_torch_s_adamw_equals_deepspeed_s(
     offload: bool, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the rounding of single precision, over many steps, with and without weight decay."""
+    """Within single-precision rounding, over many steps, with and without weight decay."""
     import torch
     from rlhf_stack.compat import deepspeed_ops
 
     if cell["accelerator"]["kind"] != "cpu":
-        pytest.skip("DeepSpeed's operator runs on a GPU here")
+        pytest.skip("DeepSpeed's operator needs a GPU in this image")
     of_deepspeed = trained(deepspeed_ops.adam_class(offload), seed=0)
     monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
     substitute = deepspeed_ops.adam_class(offload)

@@ -1,4 +1,4 @@
-"""What the image is made of, and what it must not hold."""
+"""The packages and files that the image contains, and those that it must not contain."""
 
 import base64
 import hashlib
@@ -21,16 +21,16 @@ COMPILERS = ("cc", "gcc", "g++", "clang", "nvcc", "hipcc", "ld", "make", "ninja-
 NAME = re.compile(r"[\w.-]+")
 
 
-def test_no_compiler_is_there_without_a_reason(cell: dict[str, Any]) -> None:
-    """The matrix gives one where the base has a compiler, and then it compiles."""
+def test_a_compiler_is_present_only_with_a_reason(cell: dict[str, Any]) -> None:
+    """The matrix gives the reason if the base has a compiler."""
     wanted = [item["name"] for item in cell["base"]["runtime"] if item["name"] in COMPILERS]
     found = [name for name in COMPILERS if shutil.which(name)]
     assert (found != []) == (wanted != []), (found, wanted)
     assert set(wanted) <= set(found)
 
 
-def test_cpu_image_has_nothing_of_cuda(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
-    """Unless its torch, of which the index has but one build, does not load without."""
+def test_cpu_image_has_no_cuda_packages(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
+    """Except if its torch, the index's only build, does not load without them."""
     import torch
 
     if cell["accelerator"]["kind"] != "cpu" or torch.version.cuda:
@@ -39,13 +39,13 @@ def test_cpu_image_has_nothing_of_cuda(cell: dict[str, Any], installed: dict[str
 
 
 def test_excluded_packages_are_absent(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
-    """What the matrix leaves out is not there, unless this very image was built with it."""
+    """Packages that the matrix excludes are absent, unless this image builds them from source."""
     added = {build["package"] for build in cell["build_from_source"]}
     assert [item["name"] for item in cell["excluded"] if item["name"] in {*installed} - added] == []
 
 
-def test_deepspeed_ops_are_compiled_already(cell: dict[str, Any], tmp_path: Path) -> None:
-    """Those that the matrix builds load where nothing can be compiled, and write nothing where they would."""
+def test_deepspeed_ops_are_precompiled(cell: dict[str, Any], tmp_path: Path) -> None:
+    """The ops that the matrix builds load without a compiler, and write nothing to the extensions folder."""
     settings = [item for build in cell["build_from_source"] for item in build["env"]]
     flags = [
         item["name"] for item in settings if item["name"].startswith("DS_BUILD_") and item["value"] == "1"
@@ -67,33 +67,33 @@ def test_deepspeed_ops_are_compiled_already(cell: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.timeout(600)
-def test_records_are_true(installed: dict[str, Distribution]) -> None:
-    """Every file that a package lists is there, as it says; also of packages that were patched or trimmed."""
+def test_records_match_the_files(installed: dict[str, Distribution]) -> None:
+    """Every file that a package lists exists with its hash, also in patched or trimmed packages."""
     listed = [file for distribution in installed.values() for file in distribution.files or []]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        wrong = [mistake for mistake in pool.map(untrue, listed) if mistake]
+        wrong = [problem for problem in pool.map(difference, listed) if problem]
     assert wrong == []
 
 
-def untrue(file: PackagePath) -> str:
-    """How a listed file differs from what is there, if it does."""
+def difference(file: PackagePath) -> str:
+    """Return how an installed file differs from its entry in RECORD; "" if it matches."""
     path = Path(str(file.locate()))
     if not path.exists():
         return f"{file} is missing"
-    if file.hash is None or file.suffix == ".pyc":  # compiled anew in the image
+    if file.hash is None or file.suffix == ".pyc":  # recompiled in the image
         return ""
-    return f"{file} differs" if file.hash.value != hashed(path) else ""
+    return f"{file} differs" if file.hash.value != record_hash(path) else ""
 
 
-def hashed(path: Path) -> str:
-    """The sha256 of a file as RECORD writes it."""
+def record_hash(path: Path) -> str:
+    """Return the SHA-256 of a file in RECORD's encoding."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def test_pip_refuses_to_move_a_pin() -> None:
-    """A derived image that asks for another version of a pinned package fails to build, with the reason."""
+    """A derived image that requires another version of a pinned package fails to build, with the reason."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "ray==0.0.1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -101,7 +101,7 @@ def test_pip_refuses_to_move_a_pin() -> None:
 
 
 def test_pip_check_finds_only_what_the_matrix_explains(cell: dict[str, Any]) -> None:
-    """A requirement left out or overridden has its reason there, and so has another party's build."""
+    """The matrix explains each excluded or overridden requirement, and each third-party build."""
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     absent = {canonicalize_name(item["name"]) for item in cell["excluded"]}
     overridden = {canonicalize_name(NAME.match(item["requirement"])[0]) for item in cell["overrides"]}  # type: ignore[index]
@@ -116,7 +116,7 @@ def test_pip_check_finds_only_what_the_matrix_explains(cell: dict[str, Any]) -> 
 
 
 def explained(line: str, absent: set[str], overridden: set[str], foreign: set[str]) -> bool:
-    """Whether a line of `pip check` is one of the exceptions."""
+    """Return whether a line of `pip check` is one of the exceptions."""
     if line == "No broken requirements found.":
         return True
     for pattern, names in (
@@ -129,7 +129,7 @@ def explained(line: str, absent: set[str], overridden: set[str], foreign: set[st
     return False
 
 
-def test_everything_imported_is_compiled_already() -> None:
-    """With a read-only root Python cannot write compiled files, and would compile in every process anew."""
+def test_imported_modules_have_bytecode() -> None:
+    """With a read-only root Python cannot write bytecode, and would recompile in every process."""
     origin = getattr(importlib.util.find_spec("vllm"), "origin", None)
     assert list(Path(str(origin)).with_name("__pycache__").glob("*.pyc"))

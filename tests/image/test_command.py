@@ -1,4 +1,4 @@
-"""The command is there for whoever runs the image, and waits for no import that it does not need."""
+"""The command rlhf-stack is on the path, and imports only what it needs."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ def test_the_command_is_on_the_path() -> None:
 
 @pytest.mark.parametrize("command", ["--help", "patches"])
 def test_a_command_imports_only_what_it_needs(command: str) -> None:
-    """Of what takes seconds to import nothing, unless it is asked to look at it."""
+    """Packages that take seconds to import are not imported without need."""
     code = (
         "import contextlib, sys; from rlhf_stack.cli.main import main\n"
         f"with contextlib.suppress(SystemExit): main(['{command}'])\n"
@@ -29,6 +29,6 @@ def test_a_command_imports_only_what_it_needs(command: str) -> None:
 def test_json_names_its_schema() -> None:
     """As every command's does."""
     done = subprocess.run(["rlhf-stack", "patches", "--json"], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
-    assert told["schema"] == "rlhf-stack/patches/1"
-    assert told["patches"]
+    result = json.loads(done.stdout)
+    assert result["schema"] == "rlhf-stack/patches/1"
+    assert result["patches"]

@@ -1,6 +1,6 @@
-"""vLLM 0.4.2's CPU operators, compiled by our recipe, compute what torch does.
+"""vLLM 0.4.2's CPU operators, compiled by our recipe, compute the same as torch.
 
-On any x86-64-v3 machine: vLLM asks for AVX-512, and the recipe does without.
+On any x86-64-v3 machine: upstream's build requires AVX-512, our recipe does not.
 """
 
 from importlib.metadata import distributions
@@ -10,13 +10,13 @@ import torch
 
 RECIPE = "vllm-cpu-ops"
 TOKENS, HEADS, HEAD_SIZE, BLOCK, BLOCKS = 21, 2, 64, 16, 4
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-DTYPES = list(CLOSE)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE)
 
 
 @pytest.fixture
 def ops():
-    """The operators, where the recipe made them."""
+    """Return the operators, if the recipe built them."""
     if RECIPE not in {item.metadata["Name"] for item in distributions()}:
         pytest.skip("vLLM's operators of this cell come with its wheel")
     from vllm import _custom_ops
@@ -25,9 +25,9 @@ def ops():
     return _custom_ops
 
 
-def near(found, expected):
+def assert_close(found, expected):
     torch.testing.assert_close(
-        found, expected.to(found.dtype), rtol=CLOSE[found.dtype], atol=CLOSE[found.dtype]
+        found, expected.to(found.dtype), rtol=TOLERANCE[found.dtype], atol=TOLERANCE[found.dtype]
     )
 
 
@@ -41,27 +41,27 @@ def near(found, expected):
     ],
 )
 def test_activations(ops, name, function, dtype):
-    """Half of the input through the function, times the other half."""
-    given = torch.randn(TOKENS, 2 * HEAD_SIZE).to(dtype)
+    """The function of one half of the input, multiplied by the other half."""
+    values = torch.randn(TOKENS, 2 * HEAD_SIZE).to(dtype)
     found = torch.empty(TOKENS, HEAD_SIZE, dtype=dtype)
-    getattr(ops, name)(found, given)
-    gate, other = given.float().chunk(2, dim=-1)
-    near(found, function(gate) * other)
+    getattr(ops, name)(found, values)
+    gate, other = values.float().chunk(2, dim=-1)
+    assert_close(found, function(gate) * other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(ops, dtype):
-    """By the root of the mean of squares."""
-    given, weight = torch.randn(TOKENS, HEAD_SIZE).to(dtype), torch.rand(HEAD_SIZE).to(dtype)
-    found = torch.empty_like(given)
-    ops.rms_norm(found, given, weight, 1e-6)
-    wide = given.float()
-    near(found, wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float())
+    """The input divided by the root mean square, times a weight."""
+    values, weight = torch.randn(TOKENS, HEAD_SIZE).to(dtype), torch.rand(HEAD_SIZE).to(dtype)
+    found = torch.empty_like(values)
+    ops.rms_norm(found, values, weight, 1e-6)
+    wide = values.float()
+    assert_close(found, wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_on_pages(ops, dtype):
-    """Of one token to 21 before it, which lie in the pages of a cache."""
+def test_paged_attention(ops, dtype):
+    """Attention of one token to 21 tokens in the pages of a cache."""
     key, value = (torch.randn(TOKENS, HEADS, HEAD_SIZE).to(dtype) for _ in range(2))
     query = torch.randn(1, HEADS, HEAD_SIZE).to(dtype)
     packed = 16 // dtype.itemsize
@@ -78,4 +78,4 @@ def test_attention_on_pages(ops, dtype):
         found, query, keys, values, HEADS, scale, pages, lengths, BLOCK, TOKENS, None, "auto", 1.0
     )
     weights = torch.softmax(torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale, dim=-1)
-    near(found, torch.einsum("hqk,khd->qhd", weights, value.float()))
+    assert_close(found, torch.einsum("hqk,khd->qhd", weights, value.float()))

@@ -1,4 +1,4 @@
-"""What doctor says of this image, and of failures that are provoked in it."""
+"""Findings of doctor in this image, and for failures that the tests provoke in it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ builtins.__import__ = refuse
 from rlhf_stack.cli.main import main
 main()
 """
-OF_THE_MACHINE = {"disk", *(["gpus"] if env_vars.accelerator() != "cpu" else [])}  # here is no GPU
+MACHINE_FINDINGS = {"disk", *(["gpus"] if env_vars.accelerator() != "cpu" else [])}  # no GPU is available
 PORT = "7391"
 GLOO = """
 import torch.distributed as group
@@ -33,7 +33,7 @@ NO_CLUSTER = "import ray; ray.init(address='auto')"
 
 
 def doctor(*arguments: str, log: str = "") -> dict[str, Any]:
-    """What it answers as JSON."""
+    """Return doctor's JSON result."""
     command = ["rlhf-stack", "doctor", "--json", *arguments]
     done = subprocess.run(command, input=log, capture_output=True, text=True, check=False)
     assert done.stderr == ""
@@ -47,25 +47,25 @@ def ids(answer: dict[str, Any]) -> list[str]:
 
 @pytest.fixture
 def stopped() -> Iterator[None]:
-    """What a failed `ray start` leaves is ended; Ray's own log of it lies under /tmp."""
+    """End what a failed `ray start` leaves behind."""
     yield
     subprocess.run(["ray", "stop", "--force"], capture_output=True, check=False)
 
 
-def test_the_image_as_it_is_has_no_error() -> None:
-    """Its versions, patches and variables; the machine under it may be small."""
+def test_the_image_has_no_error() -> None:
+    """In its versions, patches and variables; findings about the machine are ignored."""
     found = {
         finding["id"]: finding
         for finding in doctor("--local")["findings"]
-        if finding["id"] not in OF_THE_MACHINE
+        if finding["id"] not in MACHINE_FINDINGS
     }
     assert [one for one in found.values() if one["severity"] == "error"] == []
     assert [one for one in found.values() if one["sources"] and one["severity"] == "warning"] == []
     assert found["patches"]["severity"] == "ok"
 
 
-def test_it_starts_without_what_takes_seconds_to_import() -> None:
-    """Where no Ray node runs; it says the same with these packages out of reach."""
+def test_it_works_without_slow_imports() -> None:
+    """Without a Ray node, its findings are the same when these packages cannot be imported."""
     command = [sys.executable, "-c", WITHOUT_HEAVY, "doctor", "--local", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
@@ -75,7 +75,7 @@ def test_it_starts_without_what_takes_seconds_to_import() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("stopped")
 def test_more_gpus_than_are_visible_are_explained() -> None:
-    """By what this Ray says of it."""
+    """doctor recognises this Ray's message."""
     done = subprocess.run(
         ["ray", "start", "--head", "--port", PORT, "--num-gpus", "3", "--include-dashboard", "false"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_TMPDIR": "/tmp"},
@@ -88,8 +88,8 @@ def test_more_gpus_than_are_visible_are_explained() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_an_interface_that_is_not_there_is_explained() -> None:
-    """By what this torch says of it."""
+def test_a_missing_interface_is_explained() -> None:
+    """doctor recognises this torch's message."""
     done = subprocess.run(
         [sys.executable, "-c", GLOO],
         env=os.environ | {"GLOO_SOCKET_IFNAME": "eth9"},
@@ -102,8 +102,8 @@ def test_an_interface_that_is_not_there_is_explained() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_cluster_that_is_not_there_is_explained(tmp_path: Path) -> None:
-    """By what this Ray says of it."""
+def test_a_missing_cluster_is_explained(tmp_path: Path) -> None:
+    """doctor recognises this Ray's message."""
     done = subprocess.run(
         [sys.executable, "-c", NO_CLUSTER],
         env=os.environ | {"RAY_TMPDIR": str(tmp_path)},
@@ -115,10 +115,10 @@ def test_a_cluster_that_is_not_there_is_explained(tmp_path: Path) -> None:
     assert ids(doctor("--log", "-", log=done.stderr)) == ["no-cluster"]
 
 
-def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path) -> None:
-    """One that is held is none of them."""
-    left, held = tmp_path / "a" / "lock", tmp_path / "b" / "lock"
-    for lock in (left, held):
+def test_a_stale_build_lock_is_named(tmp_path: Path) -> None:
+    """A lock that is still held is not reported."""
+    stale, held = tmp_path / "a" / "lock", tmp_path / "b" / "lock"
+    for lock in (stale, held):
         lock.parent.mkdir()
         lock.touch()
     with held.open():
@@ -126,5 +126,5 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path) -> None:
         environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     found = [one for one in json.loads(done.stdout)["findings"] if one["id"] == "build-lock"]
-    assert [one["evidence"] for one in found] == [str(left)]
+    assert [one["evidence"] for one in found] == [str(stale)]
     assert done.returncode == 3

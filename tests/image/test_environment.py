@@ -1,4 +1,4 @@
-"""The defaults of the cell are in force, whatever starts a process; the user's own value wins and is told."""
+"""The cell's env defaults apply however a process starts; a user's own value wins and is reported."""
 
 import os
 import subprocess
@@ -14,32 +14,32 @@ PRINT = ["env", "-0"]
 
 @pytest.fixture
 def defaults(cell: dict[str, Any]) -> dict[str, str]:
-    """What the image sets, by name."""
+    """Return the variables that the image sets, by name."""
     settings = {item["name"]: item["value"] for item in cell["env"]}
     return settings | {"RLHF_STACK_ACCELERATOR": cell["accelerator"]["kind"]}
 
 
 @pytest.fixture
 def environment(defaults: dict[str, str]) -> dict[str, str]:
-    """What a process of the image begins with, whatever these tests were started with."""
+    """Return the environment of a process of the image, independent of that of these tests."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RLHF_STACK_")}
     return inherited | defaults
 
 
 def run(command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    """A process with exactly this environment."""
+    """Run a process with exactly this environment."""
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
-def seen(command: list[str], environment: dict[str, str]) -> dict[str, str]:
-    """The environment that ``command`` prints by `PRINT`; it says nothing else."""
+def printed_environment(command: list[str], environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment that ``command`` prints like `PRINT`, with no other output."""
     done = run(command, environment)
     assert (done.returncode, done.stderr) == (0, "")
     return dict(item.split("=", 1) for item in done.stdout.split("\0") if item)
 
 
-def test_defaults_are_in_force(defaults: dict[str, str]) -> None:
-    """In a process that no shell of ours started."""
+def test_defaults_apply(defaults: dict[str, str]) -> None:
+    """In a process that our entrypoint did not start."""
     assert {name: os.environ.get(name) for name in defaults} == defaults
 
 
@@ -57,25 +57,25 @@ def test_defaults_are_in_force(defaults: dict[str, str]) -> None:
 def test_they_reach_what_every_shell_starts(
     command: list[str], environment: dict[str, str], defaults: dict[str, str]
 ) -> None:
-    """Through the entrypoint, and without it."""
+    """With and without the entrypoint."""
     for whole in ([ENTRYPOINT, *command], command):
-        assert defaults.items() <= seen(whole, environment).items()
+        assert defaults.items() <= printed_environment(whole, environment).items()
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_a_login_shell_restores_them(shell: str, defaults: dict[str, str]) -> None:
-    """Where nothing was inherited, as by `env -i` and ssh. Any other shell has nothing to know them from."""
-    assert defaults.items() <= seen([f"/bin/{shell}", "-lc", "env -0"], {}).items()
-    assert not defaults.keys() & seen([f"/bin/{shell}", "-c", "/usr/bin/env -0"], {}).keys()
+    """If nothing is inherited, as with `env -i` and ssh. Other shells have no source for them."""
+    assert defaults.items() <= printed_environment([f"/bin/{shell}", "-lc", "env -0"], {}).items()
+    assert not defaults.keys() & printed_environment([f"/bin/{shell}", "-c", "/usr/bin/env -0"], {}).keys()
 
 
 def test_a_login_shell_finds_the_stack() -> None:
-    """KubeRay starts `bash -lc`, and Debian's profile sets PATH anew."""
+    """KubeRay runs `bash -lc`, and Debian's profile resets PATH."""
     assert run(["bash", "-lc", "command -v ray"], dict(os.environ)).stdout == "/opt/venv/bin/ray\n"
 
 
 def test_entrypoint_becomes_the_command(environment: dict[str, str]) -> None:
-    """The same process, the same arguments and exit code, and not a word of its own."""
+    """The same process, arguments and exit code, without output of its own."""
     with subprocess.Popen(
         [ENTRYPOINT, "sh", "-c", 'echo $$ "$@"; exit 7', "sh", "a b", "*"],
         env=environment,
@@ -90,10 +90,10 @@ def test_entrypoint_becomes_the_command(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "command", [[ENTRYPOINT, "true"], ["bash", "-lc", "true"]], ids=["entrypoint", "bash"]
 )
-def test_a_user_s_own_value_is_told_and_kept(
+def test_a_user_s_own_value_wins_and_is_reported(
     command: list[str], cell: dict[str, Any], environment: dict[str, str]
 ) -> None:
-    """One line on stderr for each, with the default and its reason."""
+    """One line each on stderr names the default and its reason."""
     settings = [item for item in cell["env"] if "TOKEN_" not in f"{item['name']}_"]
     done = run(command, environment | {item["name"]: OWN for item in settings})
     assert done.stdout == ""
@@ -102,31 +102,31 @@ def test_a_user_s_own_value_is_told_and_kept(
         for item in settings
     ]
     name = settings[0]["name"]
-    kept = run([ENTRYPOINT, "printenv", name], environment | {name: OWN})
-    assert kept.stdout == f"{OWN}\n"
+    value = run([ENTRYPOINT, "printenv", name], environment | {name: OWN})
+    assert value.stdout == f"{OWN}\n"
 
 
-def test_it_is_told_once(cell: dict[str, Any], environment: dict[str, str]) -> None:
-    """Not again by the login shell that the entrypoint starts."""
+def test_it_is_reported_once(cell: dict[str, Any], environment: dict[str, str]) -> None:
+    """The login shell that the entrypoint starts does not repeat it."""
     done = run([ENTRYPOINT, "bash", "-lc", "true"], environment | {cell["env"][0]["name"]: OWN})
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_each_profile_sets_its_variables(cell: dict[str, Any], environment: dict[str, str]) -> None:
-    """By the entrypoint and in a login shell; the user's own value wins and is told."""
+    """In the entrypoint and in a login shell; the user's own value wins and is reported."""
     profiles = cell["accelerator"]["profiles"]
     if not profiles:
         pytest.skip("the matrix has no profile for this accelerator")
     for profile in profiles:
-        wanted = {item["name"]: item["value"] for item in profile["env"]}
-        asked = environment | {PROFILE: profile["name"]}
-        assert wanted.items() <= seen([ENTRYPOINT, *PRINT], asked).items()
-        assert wanted.items() <= seen(["bash", "-lc", "env -0"], asked).items()
+        expected = {item["name"]: item["value"] for item in profile["env"]}
+        selected = environment | {PROFILE: profile["name"]}
+        assert expected.items() <= printed_environment([ENTRYPOINT, *PRINT], selected).items()
+        assert expected.items() <= printed_environment(["bash", "-lc", "env -0"], selected).items()
         first = profile["env"][0]["name"]
-        done = run([ENTRYPOINT, "printenv", first], asked | {first: OWN})
+        done = run([ENTRYPOINT, "printenv", first], selected | {first: OWN})
         assert done.stdout == f"{OWN}\n"
         assert done.stderr.startswith(
-            f"rlhf-stack: {first}={OWN} (profile {profile['name']} {wanted[first]}: "
+            f"rlhf-stack: {first}={OWN} (profile {profile['name']} {expected[first]}: "
         )
 
 
@@ -136,7 +136,7 @@ def test_each_profile_sets_its_variables(cell: dict[str, Any], environment: dict
 def test_an_unknown_profile_is_an_error(
     command: list[str], cell: dict[str, Any], environment: dict[str, str]
 ) -> None:
-    """Which lists the known ones; the command is not started."""
+    """It lists the known ones; the command does not start."""
     known = ", ".join(sorted(profile["name"] for profile in cell["accelerator"]["profiles"])) or "none"
     done = run(command, environment | {PROFILE: "no-such"})
     assert (done.returncode, done.stdout) == (2, "")

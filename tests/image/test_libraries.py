@@ -1,8 +1,8 @@
 """Every shared object of the heavy packages finds its libraries and its symbols in what the cell ships.
 
-Said by the loader, in the state in which a process loads such an object: the program is this Python, torch's
-global libraries are loaded, and the folders of what ``import torch`` loads are searched. Nothing of the
-object runs, so a machine without a GPU can tell for a GPU.
+The loader checks it in the state in which a process loads such an object: the program is this Python,
+torch's global libraries are loaded, and the folders of the libraries of ``import torch`` are searched. The
+object does not run, so a machine without a GPU can check libraries for a GPU.
 """
 
 import os
@@ -21,30 +21,30 @@ import pytest
 PACKAGES = ("torch", "vllm", "xformers", "deepspeed", "ray", "flash-attn")
 SHARED = re.compile(r"\.so(\.[0-9]+)*$")
 ELF = b"\x7fELF"
-GLOBAL = "libtorch_global_deps.so"  # what torch loads for every later object to see
-# The driver of the machine brings it, and with it the functions that begin so.
+GLOBAL = "libtorch_global_deps.so"  # which torch loads globally, for all later objects
+# Part of the machine's driver, with all functions that match the pattern.
 DRIVER, OF_DRIVER = "libcuda.so.1", re.compile(r"cu[A-Z]\w+")
 SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the loader did not find for one object, and the files that it loaded with it."""
+    """The libraries and symbols that the loader did not find for an object, and the files that it loaded."""
 
     libraries: frozenset[str]
     symbols: frozenset[str]
     loaded: frozenset[Path] = frozenset()
 
     def without_driver(self) -> "Finding":
-        """The rest, if what a GPU's driver brings counts as there."""
+        """Return the finding without the parts that a GPU's driver provides."""
         if DRIVER not in self.libraries:
             return self
         symbols = frozenset(name for name in self.symbols if not OF_DRIVER.fullmatch(name))
         return Finding(self.libraries - {DRIVER}, symbols, self.loaded)
 
 
-def read(output: str) -> Finding:
-    """What ld.so prints: ``NAME => FILE``, ``NAME => not found``, ``undefined symbol: NAME``."""
+def parse(output: str) -> Finding:
+    """Parse ld.so's output: ``NAME => FILE``, ``NAME => not found``, ``undefined symbol: NAME``."""
     libraries = re.findall(r"^\s*(\S+) => not found", output, re.MULTILINE)
     symbols = re.findall(r"undefined symbol: (\w+)", output)
     loaded = re.findall(r"^\s*\S+ => (/\S+)", output, re.MULTILINE)
@@ -54,7 +54,7 @@ def read(output: str) -> Finding:
 
 
 def trace(objects: Iterable[Path], folders: Iterable[Path]) -> Finding:
-    """Let the loader bind everything of ``objects`` in a Python, as ``ldd -r`` does, and start nothing."""
+    """Let the loader bind all symbols of ``objects`` in a Python, as ``ldd -r`` does, and run nothing."""
     environment = {
         "LD_TRACE_LOADED_OBJECTS": "1",
         "LD_WARN": "1",
@@ -72,19 +72,19 @@ def trace(objects: Iterable[Path], folders: Iterable[Path]) -> Finding:
         check=False,
     )
     assert "cannot be preloaded" not in done.stdout, done.stdout
-    assert "libc.so.6" in done.stdout, f"the loader traced nothing: {done.stdout}"
-    return read(done.stdout)
+    assert "libc.so.6" in done.stdout, f"the loader printed no trace: {done.stdout}"
+    return parse(done.stdout)
 
 
 def shared_objects(distribution: Distribution) -> list[Path]:
-    """The shared objects that a package lists, each file once."""
+    """Return the shared objects that a package lists, each file once."""
     files = [Path(str(file.locate())) for file in distribution.files or [] if SHARED.search(file.name)]
     return sorted({file.resolve() for file in files if file.open("rb").read(4) == ELF})
 
 
 @pytest.fixture(scope="module")
 def folders() -> list[Path]:
-    """Where the libraries lie that ``import torch`` loads."""
+    """Return the folders of the libraries that ``import torch`` loads."""
     script = "import torch; print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     loaded = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if SHARED.search(line)}
@@ -95,30 +95,30 @@ def folders() -> list[Path]:
 def objects(
     cell: dict[str, Any], headlines: dict[str, Distribution], installed: dict[str, Distribution]
 ) -> Callable[[str], list[Path]]:
-    """The shared objects of a package by its name, those that a recipe of ours made for it among them."""
+    """Return a function from a package's name to its shared objects, including those of our recipe for it."""
 
     def of(name: str) -> list[Path]:
         builds = [build for build in cell["build_from_source"] if build["package"] == name]
-        made = [installed.get(build["recipe"]) for build in builds if build["recipe"]]
-        found = [headlines.get(name) or installed.get(name), *made]
+        from_recipes = [installed.get(build["recipe"]) for build in builds if build["recipe"]]
+        found = [headlines.get(name) or installed.get(name), *from_recipes]
         return [path for distribution in found if distribution for path in shared_objects(distribution)]
 
     return of
 
 
-def test_the_loader_tells_what_is_missing(objects: Callable[[str], list[Path]]) -> None:
-    """An object of vLLM that uses torch, where torch's folder is not searched."""
+def test_the_loader_reports_what_is_missing(objects: Callable[[str], list[Path]]) -> None:
+    """For an object of vLLM that uses torch, without torch's folder in the search path."""
     extension = next(path for path in objects("vllm") if b"libc10.so" in path.read_bytes())
     finding = trace([extension], [])
     assert "libc10.so" in finding.libraries
     assert finding.symbols
 
 
-def test_the_driver_s_part_is_left_out_and_nothing_else() -> None:
-    """As the loader prints it on a machine without a GPU."""
+def test_only_the_driver_s_part_is_ignored() -> None:
+    """The input is the loader's output on a machine without a GPU."""
     printed = f"\t{DRIVER} => not found\n\tlibx.so => not found\nundefined symbol: cuInit\t(a.so)\n"
-    assert read(printed).without_driver() == Finding(frozenset({"libx.so"}), frozenset())
-    assert read("undefined symbol: cuInit\t(a.so)\n").without_driver().symbols == {"cuInit"}
+    assert parse(printed).without_driver() == Finding(frozenset({"libx.so"}), frozenset())
+    assert parse("undefined symbol: cuInit\t(a.so)\n").without_driver().symbols == {"cuInit"}
 
 
 @pytest.mark.timeout(600)
@@ -126,7 +126,7 @@ def test_the_driver_s_part_is_left_out_and_nothing_else() -> None:
 def test_no_library_and_no_symbol_is_missing(
     name: str, objects: Callable[[str], list[Path]], folders: list[Path]
 ) -> None:
-    """Of any shared object; but for the driver of a GPU, if torch is a build for such."""
+    """For any shared object, except the GPU driver's if torch is built for GPUs."""
     import torch
 
     if not (paths := objects(name)):
@@ -136,16 +136,16 @@ def test_no_library_and_no_symbol_is_missing(
         found = list(pool.map(lambda path: trace([*first, path], folders), paths))
     if torch.version.cuda:
         found = [finding.without_driver() for finding in found]
-    lacking = {
+    missing = {
         path: sorted(finding.libraries | finding.symbols)
         for path, finding in zip(paths, found, strict=True)
         if finding.libraries or finding.symbols
     }
-    # One that leaves its needs to the object that needs it is bound with that one.
+    # An object may rely on the libraries of the object that loads it: it was bound together with that one.
     bound = {
         file
         for path, finding in zip(paths, found, strict=True)
-        if path not in lacking
+        if path not in missing
         for file in finding.loaded
     }
-    assert {str(path): names for path, names in lacking.items() if path not in bound} == {}
+    assert {str(path): names for path, names in missing.items() if path not in bound} == {}

@@ -1,7 +1,7 @@
-"""rlhf_stack.memory against what torch, DeepSpeed and vLLM really allocate on a CPU, for small models.
+"""Estimates of rlhf_stack.memory match what torch, DeepSpeed and vLLM allocate on a CPU for small models.
 
-Each kind is measured once, in processes of its own (``measured.py``); the estimates are of GPUs, and differ
-from a CPU in nothing that is compared here.
+Each kind is measured once, in separate processes (``measured.py``). The estimates are for GPUs; what is
+compared here does not differ on a CPU.
 """
 
 import importlib.metadata
@@ -17,16 +17,16 @@ from rlhf_stack.config import env_vars
 MEASURED = Path(__file__).with_name("measured.py")
 SECONDS = 1500
 FEWER_THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-OWN_USER = 1000  # of the image
+OWN_USER = 1000  # the image's
 pytestmark = pytest.mark.skipif(os.getuid() != OWN_USER, reason="measured once, as the image's own user")
-NO_GPU = pytest.mark.skipif(env_vars.accelerator() != "cpu", reason="this image needs a GPU for it")
+NO_GPU = pytest.mark.skipif(env_vars.accelerator() != "cpu", reason="this image needs a GPU for this")
 IS_CURRENT = importlib.metadata.version("openrlhf").startswith("0.11")
-# How far an estimate may be off, either way: what is not modelled are small buffers, and padding.
+# Relative tolerance of an estimate in both directions: small buffers and padding are not modelled.
 ACTIVATIONS, STATES, EXACT = 0.06, 0.12, 0.0
 
 
 def measured(kind):
-    """The rows of one kind."""
+    """Return the rows of one kind."""
     done = subprocess.run(
         [sys.executable, str(MEASURED), kind],
         env=os.environ | FEWER_THREADS,
@@ -41,28 +41,28 @@ def measured(kind):
     return rows
 
 
-def off(rows, tolerance):
-    """The rows whose estimate is further off."""
+def deviations(rows, tolerance):
+    """Return the rows whose estimate differs by more than ``tolerance``."""
     wrong = [one for one in rows if abs(one["estimated"] - one["measured"]) > tolerance * one["measured"]]
     return [f"{one['name']}: {one['estimated']} estimated, {one['measured']} measured" for one in wrong]
 
 
 @pytest.mark.timeout(SECONDS)
 def test_activations_of_openrlhfs_actor():
-    """OpenRLHF 0.5 keeps logits once more than is modelled, but not while memory is at its peak."""
+    """OpenRLHF 0.5 keeps one more copy of the logits than is modelled, but not at peak memory."""
     judged = "" if IS_CURRENT else "training peak"
     rows = [row for row in measured("activations") if row["name"].endswith(judged)]
-    assert off(rows, ACTIVATIONS) == []
+    assert deviations(rows, ACTIVATIONS) == []
 
 
 @NO_GPU
 @pytest.mark.skipif(not IS_CURRENT, reason="DeepSpeed 0.15's own gather over gloo fails in this measurement")
 @pytest.mark.timeout(SECONDS)
 def test_states_of_deepspeed_on_two_ranks():
-    assert off(measured("states"), STATES) == []
+    assert deviations(measured("states"), STATES) == []
 
 
 @NO_GPU
 @pytest.mark.timeout(SECONDS)
 def test_blocks_of_an_engines_cache():
-    assert off(measured("cache"), EXACT) == []
+    assert deviations(measured("cache"), EXACT) == []

@@ -1,4 +1,4 @@
-"""A driver is killed; what its run leaves is removed, and others' processes and segments stay."""
+"""reap removes what a killed driver's run leaves, and keeps other processes and segments."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ time.sleep(1000)
 
 
 def reap(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    """Its exit code, and what it says is left."""
+    """Run reap; return its exit code and what it reports as left."""
     command = ["rlhf-stack", "reap", "--json", "--older-than", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
@@ -44,10 +44,10 @@ def reap(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def until_gone(role: str) -> None:
-    """Wait until no process of this role is left, with a deadline."""
+    """Wait until no process of this role is left; AssertionError after `END_SECONDS`."""
     end = time.monotonic() + END_SECONDS
     while any(one.role == role for one in process_table.snapshot()):
-        assert time.monotonic() < end, f"a {role} is still there after {END_SECONDS} s"
+        assert time.monotonic() < end, f"a {role} is still running after {END_SECONDS} s"
         time.sleep(0.1)
 
 
@@ -60,7 +60,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def foreign() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of the same user that Ray did not start."""
+    """Start a process of the same user that does not belong to Ray."""
     process = subprocess.Popen(["sleep", "1000"])
     yield process
     process.kill()
@@ -69,7 +69,7 @@ def foreign() -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.fixture
 def segment() -> Iterator[shared_memory.SharedMemory]:
-    """A segment that this process holds."""
+    """Create a segment that this process holds open."""
     held = shared_memory.SharedMemory(create=True, size=4096)
     yield held
     held.close()
@@ -80,7 +80,7 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
 def test_what_a_killed_driver_left_is_removed_and_nothing_else(
     foreign: "subprocess.Popen[bytes]", segment: shared_memory.SharedMemory
 ) -> None:
-    """An engine's process and a segment that nobody has open any more."""
+    """It removes an engine's process, and a segment that no process has open."""
     with tempfile.TemporaryDirectory(prefix="r") as folder:  # short: Ray's sockets are below it
         driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER, folder], stdout=subprocess.PIPE, text=True, start_new_session=True

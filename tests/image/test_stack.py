@@ -1,4 +1,4 @@
-"""The headline packages are there, import, and start what they are there for."""
+"""The headline packages are installed, import, and start their commands and services."""
 
 import importlib.util
 import subprocess
@@ -14,24 +14,24 @@ HELP_SECONDS = 180
 
 
 def test_headline_package_imports(headline: str) -> None:
-    """Each in this process, so that they also bear each other."""
+    """All in this process, so that they are also compatible with each other."""
     import_module(headline)
 
 
 def test_the_runtime_imports() -> None:
-    """Ours, which the patches call."""
+    """Our package, which the patches call."""
     import_module("rlhf_stack")
 
 
 def test_versions_are_those_of_the_matrix(cell: dict[str, Any], headlines: dict[str, Distribution]) -> None:
-    """No headline package is of another version than the cell's name says."""
+    """Each headline package has the version of the cell's name."""
     found = {name: distribution.version.split("+")[0] for name, distribution in headlines.items()}
     assert found == {package["name"]: package["version"] for package in cell["packages"]}
 
 
 @pytest.mark.timeout(HELP_SECONDS)
 def test_entry_point_shows_its_help(entry_point: str) -> None:
-    """OpenRLHF's own command lines start: every one that this version has."""
+    """Each of OpenRLHF's own command lines starts."""
     command = [sys.executable, "-m", f"openrlhf.cli.{entry_point}", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -39,7 +39,7 @@ def test_entry_point_shows_its_help(entry_point: str) -> None:
 
 
 def test_every_patch_is_present_and_unaltered() -> None:
-    """What a patch made of a file is what lies there."""
+    """Every patched file has the content that its patch produced."""
     done = subprocess.run(
         [sys.executable, "-m", "rlhf_stack", "patches"], capture_output=True, text=True, check=False
     )
@@ -47,9 +47,9 @@ def test_every_patch_is_present_and_unaltered() -> None:
 
 
 def test_vllm_loads_its_compiled_ops(cell: dict[str, Any]) -> None:
-    """vLLM only warns when its library does not load; an engine dies of it later, without saying so."""
+    """vLLM only warns when its library does not load, and an engine later fails without naming the cause."""
     if cell["accelerator"]["kind"] != "cpu":
-        pytest.skip("needs a GPU and its driver; test_libraries.py says whether anything is missing")
+        pytest.skip("needs a GPU and its driver; test_libraries.py checks for missing libraries")
     import torch
 
     platforms = importlib.util.find_spec("vllm.platforms")
@@ -62,7 +62,7 @@ def test_vllm_loads_its_compiled_ops(cell: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(120)
 def test_ray_starts_and_runs_a_task() -> None:
-    """A node of its own, a task on it, and everything gone at the end."""
+    """Start a separate node, run a task on it, and shut it down."""
     import ray
 
     ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, _temp_dir="/tmp/ray-test")

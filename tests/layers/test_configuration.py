@@ -1,4 +1,4 @@
-"""What the image says of itself, before anything of it runs."""
+"""The image's size, configuration and labels, which Docker reports without running it."""
 
 from docker.models.images import Image
 
@@ -8,22 +8,22 @@ from scripts.matrix.load import Cell
 
 
 def test_size_is_within_the_budget(image: Image, cell: Cell) -> None:
-    """All layers, unpacked."""
+    """The budget covers all layers, unpacked."""
     assert unpacked_size(image) / 1e6 <= cell.size_budget_mb
 
 
 def test_user_is_not_root_and_is_a_number(image: Image) -> None:
-    """Kubernetes cannot tell of a name that it is not root's."""
+    """Kubernetes cannot verify that a user name is not root."""
     assert image.attrs["Config"]["User"] == "1000"
 
 
 def test_processes_have_an_init(image: Image) -> None:
-    """tini forwards signals and reaps what Ray leaves."""
+    """tini forwards signals and reaps orphans of Ray."""
     assert image.attrs["Config"]["Entrypoint"][0].endswith("tini")
 
 
-def test_labels_tell_cell_and_versions(image: Image, cell: Cell) -> None:
-    """And what was not shown, so that nobody has to look it up."""
+def test_labels_name_cell_and_versions(image: Image, cell: Cell) -> None:
+    """They also name what is unverified."""
     labels = image.labels
     assert labels[f"{NAMESPACE}.cell"] == cell.id
     assert {name: labels[f"{NAMESPACE}.version.{name}"] for name in cell.versions} == cell.versions
@@ -34,6 +34,6 @@ def test_labels_tell_cell_and_versions(image: Image, cell: Cell) -> None:
 
 
 def test_env_defaults_are_in_the_configuration(image: Image, cell: Cell) -> None:
-    """So that `docker exec`, which starts no shell of ours, has them too."""
+    """`docker exec`, which does not run our entrypoint, has them too."""
     env = image.attrs["Config"]["Env"]
     assert [f"{item.name}={item.value}" for item in cell.env if f"{item.name}={item.value}" not in env] == []

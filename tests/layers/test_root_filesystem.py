@@ -13,7 +13,7 @@ MANIFEST = "./etc/rlhf-stack-base.txt"
 
 
 def packages(tar: Path) -> str:
-    """The packages in a root, with versions."""
+    """Return the packages in a root filesystem, with versions."""
     with tarfile.open(tar) as archive:
         file = archive.extractfile(MANIFEST)
         assert file is not None
@@ -21,8 +21,8 @@ def packages(tar: Path) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_made_again_the_root_is_identical(cell: Cell, tmp_path: Path) -> None:
-    """Made elsewhere and later than the one in use; made twice if Debian has newer packages since."""
+def test_a_rebuilt_root_is_identical(cell: Cell, tmp_path: Path) -> None:
+    """In another folder and later than the one in use; built twice if Debian has newer packages."""
     runtime, _ = rootfs.roots(cell)
     first, second = runtime.tar, tmp_path / "second.tar"
     rootfs.make(runtime, second)
@@ -33,8 +33,8 @@ def test_made_again_the_root_is_identical(cell: Cell, tmp_path: Path) -> None:
     assert sha256_file(first) == sha256_file(second)
 
 
-def test_root_has_nothing_of_the_machine_that_made_it(cell: Cell) -> None:
-    """No name, resolver, machine id or log of it."""
+def test_root_has_nothing_of_the_build_machine(cell: Cell) -> None:
+    """It contains no host name, resolver, machine id or log."""
     runtime, _ = rootfs.roots(cell)
     with tarfile.open(runtime.tar) as archive:
         members = {member.name: member for member in archive}
