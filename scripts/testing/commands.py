@@ -28,7 +28,7 @@ def run_test(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="CELL] [PYTEST ARGUMENTS",
+            metavar="CELL PYTEST-ARGUMENTS",
             help="A cell id (the default cell without), and arguments for pytest, which prevent a record.",
         ),
     ] = None,

@@ -20,13 +20,12 @@ from rich.table import Table
 from scripts.docker.client import with_docker_errors
 from scripts.errors import UserError, run
 from scripts.matrix.load import find, load
-from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
+from scripts.testing.commands import PYTEST_SUITES
 from scripts.testing.side_by_side import Job
 from tests.bench.results import parser
 
 LOGS = ROOT / "build" / "flakes"
-PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "demo"]
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 PASSED = re.compile(r"\b(\d+) passed\b")
 
