@@ -1,4 +1,4 @@
-"""A registry on this machine, and small images in the place of a cell's, of which nothing stays behind."""
+"""A registry on this machine, and small substitutes for a cell's image, which the tests remove."""
 
 import tempfile
 import uuid
@@ -18,12 +18,12 @@ from scripts.paths import ROOT
 from scripts.release.publish import Item
 from scripts.testing import records
 from tests.registry import server
-from tests.registry.images import GIVEN, Make, layer, remove
+from tests.registry.images import INPUTS_DIGEST, Make, layer, remove
 
 
 @pytest.fixture(scope="session")
 def registry() -> Iterator[server.Registry]:
-    """A registry that lets everybody push."""
+    """Run a registry that accepts every push."""
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="registry-") as folder,
         server.running(Path(folder)) as running,
@@ -33,26 +33,26 @@ def registry() -> Iterator[server.Registry]:
 
 @pytest.fixture
 def repo(registry: server.Registry) -> str:
-    """A repository that no other test has pushed to."""
+    """Return a repository that no other test uses."""
     return f"{registry.host}/tests/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    """Where the test records of the small images are."""
+def records_folder(tmp_path: Path) -> Path:
+    """Return the folder of the small images' test records."""
     return tmp_path / "records"
 
 
 @pytest.fixture
-def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
-    """Make a small image that says of itself what the cell's would, and has all records.
+def make(client: docker.DockerClient, cell: Cell, records_folder: Path) -> Iterator[Make]:
+    """Return a function that builds a small image with the labels and all records of the cell's.
 
-    The arguments are labels that differ (``stand_in="torch"``), ``release``, ``revision`` and ``inputs``.
+    Its arguments are labels that differ: ``release``, ``revision``, ``stand_in`` and ``inputs``.
     """
-    made: list[Image] = []
+    images: list[Image] = []
 
     def _make(
-        release: str = cell.release, revision: str = "abc", stand_in: str = "", inputs: str = GIVEN
+        release: str = cell.release, revision: str = "abc", stand_in: str = "", inputs: str = INPUTS_DIGEST
     ) -> Item:
         tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
         changed = msgspec.structs.replace(cell, release=release, tag=tag)
@@ -66,15 +66,15 @@ def make(client: docker.DockerClient, cell: Cell, kept: Path) -> Iterator[Make]:
         repository, _, name = tag.partition(":")
         client.api.import_image_from_data(layer(), repository=repository, tag=name, changes=lines)
         image = client.images.get(tag)
-        made.append(image)
+        images.append(image)
         for suite in records.required(changed):
-            with records.recording(cell.id, str(image.id), suite, kept) as tally:
+            with records.recording(cell.id, str(image.id), suite, records_folder) as tally:
                 tally.passed = 1
-            done = records.read(str(image.id), kept)[suite]
+            done = records.read(str(image.id), records_folder)[suite]
             clean = done.revision.removesuffix(DIRTY)
-            records.write(msgspec.structs.replace(done, revision=clean), kept)
+            records.write(msgspec.structs.replace(done, revision=clean), records_folder)
         return Item(changed, image)
 
     yield _make
-    for image in made:
+    for image in images:
         remove(client, str(image.id))

@@ -1,4 +1,4 @@
-"""Small images that tests make, and the end of them."""
+"""Small images for tests, and their removal."""
 
 import io
 import os
@@ -12,11 +12,11 @@ from scripts.release.publish import Item
 
 Make = Callable[..., Item]
 LAYER_BYTES = 3_000_000
-GIVEN = "given"  # in the place of the digest of what a build is given
+INPUTS_DIGEST = "inputs-digest"  # a substitute for the inputs digest
 
 
 def layer() -> bytes:
-    """A root filesystem with one file of random bytes, as a tar."""
+    """Return a root filesystem with one file of random bytes, as a tar."""
     content, packed = os.urandom(LAYER_BYTES), io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         member = tarfile.TarInfo("content")
@@ -26,7 +26,7 @@ def layer() -> bytes:
 
 
 def remove(client: docker.DockerClient, image: str) -> None:
-    """Remove an image with every name that it has here, if it is here."""
+    """Remove a local image with all of its names, if it exists."""
     try:
         found = client.images.get(image)
     except docker.errors.ImageNotFound:
@@ -34,5 +34,5 @@ def remove(client: docker.DockerClient, image: str) -> None:
     for name in (*found.tags, *found.attrs["RepoDigests"]):
         try:
             client.images.remove(name)
-        except docker.errors.ImageNotFound:  # a digest goes with the last tag of its repository
+        except docker.errors.ImageNotFound:  # a digest is removed with the last tag of its repository
             continue

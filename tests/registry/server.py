@@ -1,7 +1,7 @@
-"""A registry on this machine: Debian's docker-registry as a process of its own, on a loopback port.
+"""A registry on this machine: Debian's docker-registry as a separate process, on a loopback port.
 
-Docker Engine speaks to loopback addresses without TLS. The package is unpacked, not installed: its service
-would listen to everybody.
+Docker connects to loopback addresses without TLS. The package is unpacked, not installed: its service would
+listen on all addresses.
 """
 
 import json
@@ -27,18 +27,18 @@ SERVED = re.compile(r'"GET /v2/\S+/blobs/(sha256:[0-9a-f]{64}) HTTP/1\.1" 200 (\
 
 @dataclass(frozen=True)
 class Registry:
-    """A running registry: its address, and the file that it logs every request to."""
+    """A running registry: its address, and its log file with every request."""
 
     host: str
     log: Path
 
     def served(self) -> dict[str, int]:
-        """The blobs that were fetched so far, with the bytes sent."""
+        """Return the blobs that were fetched so far, with the bytes sent."""
         return {digest: int(size) for digest, size in SERVED.findall(self.log.read_text(encoding="utf-8"))}
 
 
 def program() -> str:
-    """The registry's program: this machine's, or that of the package, which is fetched once."""
+    """Return the registry's program: the installed one, or that of the package, which is fetched once."""
     if found := shutil.which(PACKAGE):
         return found
     path = UNPACKED / "usr" / "bin" / PACKAGE
@@ -49,8 +49,9 @@ def program() -> str:
 
 @contextmanager
 def running(folder: Path, htpasswd: str | None = None) -> Iterator[Registry]:
-    """A registry that keeps everything in ``folder``; with ``htpasswd`` (such a file's text) it asks
-    for a user.
+    """Run a registry that keeps everything in ``folder``.
+
+    With ``htpasswd``, the text of such a file, it requires a login.
     """
     folder.mkdir(parents=True, exist_ok=True)
     configuration: dict[str, object] = {
@@ -76,11 +77,11 @@ def running(folder: Path, htpasswd: str | None = None) -> Iterator[Registry]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, as it says; a `UserError` if it does not come up."""
+    """Return the address in the registry's log; `UserError` if it does not start."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        if said := LISTENS.search(log.read_text(encoding="utf-8")):
-            return said[1]
+        if address := LISTENS.search(log.read_text(encoding="utf-8")):
+            return address[1]
         time.sleep(0.05)
-    lines = log.read_text(encoding="utf-8").splitlines() or ["it said nothing"]
+    lines = log.read_text(encoding="utf-8").splitlines() or ["its log is empty"]
     raise UserError(f"{PACKAGE} did not start: {lines[-1]}")

@@ -1,4 +1,4 @@
-"""The tests of numbers catch a release that is known to compute wrong ones, when it is put in."""
+"""The numerical tests fail with a release that is known to compute wrong gradients."""
 
 import tempfile
 from pathlib import Path
@@ -14,8 +14,8 @@ from scripts.paths import ROOT
 from scripts.testing import in_image
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
-# 0.18.2 beside the image's own, with the operators that are compiled for that.
-PUT_IN = """
+# DeepSpeed 0.18.2 next to the image's own, with the operators that are compiled for the latter.
+INSTALL_AND_TEST = """
 set -e
 [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca
 export PIP_CONFIG_FILE=/run/secrets/pip PIP_CONSTRAINT=
@@ -33,7 +33,7 @@ exec python -m pytest -p no:cacheprovider -c /dev/null --rootdir=/opt/tests -ra 
 def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
     client: docker.DockerClient, cell: Cell, image: Image
 ) -> None:
-    """ZeRO-2 with accumulation is wrong, and nothing else is."""
+    """Only ZeRO-2 with accumulation fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         secrets = write_secrets(index_config.load(), Path(folder))
@@ -44,18 +44,18 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
         }
         container = client.containers.create(
             str(image.id),
-            ["bash", "-c", PUT_IN],
+            ["bash", "-c", INSTALL_AND_TEST],
             environment={"PYTHONDONTWRITEBYTECODE": "1"},
             volumes=mounts,
             labels={LABEL: owner_label()},
-            network_mode="host",  # as a build has it: the index may be a name of this machine
+            network_mode="host",  # as in a build: the index may be a host name of this machine
             shm_size=1024 * MEBIBYTE,
         )
         with remove_on_exit([container]):
             container.start()
             container.wait()
-            said = container.logs().decode(errors="replace")
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    assert len(failed) == 1, said[-3000:]
+            output = container.logs().decode(errors="replace")
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    assert len(failed) == 1, output[-3000:]
     assert "whole_batch[2-4]" in failed[0]
-    assert "1 failed, 7 passed" in said
+    assert "1 failed, 7 passed" in output

@@ -1,4 +1,4 @@
-"""What a user does with a published image: pull it by its digest, and build FROM it."""
+"""A user's work with a published image: pull it by its digest, and build FROM it."""
 
 import os
 import subprocess
@@ -27,18 +27,18 @@ Build = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def pip_list(client: docker.DockerClient, image: str) -> set[str]:
-    """What pip lists in an image, as ``name==version``."""
+    """Return the packages that pip lists in an image, as ``name==version``."""
     output = client.containers.run(image, ["pip", "list", "--format=freeze"], remove=True)
     return set(output.decode().split())
 
 
 @pytest.mark.timeout(1800)
-def test_what_is_pulled_by_its_digest_passes_the_image_tests(
+def test_an_image_pulled_by_its_digest_passes_the_image_tests(
     client: docker.DockerClient, cell: Cell, image: Image, repo: str
 ) -> None:
-    """It is pushed, deleted here, and pulled again; the names that it had here come back.
+    """It is pushed, deleted locally, and pulled again; its local names are restored.
 
-    The builder may have kept its layers: that every byte can come from the registry is shown in test_publish.
+    The builder may have cached its layers: test_publish shows that every byte can come from the registry.
     """
     tags = image.tags
     immutable, _ = publish.publish(client, repo, [publish.Item(cell, image)], Console())
@@ -58,7 +58,7 @@ def test_what_is_pulled_by_its_digest_passes_the_image_tests(
 
 @pytest.fixture
 def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
-    """Build the example FROM the cell, as ``tag``, with ``packages``; the image goes with the test."""
+    """Return a function that builds the example FROM the cell; the images are removed after the test."""
     tags = []
 
     def build(tag: str, packages: str | None, with_secrets: bool) -> subprocess.CompletedProcess[str]:
@@ -88,10 +88,10 @@ def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
 
 
 @pytest.mark.timeout(1800)
-def test_an_image_made_from_ours_passes_the_tests_of_its_parent(
+def test_an_image_built_from_ours_passes_the_tests_of_its_parent(
     client: docker.DockerClient, cell: Cell, image: Image, built: Build
 ) -> None:
-    """A package more, the same pins, the same user."""
+    """It has one more package, the same pins and the same user."""
     tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
     done = built(tag, None, with_secrets=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -100,13 +100,13 @@ def test_an_image_made_from_ours_passes_the_tests_of_its_parent(
     before, after = pip_list(client, cell.tag), pip_list(client, tag)
     assert before < after
     assert [line.partition("==")[0] for line in after - before] == ["humanize"]
-    run = in_image.Run("image", str(derived.id), f"an image made FROM {cell.tag}", derived=True)
+    run = in_image.Run("image", str(derived.id), f"an image built FROM {cell.tag}", derived=True)
     assert in_image.run_all(client, cell, run) == 0
 
 
 @pytest.mark.timeout(600)
-def test_a_pin_that_would_move_fails_the_build_with_its_name(cell: Cell, built: Build) -> None:
-    """Also without any secret, as most users build."""
+def test_a_package_that_moves_a_pin_fails_the_build(cell: Cell, built: Build) -> None:
+    """Also without secrets, as most users build."""
     done = built(f"rlhf-stacks-tests:{uuid.uuid4().hex}", "ray==2.8.0", with_secrets=False)
     assert done.returncode != 0
     assert (
