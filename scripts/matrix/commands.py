@@ -11,7 +11,9 @@ from scripts.matrix.load import SCHEMA, expand, find, load, schema
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this package to ``app``."""
-    group = typer.Typer(help="List and show cells, and write the schema of matrix.yaml.", no_args_is_help=True)
+    group = typer.Typer(
+        help="List and show cells, and write the schema of matrix.yaml.", no_args_is_help=True
+    )
     group.command("list")(list_cells)
     group.command("show")(show_cell)
     group.command("schema")(write_schema)

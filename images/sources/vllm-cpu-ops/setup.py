@@ -1,8 +1,8 @@
 """Compile only vLLM's CPU operators, into a wheel that owns ``vllm/_C``.
 
 VLLM_SOURCE is the folder of vLLM's unpacked source distribution. Its own build finds torch with CMake, which
-requires a CUDA toolkit if torch is a CUDA build; torch's own extension builder does not. The Python code comes
-from vLLM's released wheel, so that CPU and GPU cells have the same.
+requires a CUDA toolkit if torch is a CUDA build; torch's own extension builder does not. The Python code
+comes from vLLM's released wheel, so that CPU and GPU cells have the same.
 """
 
 import os

@@ -58,7 +58,7 @@ def test_the_services_of_compose_start_a_head_and_a_node_that_joins_it() -> None
 
 
 def pods() -> tuple[str, list[dict[str, Any]]]:
-    """The version of Ray in the file for KubeRay, and its pods, as Kubernetes is asked for them."""
+    """Return the version of Ray in the file for KubeRay, and its pods as sent to Kubernetes."""
     spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "raycluster.yaml").read_text())["spec"]
     templates = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     common = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
@@ -101,7 +101,7 @@ def test_the_slurm_script_is_a_shells() -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """An environment with a Slurm of two nodes that only writes down what it is asked."""
+    """An environment with a Slurm of two nodes that only logs its arguments."""
     for name, text in FAKES.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""What the entrypoint and login shells set and tell: images/rootfs/usr/local/lib/rlhf-stack/environment."""
+"""What the entrypoint and login shells set and report: images/rootfs/usr/local/lib/rlhf-stack/environment."""
 
 import shlex
 import subprocess
@@ -18,7 +18,7 @@ AWKWARD = 'it\'s $HOME "x" \\ = `y`'
 
 
 def setting(name: str, value: str) -> Setting:
-    """A setting whose reason tells its name."""
+    """A setting whose reason contains its name."""
     return Setting(name=name, value=value, reason=f"reason of {name}", source="here")
 
 
@@ -50,7 +50,7 @@ def sets(folder: Path, environment: dict[str, str]) -> tuple[dict[str, str], lis
 
 
 def test_nothing_is_set_or_told_where_the_defaults_hold(folder: Path) -> None:
-    """As in a container that nobody configured."""
+    """As in a container without configuration."""
     assert sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "none"}) == ({}, [])
 
 
@@ -60,7 +60,7 @@ def test_a_shell_without_the_image_s_environment_gets_the_defaults(folder: Path)
 
 
 def test_a_user_s_own_value_wins_and_is_told_with_the_default_and_its_reason(folder: Path) -> None:
-    """One line a variable; a variable that the user took away is told too."""
+    """One line a variable; a variable that the user unset is reported too."""
     assert sets(folder, IMAGE | {"B": "7\nand more", "API_KEY": "none"}) == (
         {},
         [
@@ -72,12 +72,12 @@ def test_a_user_s_own_value_wins_and_is_told_with_the_default_and_its_reason(fol
 
 def test_a_secret_is_not_shown(folder: Path) -> None:
     """By the name of the variable."""
-    _, told = sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "hidden"})
-    assert told == ["rlhf-stack: API_KEY has another value (default none: reason of API_KEY)"]
+    _, lines = sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "hidden"})
+    assert lines == ["rlhf-stack: API_KEY has another value (default none: reason of API_KEY)"]
 
 
-def test_a_shell_below_does_not_tell_the_same_again(folder: Path) -> None:
-    """But it tells what was changed since."""
+def test_a_shell_below_does_not_repeat_a_report(folder: Path) -> None:
+    """But it reports later changes."""
     script = f'x=$({shlex.quote(str(SCRIPT))} "$1"); eval "$x";'
     done = subprocess.run(
         ["sh", "-euc", f"{script} {script} export B=8; {script}", "sh", str(folder)],
@@ -90,14 +90,14 @@ def test_a_shell_below_does_not_tell_the_same_again(folder: Path) -> None:
 
 
 def test_a_profile_is_set_over_the_defaults(folder: Path) -> None:
-    """Its variables are exported, and the defaults that it changes are not told as the user's own."""
+    """Its variables are exported, and the defaults that it changes are not reported as the user's own."""
     image = IMAGE | {"A": AWKWARD, "API_KEY": "none", "RLHF_STACK_PROFILE": "nccl"}
     assert sets(folder, image) == ({"B": "2", "C": AWKWARD}, [])
     assert sets(folder, image | {"B": "2", "C": AWKWARD}) == ({}, [])
 
 
 def test_a_user_s_own_value_wins_over_a_profile(folder: Path) -> None:
-    """And is told."""
+    """And is reported."""
     image = IMAGE | {"A": AWKWARD, "API_KEY": "none", "RLHF_STACK_PROFILE": "nccl"}
     assert sets(folder, image | {"B": "7"}) == (
         {"C": AWKWARD},
@@ -137,5 +137,5 @@ def test_every_cell_s_environment_is_read_back_as_the_matrix_has_it(tmp_path: Pa
         defaults = {item.name: item.value for item in cell.env} | {ACCELERATOR: cell.accelerator.kind}
         assert sets(folder, {}) == (defaults, [])
         for profile in cell.accelerator.profiles:
-            found, told = sets(folder, {"RLHF_STACK_PROFILE": profile.name})
-            assert (found, told) == (defaults | {item.name: item.value for item in profile.env}, [])
+            found, lines = sets(folder, {"RLHF_STACK_PROFILE": profile.name})
+            assert (found, lines) == (defaults | {item.name: item.value for item in profile.env}, [])

@@ -49,9 +49,9 @@ def test_what_a_root_holds_stays(tmp_path: Path) -> None:
     }
 
 
-def test_why_a_user_cannot_make_a_root_is_told() -> None:
-    told = rootfs.reason(
+def test_why_a_user_cannot_make_a_root_is_message() -> None:
+    message = rootfs.reason(
         "I: x\nE: unable to pick chroot mode automatically (use --mode for manual selection)"
     )
-    assert "uidmap" in told
-    assert "log in again" in told
+    assert "uidmap" in message
+    assert "log in again" in message

@@ -163,7 +163,7 @@ def test_our_locks_name_no_address_and_no_path_of_a_machine() -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Locks of our matrix in a folder that may be spoiled."""
+    """Locks of the matrix in a folder that tests can change."""
     copy = tmp_path / lockfile.path(CELL).name
     copy.write_text(TEXT, encoding="utf-8")
     copy.with_suffix(".in").write_text(targets.requirements(CELL), encoding="utf-8")
@@ -192,7 +192,7 @@ def test_a_good_lock_passes_without_an_index(project: Path, capsys: pytest.Captu
         (".in", "ray[default]==2.55.0", "ray[default]==2.54.0", "does not match matrix.yaml"),
     ],
 )
-def test_a_lock_that_was_changed_is_told_without_an_index(
+def test_a_lock_that_was_changed_is_reported_without_an_index(
     project: Path, capsys: pytest.CaptureFixture[str], suffix: str, old: str, new: str, why: str
 ) -> None:
     file = project.with_suffix(suffix)
@@ -203,13 +203,13 @@ def test_a_lock_that_was_changed_is_told_without_an_index(
     assert capsys.readouterr().err == f"{file.name} {why}: run python -m scripts lock {CELL.id}\n"
 
 
-def test_a_missing_lock_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_lock_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     project.unlink()
     assert check_offline() == 1
     assert f"{project.name} is missing: run python -m scripts lock" in capsys.readouterr().err
 
 
-def test_a_lock_that_the_index_would_change_is_told(
+def test_a_lock_that_the_index_would_change_is_reported(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = TEXT.partition("\n")[2].replace("ray==2.55.0", "ray==2.56.0")
@@ -218,7 +218,7 @@ def test_a_lock_that_the_index_would_change_is_told(
     assert f"{project.name} is stale (ray 2.55.0 -> 2.56.0)" in capsys.readouterr().err
 
 
-def test_what_was_found_is_told_though_no_index_answers(
+def test_what_was_found_is_reported_though_no_index_answers(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: resolver.Question) -> str:

@@ -1,4 +1,4 @@
-"""A cell whose sources are out of reach says so at once; what stands in for it differs in nothing else."""
+"""An unavailable source is an immediate error; a stand-in differs from its cell only in packages."""
 
 import dataclasses
 import subprocess
@@ -28,7 +28,7 @@ def cell() -> Cell:
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """What the index answers; it has everything until told otherwise."""
+    """The mocked index; it has every package unless a test changes that."""
     answer = MagicMock(return_value="torch==1+rocm\n")
     monkeypatch.setattr(resolver, "answer", answer)
     return answer
@@ -41,10 +41,10 @@ def test_a_package_that_is_nowhere_is_named_with_its_purpose_and_the_way_out(
     client = MagicMock()
     with pytest.raises(UserError) as caught:
         preflight.require(cell, client)
-    told = str(caught.value)
-    assert told.startswith(f"{cell.id} cannot be built without the wheels, which are torch: ")
-    assert "torch==1+rocm" in told
-    assert told.endswith(f"python -m scripts build {cell.id} --stand-in")
+    message = str(caught.value)
+    assert message.startswith(f"{cell.id} cannot be built without the wheels, which are torch: ")
+    assert "torch==1+rocm" in message
+    assert message.endswith(f"python -m scripts build {cell.id} --stand-in")
     client.images.get.assert_not_called()
 
 
@@ -77,9 +77,9 @@ def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> Non
     assert (found.id, found.tag) == (cell.id + STAND_IN, cell.tag + STAND_IN)
     assert found.accelerator.kind == twin.accelerator.kind == "cpu"
     assert found.accelerator.profiles == cell.accelerator.profiles != ()
-    ours = {setting.name: setting.value for setting in found.env}
-    assert {setting.name: setting.value for setting in cell.env}.items() <= ours.items()
-    assert {setting.name for setting in twin.env} <= set(ours)
+    values = {setting.name: setting.value for setting in found.env}
+    assert {setting.name: setting.value for setting in cell.env}.items() <= values.items()
+    assert {setting.name for setting in twin.env} <= set(values)
     same = (
         "packages",
         "requirements",
@@ -131,7 +131,7 @@ def test_a_source_is_an_image_or_a_package() -> None:
 def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
+    calls: list[list[str]] = []
 
     @dataclasses.dataclass
     class Done:
@@ -139,8 +139,8 @@ def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
         stderr: str = "step 1\nno such image"
 
     def run(arguments: list[str], **_: object) -> Done:
-        asked.append(arguments)
-        return Done(len(asked) - 1)
+        calls.append(arguments)
+        return Done(len(calls) - 1)
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(inputs, "docker_command", lambda: ["docker"])
@@ -148,7 +148,7 @@ def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
     tag = with_vendor_compiler(cell, "builder:1")
     assert tag.startswith("builder:1-")
     assert {"--build-arg=BUILDER_BASE=builder:1", "--build-arg=VENDOR=vendor/dev:1", f"--tag={tag}"} <= set(
-        asked[0]
+        calls[0]
     )
     with pytest.raises(
         UserError, match="the compiler of vendor/dev:1 cannot be copied to the builder: no such image"

@@ -125,7 +125,7 @@ def test_a_cells_own_variable_holds_over_its_accelerators(document: dict[str, An
 
 
 @given(documents(), st.sampled_from(["stacks", "accelerators", "bases", "variants"]))
-def test_a_reference_to_nothing_is_told(document: dict[str, Any], section: str) -> None:
+def test_a_dangling_reference_is_reported(document: dict[str, Any], section: str) -> None:
     document[section][0]["name"] = "Renamed"
     with pytest.raises(
         UserError, match=r"^matrix\.yaml: (variants|cells)\[\d+\]\.\w+: expected one of .*; got"

@@ -36,12 +36,12 @@ def rows(case: Case) -> list[str]:
     return table.splitlines()[2:]
 
 
-def test_every_case_that_was_not_run_is_said_to_be_so() -> None:
+def test_cases_that_were_not_run_are_reported() -> None:
     lines = rows(CASE)
     assert len(lines) == sum(map(len, FAULTS.values()))
     (run,) = (line for line in lines if "not run" not in line)
-    for told in ("node killed | sync", "ends after 21 s", "| yes |", "nothing", "resumes at step 3"):
-        assert told in run
+    for expected in ("node killed | sync", "ends after 21 s", "| yes |", "nothing", "resumes at step 3"):
+        assert expected in run
     assert run.replace("\\|", "").count("|") == len(render.FAULT_COLUMNS) + 1, (
         "the error's own bars are escaped"
     )
@@ -57,7 +57,7 @@ def test_a_hang_and_what_is_left_stand_out() -> None:
     assert "| no |" in text
 
 
-def test_a_run_that_goes_on_has_nothing_to_say() -> None:
+def test_a_run_that_goes_on_has_no_error() -> None:
     going = msgspec.structs.replace(
         CASE, outcome="goes on", said="", node_named=False, afterwards="is not needed"
     )
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_has_nothing_to_say() -> None:
     assert line.endswith("| goes on |  |  | nothing | is not needed |")
 
 
-def test_the_newest_case_counts_and_one_of_a_fault_that_is_no_more_goes() -> None:
+def test_the_newest_case_is_kept_and_an_unknown_fault_dropped() -> None:
     newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1), seconds=5.0)
     other = msgspec.structs.replace(CASE, fault="meteorite")
     first = msgspec.structs.replace(CASE, phase="engine start")
@@ -104,7 +104,7 @@ def test_every_fault_of_the_table_can_be_brought_about() -> None:
     assert set(injecting.FAULTS) == set(FAULTS)
 
 
-def test_a_fault_that_came_too_late_for_its_phase_is_told() -> None:
+def test_a_fault_that_came_too_late_for_its_phase_is_reported() -> None:
     late = msgspec.structs.replace(CASE, in_time=False)
     (line,) = (line for line in rows(late) if "not run" not in line)
     assert "| sync, which had just ended |" in line
