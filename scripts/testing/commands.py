@@ -12,7 +12,7 @@ from scripts.testing import demo, in_image, known_bad, on_host, plans, side_by_s
 from scripts.testing.cluster import sweep
 
 PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "demo"]
-CellId = Annotated[str | None, typer.Argument(metavar="CELL", help="A cell id; the default cell without.")]
+CellId = Annotated[str | None, typer.Argument(metavar="CELL", help="A cell id [the default cell].")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +29,7 @@ def run_test(
         list[str] | None,
         typer.Argument(
             metavar="CELL PYTEST-ARGUMENTS",
-            help="A cell id (the default cell without), and arguments for pytest, which prevent a record.",
+            help="A cell id [the default cell], and arguments for pytest, with which no record is written.",
         ),
     ] = None,
     tag: Annotated[
