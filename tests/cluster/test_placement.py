@@ -145,7 +145,7 @@ def test_unplanned_strictly_spread_group_has_a_rank_for_each_gpu(nodes, monkeypa
         placement.wait_for_placement_group(group, "actor")
         assert placement.rank_bundles(group) == [0] * 4 + [1] * 4
         other = ray.util.placement_group([{"GPU": 4, "CPU": 4}] * 3, strategy="STRICT_SPREAD")
-        with pytest.raises(PlacementError, match=r"(?s)Ray says .*GPUs"):
+        with pytest.raises(PlacementError, match=r"(?s)Ray reports .*GPUs"):
             placement.wait_for_placement_group(other, "critic")
 
 
@@ -213,7 +213,7 @@ def test_group_that_cannot_be_placed_is_an_error_at_the_deadline(nodes, monkeypa
     with free(nodes, (8, 8, 0, 0), cpus=4):
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 17)
         with pytest.raises(
-            PlacementError, match=r"(?s)Ray says NO_RESOURCES: .*17 GPUs.*127\.0\.1\.1: 8 of 8 GPUs"
+            PlacementError, match=r"(?s)Ray reports NO_RESOURCES: .*17 GPUs.*127\.0\.1\.1: 8 of 8 GPUs"
         ):
             placement.wait_for_placement_group(group, "actor")
 

@@ -159,10 +159,10 @@ def _pause(deadline: float, reason: str, timeout: float) -> None:
 
 def is_held(path: Path) -> bool:
     """Report whether a visible process of this machine has ``path`` open, so that its owner is alive."""
-    wanted = path.stat()
+    status = path.stat()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             found = link.stat()
-            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
                 return True
     return False

@@ -299,7 +299,7 @@ def _wait(group: Any, what: str, seconds: float) -> None:
     raise PlacementError(
         f"the placement group of {what} ({group.bundle_count} bundles for "
         f"{sum(_gpus(bundle) for bundle in group.bundle_specs)} GPUs and as many CPUs) was not placed after "
-        f"{time.monotonic() - start:.0f} s ({env_vars.PLACEMENT_TIMEOUT}); Ray says "
+        f"{time.monotonic() - start:.0f} s ({env_vars.PLACEMENT_TIMEOUT}); Ray reports "
         f"{stats.get('scheduling_state', 'nothing')}: {describe_unplaced(nodes, group.bundle_specs)}\n"
         f"  free: {describe_free(nodes)}"
     )

@@ -115,7 +115,7 @@ def _relevant_nodes(free: Sequence[int], groups: Sequence[Group]) -> list[int]:
 
 
 def _on_one_node(room: int, left: Unplaced, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield each set of groups, by index, that place a piece on a node, with the room that is left."""
+    """Yield each set of groups, by index, that place a piece on a node, with the remaining room."""
     waiting = [index for index, pieces in enumerate(left) if pieces]
     for count in range(len(waiting) + 1):
         for taken in combinations(waiting, count):

@@ -1,0 +1,55 @@
+"""Ray's private API: version differences, and the rule that one module uses it."""
+
+import ast
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import rlhf_stack
+from rlhf_stack.compat import ray_private
+
+PRIVATE = ("ray._", "ray.experimental")
+PACKAGE = Path(rlhf_stack.__file__).parent
+
+
+def uses_private_api(file: Path) -> bool:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        if any(name.startswith(PRIVATE) for name in names):
+            return True
+    return False
+
+
+def test_only_ray_private_uses_the_private_api() -> None:
+    found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if uses_private_api(file)}
+    assert found == {"compat/ray_private.py"}
+
+
+def test_free_resources_are_found_in_old_and_new_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = MagicMock()
+    monkeypatch.setitem(sys.modules, "ray._private", private)
+    private.state.available_resources_per_node.return_value = {"a": {"GPU": 1.0}}
+    assert ray_private.available_resources_per_node() == {"a": {"GPU": 1.0}}
+    del private.state.available_resources_per_node  # as in Ray 2.9.3
+    private.state.state._available_resources_per_node.return_value = {"b": {"GPU": 2.0}}
+    assert ray_private.available_resources_per_node() == {"b": {"GPU": 2.0}}
+
+
+@pytest.mark.parametrize("release_has_tokens", [False, True])
+def test_token_support_follows_the_installed_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release_has_tokens: bool
+) -> None:
+    package = tmp_path / "ray"
+    (package / "_private" / "authentication").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    if not release_has_tokens:
+        (package / "_private" / "authentication").rmdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert ray_private.has_token_authentication() == release_has_tokens
