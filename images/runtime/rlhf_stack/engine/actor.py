@@ -55,7 +55,7 @@ class AsyncEngineMixin(_EngineState):
         return self._throughput_meter().measured(outputs)
 
     def unfinished_work(self) -> int:
-        """Return the maximum number of remaining tokens: prompt tokens not yet prefilled, and answer tokens."""
+        """Return the maximum of remaining tokens: prompt tokens not yet prefilled, and answer tokens."""
         states = self.llm.output_processor.request_states.values()
         return sum(
             (state.prompt_len if state.is_prefilling else 0)
