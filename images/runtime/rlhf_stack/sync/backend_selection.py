@@ -62,7 +62,7 @@ def select_group(members: Members, join_nccl: Callable[[Members], WeightGroup]) 
 class NcclTrial:
     """A broadcast over NCCL in the background, among ``members`` that nothing else uses.
 
-    It runs in this process: another one would need memory for a second CUDA context beside the engine's.
+    It runs in this process: another one would need memory for a second CUDA context next to the engine's.
     """
 
     def __init__(self, members: Members, join: Callable[[Members], WeightGroup]) -> None:
@@ -94,7 +94,7 @@ class NcclTrial:
             received = sent.clone() if group.rank == 0 else torch.zeros_like(sent)
             group.start([received], "a test broadcast").finish()
             return "" if torch.equal(received, sent) else "a test broadcast delivered different bytes"
-        except Exception as error:  # whatever failed, every rank must hear of it and use gloo
+        except Exception as error:  # of any kind: it must reach every rank, so that all use gloo
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

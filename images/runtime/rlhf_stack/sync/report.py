@@ -84,7 +84,7 @@ def report_sync(index: int, backend: str, size: int, seconds: float, answers: An
     peer = slowest_worker(answers)
     run_log.info(
         f"weight sync {index} over {backend}: {size / 1e6:.1f} MB in {seconds:.2f} s, {rate:.2f} GB/s"
-        + (f"; slowest {peer['who']}, {peer['loading']:.2f} s of it loading" if peer else "")
+        + (f"; slowest {peer['who']}, which loaded for {peer['loading']:.2f} s" if peer else "")
     )
     set_metric("rlhf_stack_sync_seconds", seconds, backend)
     set_metric("rlhf_stack_sync_bytes", size, backend)

@@ -1,4 +1,4 @@
-"""Which backend a run takes; that gloo carries it then is in tests/cluster."""
+"""Selection of a run's backend; syncs over gloo are in tests/cluster."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def describe(rank: int) -> str:
         ),
     ],
 )
-def test_what_speaks_nccl_obstacle_is_the_first_reason(ranks: list[RankDevice], reason: str) -> None:
+def test_the_first_obstacle_to_nccl_is_the_reason(ranks: list[RankDevice], reason: str) -> None:
     assert nccl_obstacle(ranks, describe) == reason
 
 
@@ -41,7 +41,7 @@ def test_what_speaks_nccl_obstacle_is_the_first_reason(ranks: list[RankDevice], 
         ("nccl", False, False, "nccl"),
     ],
 )
-def test_auto_on_shared_gpus_is_upstreams_handles(
+def test_auto_on_shared_gpus_is_upstreams_cuda_ipc(
     backend: str, colocated: bool, asynchronous: bool, expected: str
 ) -> None:
     train = SimpleNamespace(colocate_all=colocated, async_enable=asynchronous)
@@ -58,5 +58,5 @@ def test_a_vllm_whose_loop_blocks_a_second_group_is_refused(version: str) -> Non
 
 
 @pytest.mark.parametrize("version", ["0.4.2", "0.4.2+stack.1", "0.6.4.post1", "0.10.0", "0.29.0"])
-def test_other_versions_of_vllm_are_not(version: str) -> None:
+def test_other_versions_of_vllm_are_accepted(version: str) -> None:
     refuse_bad_versions({"openrlhf": "0.11.2", "vllm": version})

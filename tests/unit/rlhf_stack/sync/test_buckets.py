@@ -1,4 +1,4 @@
-"""How parameters are cut into buckets; sending them is in tests/cluster."""
+"""Division of parameters into buckets; sending them is in tests/cluster."""
 
 import itertools
 
@@ -20,7 +20,9 @@ def test_every_parameter_has_its_bytes_in_one_bucket_in_order(sizes: list[int], 
     assert [span.index for span in spans] == list(range(len(sizes)))
     assert [span.end - span.begin for span in spans] == sizes
     for bucket in buckets:
-        assert bucket.size <= limit or len(bucket.spans) == 1, "only what is larger than a bucket exceeds it"
+        assert bucket.size <= limit or len(bucket.spans) == 1, (
+            "only a parameter larger than the limit exceeds it"
+        )
         assert bucket.size == bucket.spans[-1].end
         assert all(span.begin % ALIGNMENT == 0 for span in bucket.spans), "a view of any dtype is possible"
         ends = [0] + [span.end for span in bucket.spans]
@@ -37,7 +39,7 @@ def test_buckets_are_as_few_as_their_order_allows(sizes: list[int], limit: int) 
 
 
 @given(SIZES)
-def test_parts_are_the_places_once_and_a_large_parameter_is_its_own(sizes: list[int]) -> None:
+def test_parts_contain_each_span_once_and_a_large_parameter_alone(sizes: list[int]) -> None:
     for bucket in plan_buckets(specs(sizes), 3 * LARGE):
         parts = list(bucket.parts())
         assert [span for part in parts for span in part] == list(bucket.spans)
@@ -47,7 +49,7 @@ def test_parts_are_the_places_once_and_a_large_parameter_is_its_own(sizes: list[
         assert not any(one and two for one, two in itertools.pairwise(small)), "runs are whole"
 
 
-def test_a_bucket_is_named_by_what_is_in_it() -> None:
+def test_a_bucket_is_named_by_its_parameters() -> None:
     buckets = plan_buckets(specs([40, 8, 100]), 64)
     assert [bucket.title for bucket in buckets] == [
         "bucket 1 of 2 (w0 … w1, 48 bytes)",

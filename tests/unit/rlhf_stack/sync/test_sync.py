@@ -1,4 +1,4 @@
-"""What needs no torch; a group of real processes is in tests/cluster."""
+"""Parts of the sync that need no torch; groups of real processes are in tests/cluster."""
 
 import sys
 from datetime import timedelta
@@ -13,17 +13,17 @@ from rlhf_stack.sync import actor_waits, backend, nccl
 
 
 class GetTimeoutError(Exception):
-    """Stands for ray.exceptions.GetTimeoutError."""
+    """A substitute for ray.exceptions.GetTimeoutError."""
 
 
 class Dead(Exception):
-    """Stands for ray.exceptions.RayActorError."""
+    """A substitute for ray.exceptions.RayActorError."""
 
     actor_init_failed = False
 
 
 class Failed(Exception):
-    """Stands for ray.exceptions.RayTaskError."""
+    """A substitute for ray.exceptions.RayTaskError."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """vLLM's communicator and rendezvous, and a torch built for CUDA."""
+    """Replace vLLM's communicator and rendezvous, and torch by one built for CUDA."""
     fake = MagicMock()
     names = ["vllm", "vllm.distributed", "vllm.distributed.device_communicators"]
     for name in names:
@@ -55,17 +55,17 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 
 def members(rank: int, world: int) -> MagicMock:
-    """Ranks that have found each other."""
+    """Return ranks after their rendezvous."""
     return MagicMock(rank=rank, world=world, describe=lambda one: f"rank {one} on 10.0.0.1")
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo", "auto"])
-def test_backends_that_work_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_that_work_are_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
     sync.check_backend(name, with_ray=False)
 
 
-def test_another_backend_is_refused_with_what_there_is() -> None:
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(sync.SyncError, match=r"weight sync backend mpi: expected one of nccl, gloo, auto"):
         sync.check_backend("mpi", with_ray=False)
 
@@ -97,7 +97,7 @@ def test_nccl_sends_the_parts_of_a_bucket_that_have_bytes(vllm: MagicMock) -> No
     assert [call.args[0] for call in communicator.broadcast.call_args_list] == [parts[0], parts[2]]
 
 
-def test_a_broadcast_of_nccl_that_does_not_end_is_aborted_and_an_error(
+def test_a_broadcast_of_nccl_that_does_not_end_is_aborted_with_an_error(
     vllm: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.2")
@@ -129,13 +129,13 @@ def test_nccl_where_vllm_has_no_communicator_for_others_is_torchs(
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "7")
     group = sync.create_group("10.0.0.1", 1234, 2, 3, 0, "nccl")
     assert group.__class__ is nccl.TorchNcclGroup
-    asked = upstream.init_process_group.call_args.kwargs
-    assert asked["backend"] == "nccl"
-    assert asked["timeout"] == timedelta(seconds=7)
-    assert (asked["rank"], asked["world_size"], asked["group_name"]) == (2, 3, "openrlhf")
+    options = upstream.init_process_group.call_args.kwargs
+    assert options["backend"] == "nccl"
+    assert options["timeout"] == timedelta(seconds=7)
+    assert (options["rank"], options["world_size"], options["group_name"]) == (2, 3, "openrlhf")
 
 
-def test_a_communicator_that_would_do_nothing_is_an_error(vllm: MagicMock) -> None:
+def test_a_disabled_communicator_is_an_error(vllm: MagicMock) -> None:
     vllm.PyNcclCommunicator.return_value.disabled = True
     with pytest.raises(sync.SyncError, match="engines would load garbage"):
         sync.create_group("10.0.0.1", 1234, 1, 3, 0, "nccl")
@@ -148,7 +148,7 @@ def test_a_wait_returns_what_ray_returns(ray: MagicMock, monkeypatch: pytest.Mon
     ray.get.assert_called_once_with(["first", "second"], timeout=7.0)
 
 
-def test_a_wait_that_is_over_says_for_what_and_for_whom(
+def test_a_wait_past_its_deadline_names_the_operation_and_the_engine(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "7")
@@ -167,20 +167,20 @@ def engine(answer: str) -> SimpleNamespace:
     return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: answer))
 
 
-def test_engines_are_awaited_before_the_rendezvous(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_engines_is_awaited(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "9")
     sync.wait_for_engine_start([engine("up")])
     ray.get.assert_called_once_with(["up"], timeout=9.0)
 
 
-def test_an_engine_that_died_is_its_own_error(ray: MagicMock) -> None:
+def test_a_dead_engines_own_error_is_raised(ray: MagicMock) -> None:
     ray.get.side_effect = RuntimeError("the engine's own error")
     with pytest.raises(RuntimeError, match="the engine's own error"):
         sync.wait_for_engine_start([engine("dead")])
 
 
 class Engine:
-    """An engine actor that is asked for its error, one answer after the other."""
+    """An engine actor with a sequence of answers to queries for its sync error."""
 
     def __init__(self, *answers: object) -> None:
         self._answers = list(answers)
@@ -188,15 +188,15 @@ class Engine:
 
 
 def simulated(ray: MagicMock, ready: dict[str, int]) -> None:
-    """A Ray in which the trainer's reference is ready after so many looks, and engines answer at once."""
-    looks = dict(ready)
+    """Simulate a Ray in which a trainer rank is ready after ``ready`` waits, and engines answer at once."""
+    remaining = dict(ready)
 
     def wait(references: list[object], **_: object) -> tuple[list[object], list[object]]:
         done = []
         for reference in references:
             if isinstance(reference, str):
-                looks[reference] -= 1
-            if not isinstance(reference, str) or looks[reference] <= 0:
+                remaining[reference] -= 1
+            if not isinstance(reference, str) or remaining[reference] <= 0:
                 done.append(reference)
         return done, [reference for reference in references if reference not in done]
 
@@ -211,7 +211,7 @@ def simulated(ray: MagicMock, ready: dict[str, int]) -> None:
     ray.wait.side_effect, ray.get.side_effect = wait, get
 
 
-def test_trainers_that_are_done_are_all_that_counts(ray: MagicMock) -> None:
+def test_the_wait_ends_when_all_trainer_ranks_are_done(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 3, "rank 1": 1})
     assert sync.wait_for_sync(["rank 0", "rank 1"], [Engine(None, None, None)]) == [
         "rank 0 done",
@@ -219,7 +219,7 @@ def test_trainers_that_are_done_are_all_that_counts(ray: MagicMock) -> None:
     ]
 
 
-def test_an_engines_error_ends_the_wait_for_a_trainer_that_is_stopped(ray: MagicMock) -> None:
+def test_an_engines_error_ends_the_wait_for_a_stopped_trainer(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(sync.SyncError, match="bucket 3: rank 0 does not answer"):
         sync.wait_for_sync(["rank 0"], [Engine(None, None), Engine(None, "bucket 3: rank 0 does not answer")])
@@ -231,7 +231,7 @@ def test_a_dead_engine_ends_the_wait(ray: MagicMock) -> None:
         sync.wait_for_sync(["rank 0"], [Engine(Dead("killed"))])
 
 
-def test_a_dead_trainer_is_an_error_with_what_engines_say(
+def test_a_dead_trainer_is_an_error_with_an_engines_report(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor_waits, "POLL_SECONDS", 0.01)
@@ -243,7 +243,7 @@ def test_a_dead_trainer_is_an_error_with_what_engines_say(
         sync.wait_for_sync(references, [Engine(None, None, "bucket 3: rank 1 is silent")])
 
 
-def test_a_dead_trainer_is_not_asked_about_for_ever(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_about_a_dead_trainer_end(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.04")
     monkeypatch.setattr(actor_waits, "POLL_SECONDS", 0.01)
     simulated(ray, {"rank 0": 1000})
@@ -251,7 +251,7 @@ def test_a_dead_trainer_is_not_asked_about_for_ever(ray: MagicMock, monkeypatch:
         sync.wait_for_sync([(1, Dead("killed"))], [Engine(*[None] * 100)])
 
 
-def test_the_error_of_a_trainers_task_stays_as_it_is(ray: MagicMock) -> None:
+def test_the_error_of_a_trainers_task_is_unchanged(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(Failed, match="bucket 3"):
         sync.wait_for_sync([(1, Failed("bucket 3"))], [Engine(None)])

@@ -1,3 +1,5 @@
+"""Records of a sync: its log line, metrics, and warnings of slow engines."""
+
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,50 +12,52 @@ from rlhf_stack.telemetry.throughput import Work
 
 @pytest.fixture(autouse=True)
 def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, MagicMock]:
-    """Ray's gauges, by name."""
-    made: dict[str, MagicMock] = {}
+    """Replace Ray's gauges; return the created ones by name."""
+    created: dict[str, MagicMock] = {}
 
     def gauge(name: str, **_: object) -> MagicMock:
-        return made.setdefault(name, MagicMock())
+        return created.setdefault(name, MagicMock())
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Gauge=gauge))
     report._gauge.cache_clear()
-    return made
+    return created
 
 
 def answer(engine: int, seconds: list[float], work: Work) -> dict[str, Any]:
-    who = [f"rank {engine * 2 + index + 1} on 10.0.0.{engine + 1}" for index in range(len(seconds))]
-    ranks = [{"who": one, "seconds": took, "loading": 0.1} for one, took in zip(who, seconds, strict=True)]
+    workers = [f"rank {engine * 2 + index + 1} on 10.0.0.{engine + 1}" for index in range(len(seconds))]
+    ranks = [
+        {"who": name, "seconds": took, "loading": 0.1} for name, took in zip(workers, seconds, strict=True)
+    ]
     return {"ranks": ranks, "work": work}
 
 
-def test_a_sync_is_a_line_with_its_slowest_peer(
+def test_a_sync_is_a_log_line_with_its_slowest_worker(
     capsys: pytest.CaptureFixture[str], gauges: dict[str, MagicMock]
 ) -> None:
     fine = Work(6000, 2.0)
-    told = report.report_sync(
+    fields = report.report_sync(
         3, "gloo", 1_000_000_000, 0.5, [answer(0, [0.4, 0.3], fine), answer(1, [0.45, 0.2], fine)]
     )
-    assert told["gigabytes_per_second"] == 2.0
-    assert told["slowest"]["who"] == "rank 3 on 10.0.0.2"
+    assert fields["gigabytes_per_second"] == 2.0
+    assert fields["slowest"]["who"] == "rank 3 on 10.0.0.2"
     line = capsys.readouterr().out.strip()
     assert line == (
         "rlhf_stack: weight sync 3 over gloo: 1000.0 MB in 0.50 s, 2.00 GB/s; "
-        "slowest rank 3 on 10.0.0.2, 0.10 s of it loading"
+        "slowest rank 3 on 10.0.0.2, which loaded for 0.10 s"
     )
     assert set(gauges) == set(report.METRICS)
     gauges["rlhf_stack_sync_seconds"].set.assert_called_once_with(0.5, tags={"backend": "gloo"})
     gauges["rlhf_stack_engine_tokens_per_second"].set.assert_called_with(3000.0, tags={"engine": "1"})
 
 
-def test_a_sync_without_answers_is_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sync_without_answers_is_a_log_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.report_sync(0, "ipc", 5_000_000, 0.5, [])["slowest"] is None
     assert capsys.readouterr().out.strip().endswith("5.0 MB in 0.50 s, 0.01 GB/s")
 
 
-def test_an_engine_that_lags_behind_is_warned_of_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_engine_is_warned_of_with_its_workers(caplog: pytest.LogCaptureFixture) -> None:
     answers = [answer(engine, [0.1, 0.1], Work(60000, 10.0)) for engine in range(3)]
     answers.append(answer(3, [0.1, 0.1], Work(15000, 10.0)))
     report.report_sync(0, "gloo", 1, 1.0, answers)
