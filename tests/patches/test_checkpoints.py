@@ -35,7 +35,7 @@ except Exception as error:
 else:
     raise SystemExit("the checkpoint was written, although it does not fit")
 print(message.splitlines()[0])
-expected = f"rank 0 on node {os.uname().nodename} ", f"the checkpoint in {folder} is not whole"
+expected = f"rank 0 on node {os.uname().nodename} ", f"the checkpoint in {folder} is incomplete"
 sys.exit(not all(part in message for part in expected))
 """
 

@@ -36,7 +36,7 @@ def _text(folder: Path, reason: str) -> str:
     from torch import distributed as dist
 
     who = actor_registry.describe(actor_registry.own_record(f"rank {dist.get_rank()}"), [])
-    return f"{who}: the checkpoint in {folder} is not whole{_free_space(folder)}: {reason}"
+    return f"{who}: the checkpoint in {folder} is incomplete{_free_space(folder)}: {reason}"
 
 
 def _free_space(folder: Path) -> str:
