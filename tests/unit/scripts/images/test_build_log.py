@@ -31,12 +31,12 @@ def test_stages_begin_and_end() -> None:
     ]
 
 
-def test_cause_is_what_the_failed_step_said() -> None:
+def test_cause_is_from_the_failed_step() -> None:
     """Not what BuildKit says about it."""
     assert cause(LOG) == "/opt/venv/bin/python3: No module named pip"
 
 
-def test_cause_prefers_the_telling_line() -> None:
+def test_cause_prefers_an_error_line() -> None:
     """A hash that does not match is said in the middle of the output."""
     log = LOG.replace("No module named pip", "x\n#15 0.5 Hash mismatch for torch\n#15 0.6 see above")
     assert cause(log) == "Hash mismatch for torch"

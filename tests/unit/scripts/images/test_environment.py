@@ -49,7 +49,7 @@ def sets(folder: Path, environment: dict[str, str]) -> tuple[dict[str, str], lis
     return {name: value for name, value in after.items() if name not in ignored}, done.stderr.splitlines()
 
 
-def test_nothing_is_set_or_told_where_the_defaults_hold(folder: Path) -> None:
+def test_nothing_is_set_or_reported_with_the_defaults(folder: Path) -> None:
     """As in a container without configuration."""
     assert sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "none"}) == ({}, [])
 
@@ -59,7 +59,7 @@ def test_a_shell_without_the_image_s_environment_gets_the_defaults(folder: Path)
     assert sets(folder, {}) == (IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "none"}, [])
 
 
-def test_a_user_s_own_value_wins_and_is_told_with_the_default_and_its_reason(folder: Path) -> None:
+def test_a_user_s_own_value_wins_and_is_reported_with_the_default_and_its_reason(folder: Path) -> None:
     """One line a variable; a variable that the user unset is reported too."""
     assert sets(folder, IMAGE | {"B": "7\nand more", "API_KEY": "none"}) == (
         {},
@@ -70,7 +70,7 @@ def test_a_user_s_own_value_wins_and_is_told_with_the_default_and_its_reason(fol
     )
 
 
-def test_a_secret_is_not_shown(folder: Path) -> None:
+def test_a_secret_is_not_printed(folder: Path) -> None:
     """By the name of the variable."""
     _, lines = sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "hidden"})
     assert lines == ["rlhf-stack: API_KEY has another value (default none: reason of API_KEY)"]

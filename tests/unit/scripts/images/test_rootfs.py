@@ -1,12 +1,18 @@
-"""What a root filesystem is, whichever tools wrote it."""
+"""Root filesystems: the same tar from different tools, their tags, and mmdebstrap's errors."""
 
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from scripts.errors import UserError
 from scripts.images import rootfs
+from scripts.matrix.load import expand, load
 
 EPOCH = 1_000_000_000
+DEFAULT = next(cell for cell in expand(load()) if cell.is_default)
 
 
 def tar(path: Path, folder_time: int, form: int) -> Path:
@@ -24,7 +30,7 @@ def tar(path: Path, folder_time: int, form: int) -> Path:
     return path
 
 
-def test_who_wrote_a_root_is_not_seen_in_it(tmp_path: Path) -> None:
+def test_roots_of_different_tools_are_identical(tmp_path: Path) -> None:
     first = tar(tmp_path / "first", 7, tarfile.GNU_FORMAT)
     second = tar(tmp_path / "second", 8, tarfile.PAX_FORMAT)
     assert first.read_bytes() != second.read_bytes()
@@ -33,7 +39,7 @@ def test_who_wrote_a_root_is_not_seen_in_it(tmp_path: Path) -> None:
     assert first.with_suffix(".tar").read_bytes() == second.with_suffix(".tar").read_bytes()
 
 
-def test_what_a_root_holds_stays(tmp_path: Path) -> None:
+def test_normalising_keeps_the_content(tmp_path: Path) -> None:
     source, target = tar(tmp_path / "source", 7, tarfile.GNU_FORMAT), tmp_path / "target"
     rootfs.normalise(source, target, EPOCH)
     with tarfile.open(target) as archive:
@@ -49,9 +55,36 @@ def test_what_a_root_holds_stays(tmp_path: Path) -> None:
     }
 
 
-def test_why_a_user_cannot_make_a_root_is_message() -> None:
+def test_missing_user_namespaces_are_explained() -> None:
     message = rootfs.reason(
         "I: x\nE: unable to pick chroot mode automatically (use --mode for manual selection)"
     )
     assert "uidmap" in message
     assert "log in again" in message
+
+
+def test_roots_differ_where_their_recipe_does() -> None:
+    """Another package or date is another tar; the same recipe is the same file."""
+    runtime, builder = rootfs.roots(DEFAULT)
+    assert runtime.tar != builder.tar
+    assert runtime.tar == rootfs.roots(DEFAULT)[0].tar
+    assert replace(runtime, epoch=runtime.epoch + 1).tar != runtime.tar
+    assert set(runtime.packages) < set(builder.packages)
+
+
+def test_an_unreachable_mirror_is_reported() -> None:
+    """The message that a user can act on, out of mmdebstrap's many lines."""
+    output = (
+        "I: running apt-get update...\nE: Failed to fetch http://x  Could not resolve\nW: hook\nE: second\n"
+    )
+    assert rootfs.reason(output).startswith("E: Failed to fetch")
+    assert "check the network" in rootfs.reason(output)
+
+
+def test_a_missing_mmdebstrap_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that says what to install, and no file."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runtime, _ = rootfs.roots(DEFAULT)
+    with pytest.raises(UserError, match="apt-get install mmdebstrap"):
+        rootfs.make(runtime, tmp_path / "root.tar")
+    assert list(tmp_path.iterdir()) == []

@@ -44,7 +44,7 @@ def test_removed_files_leave_the_record_too(site_packages: Path, monkeypatch: py
     assert not (site_packages / "pkg/tests").exists()
 
 
-def test_what_is_no_library_is_not_stripped(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_libraries_are_stripped(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A glob may catch a text file; it stays as it is, and so does RECORD."""
     before = (site_packages / "pkg-1.0.dist-info/RECORD").read_text()
     trim(site_packages, "strip pkg/lib/*\n", monkeypatch)

@@ -1,4 +1,4 @@
-"""What is taken from the user's pip configuration."""
+"""The user's pip configuration."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_folders_of_this_machine_stay_out_of_the_portable_form(tmp_path: Path) -
     assert config.portable() == "[global]\nextra-index-url = https://extra.example/simple\n"
 
 
-def test_certificate_falls_back_to_what_other_tools_are_told(tmp_path: Path) -> None:
+def test_certificate_falls_back_to_that_of_other_tools(tmp_path: Path) -> None:
     """A machine behind a TLS proxy often says it only to requests or curl."""
     bundle = tmp_path / "ca.pem"
     bundle.touch()

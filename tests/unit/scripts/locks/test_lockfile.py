@@ -43,7 +43,7 @@ colorama==0.4.6 ; sys_platform == 'win32' \\
 POOL = [f"p{number}" for number in range(9)]
 
 
-def test_an_entry_is_its_pin_its_hashes_and_who_asked_for_it() -> None:
+def test_an_entry_has_pin_hashes_and_requirers() -> None:
     jinja, torch, colorama = parse(SMALL)
     assert jinja == Entry(
         "jinja2", "3.1.6", f"Jinja2==3.1.6 \\\n    {HASH} \\\n    {HASH}\n", frozenset({"torch"})
@@ -97,7 +97,7 @@ def test_layers_share_nothing_and_are_the_lock_together(stack: tuple[str, Cell, 
 
 
 @given(stacks())
-def test_what_a_package_needs_is_in_its_layer_or_below_and_no_lower_than_asked(
+def test_what_a_package_needs_is_in_its_layer_or_below_and_no_lower_than_needed(
     stack: tuple[str, Cell, dict[str, set[str]]],
 ) -> None:
     text, cell, needs = stack
@@ -117,7 +117,7 @@ def test_what_a_package_needs_is_in_its_layer_or_below_and_no_lower_than_asked(
 
 
 @given(stacks())
-def test_what_has_no_wheel_is_apart(stack: tuple[str, Cell, Any]) -> None:
+def test_source_builds_are_separate(stack: tuple[str, Cell, Any]) -> None:
     text, cell, _ = stack
     parts = layers(text, cell)
     apart = [names(parts[SOURCE.format(layer.name)]) for layer in cell.layers]
@@ -133,7 +133,7 @@ def test_ray_versions_of_a_variant_share_every_layer_below_ray(variant: str) -> 
     assert len(below) == 1
 
 
-def test_our_lock_has_every_pin_of_the_matrix_nothing_left_out_and_a_hash_for_each() -> None:
+def test_our_lock_has_every_pin_of_the_matrix_nothing_excluded_and_hashes_for_each() -> None:
     versions = {entry.name: entry.version for entry in parse(TEXT)}
     for package in CELL.packages:
         pinned = package.requirement.split("==")[1]
@@ -218,7 +218,7 @@ def test_a_lock_that_the_index_would_change_is_reported(
     assert f"{project.name} is stale (ray 2.55.0 -> 2.56.0)" in capsys.readouterr().err
 
 
-def test_what_was_found_is_reported_though_no_index_answers(
+def test_findings_are_reported_before_an_index_error(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: resolver.Question) -> str:
@@ -253,7 +253,7 @@ QUESTION = resolver.Question(
 )
 
 
-def test_extra_indexes_are_not_asked_and_folders_of_wheels_are() -> None:
+def test_extra_indexes_are_not_queried_and_folders_of_wheels_are() -> None:
     config = index_config.PipConfig(
         index="https://mirror.example/simple", extra=("https://extra.example",), find_links=(Path("/wheels"),)
     )
@@ -269,16 +269,16 @@ def test_extra_indexes_are_not_asked_and_folders_of_wheels_are() -> None:
 def test_an_index_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = index_config.PipConfig(index="http://127.0.0.1:9/simple")
     monkeypatch.setattr(index_config, "load", lambda: nowhere)
-    monkeypatch.setenv("UV_INDEX", "http://127.0.0.1:10/also-not-asked")
+    monkeypatch.setenv("UV_INDEX", "http://127.0.0.1:10/also-not-queried")
     with pytest.raises(
         UserError, match=r"^the package index cannot be reached for cell\.in: check the network"
     ) as caught:
         resolver.answer(QUESTION)
     assert "\n" not in str(caught.value)
-    assert "also-not-asked" not in str(caught.value)
+    assert "also-not-queried" not in str(caught.value)
 
 
-def test_what_cannot_be_resolved_is_one_line() -> None:
+def test_an_unsolvable_question_is_one_line() -> None:
     line = resolver.explain("cell.in", "error: No solution found\n  cause: Because a needs\n  b\n")
     assert line == "cell.in cannot be resolved: No solution found cause: Because a needs b"
 
@@ -291,7 +291,7 @@ def test_the_command_ends_with_2_and_one_line_on_a_wrong_cell() -> None:
     assert "did you mean 'ray2." in done.stderr
 
 
-def test_a_build_is_refused_a_lock_that_does_not_follow_from_the_matrix() -> None:
+def test_a_build_requires_a_lock_that_matches_the_matrix() -> None:
     """Before anything is downloaded or built."""
     targets.require(CELL)
     moved = msgspec.structs.replace(CELL, exclude_newer=datetime.date(2020, 1, 1))

@@ -34,7 +34,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return answer
 
 
-def test_a_package_that_is_nowhere_is_named_with_its_purpose_and_the_way_out(
+def test_an_unavailable_package_is_reported_with_its_purpose_and_the_stand_in(
     cell: Cell, index: MagicMock
 ) -> None:
     index.side_effect = UserError("no version")
@@ -48,7 +48,7 @@ def test_a_package_that_is_nowhere_is_named_with_its_purpose_and_the_way_out(
     client.images.get.assert_not_called()
 
 
-def test_an_image_may_be_here_or_in_its_registry(cell: Cell, index: MagicMock) -> None:
+def test_an_image_may_be_local_or_in_its_registry(cell: Cell, index: MagicMock) -> None:
     client = MagicMock()
     preflight.require(cell, client)
     client.images.get_registry_data.assert_not_called()
@@ -62,7 +62,7 @@ def test_an_image_may_be_here_or_in_its_registry(cell: Cell, index: MagicMock) -
     assert index.call_args.args[0].alone
 
 
-def test_every_other_cell_asks_for_nothing(index: MagicMock) -> None:
+def test_other_cells_need_no_sources(index: MagicMock) -> None:
     for cell in expand(load()):
         if cell.accelerator.kind != "rocm":
             preflight.require(cell, MagicMock())
@@ -96,13 +96,13 @@ def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> Non
     targets.require(found)
 
 
-def test_a_stand_in_says_so_in_a_label_and_is_listed_in_no_other_cell() -> None:
+def test_only_a_stand_in_has_its_label() -> None:
     cell = find(load(), ROCM[0].id + STAND_IN)
     assert image_labels(cell, "base", [])[f"{NAMESPACE}.stand-in"] == cell.stand_in
     assert not any(f"{NAMESPACE}.stand-in" in image_labels(other, "b", []) for other in expand(load()))
 
 
-def test_a_cell_that_was_never_locked_is_no_stale_lock(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_was_never_locked_is_not_stale(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(targets.unlocked(cell) for cell in ROCM)
     assert commands.lock(check=True, offline=True) == 0
     assert capsys.readouterr().err == ""
@@ -110,13 +110,13 @@ def test_a_cell_that_was_never_locked_is_no_stale_lock(capsys: pytest.CaptureFix
         targets.require(ROCM[0])
 
 
-def test_a_lock_that_cannot_be_written_names_what_is_out_of_reach(index: MagicMock) -> None:
+def test_a_lock_that_cannot_be_written_names_the_unavailable_source(index: MagicMock) -> None:
     index.side_effect = UserError("no version")
     with pytest.raises(UserError, match=f"{ROCM[0].id} cannot be built without the wheels of PyTorch"):
         commands.lock([ROCM[0].id])
 
 
-def test_a_twin_has_to_have_the_same_ray() -> None:
+def test_a_stand_in_needs_the_same_ray() -> None:
     entry = TEXT.index("  - variant: legacy-cpu\n    ray: &ray_2_9\n")
     text = TEXT[:entry] + TEXT[entry:].replace("variant: legacy-cpu", "variant: current-cpu", 1)
     with pytest.raises(UserError, match=r"legacy-cpu has no cell with Ray 2\.9\.3, which the stand-in needs"):
@@ -128,9 +128,7 @@ def test_a_source_is_an_image_or_a_package() -> None:
         parse(TEXT.replace('        requirement: "torch==2.4.0+rocm6.1"\n', "", 1))
 
 
-def test_the_compiler_of_a_vendor_is_put_into_the_builder_alone(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_builder_gets_the_compiler_of_a_vendor(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
 
     @dataclasses.dataclass

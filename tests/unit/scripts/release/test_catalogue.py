@@ -69,7 +69,7 @@ def test_missing_markers_are_an_error() -> None:
         render.fill("no markers", CELLS, {})
 
 
-def test_page_says_what_is_known_of_each_image_and_what_is_not() -> None:
+def test_the_page_has_the_facts_of_each_image() -> None:
     known = measured(CELL)
     failed = msgspec.structs.replace(
         known, suites={"layers": SuiteResult("failed", 9, 1, 0, 5.0)}, stand_in="torch"
@@ -122,10 +122,10 @@ def test_facts_of_another_tree_are_kept_but_not_shown(change: dict[str, object],
     assert facts.dump(known) in catalogue.texts(CELLS, known, README).values()
 
 
-def test_an_image_that_was_tested_less_does_not_displace_one_that_was_tested_more(
+def test_a_less_tested_image_does_not_replace_a_better_tested_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Else a rebuild would take the tests from the catalogue."""
+    """Otherwise a rebuild would remove the tests from the catalogue."""
     passed, failed = SuiteResult("passed", 9, 0, 0, 5.0), SuiteResult("failed", 9, 1, 0, 5.0)
     tested = msgspec.structs.replace(measured(CELL), suites={"image": passed, "cluster": passed})
     again = msgspec.structs.replace(tested, image="sha256:" + "2" * 64)
@@ -145,7 +145,7 @@ def test_a_cell_that_no_longer_exists_is_reported() -> None:
     assert reason == "gone is no longer a cell: run python -m scripts catalogue --offline"
 
 
-def test_a_file_edited_by_hand_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_edited_by_hand_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, file in (
         (facts, "CATALOGUE", "catalogue.json"),
         (catalogue, "PAGE", "page.md"),
@@ -177,7 +177,7 @@ def test_a_damaged_catalogue_is_reported(tmp_path: Path) -> None:
 
 
 def test_another_build_of_the_same_is_no_difference() -> None:
-    """Its id, its commit and a few bytes of compiled Python differ; more does not."""
+    """Only its id, its commit and a few bytes of compiled Python differ."""
     known = measured(CELL)
     again = msgspec.structs.replace(known, image="sha256:2", revision="b", size=known.size + 1000, suites={})
     assert catalogue.differences(CELL, known, again) == []
@@ -223,7 +223,7 @@ def test_architectures_are_read_from_fat_binaries() -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"no code", image_probe.FATBIN, fatbin((2, 80))[:40], fatbin((9, 80))]
 )
-def test_what_is_no_whole_fat_binary_says_nothing(content: bytes) -> None:
+def test_a_truncated_fat_binary_has_no_architectures(content: bytes) -> None:
     assert image_probe.architectures(content) == set()
 
 

@@ -48,7 +48,7 @@ def test_cases_that_were_not_run_are_reported() -> None:
     assert run.count("`") == 2
 
 
-def test_a_hang_and_what_is_left_stand_out() -> None:
+def test_hangs_and_leftovers_are_counted() -> None:
     hung = msgspec.structs.replace(CASE, outcome="hangs", node_named=False, left=("process 7 vllm",))
     text = render.page(expand(load()), {}, [hung])
     assert "1 hung, 1 left something behind" in text
@@ -72,7 +72,7 @@ def test_the_newest_case_is_kept_and_an_unknown_fault_dropped() -> None:
     assert fault_cases.merge([newer, other], [CASE, first]) == [first, newer]
 
 
-def test_a_case_is_kept_under_a_name_of_its_own(tmp_path: Path) -> None:
+def test_cases_have_different_file_names(tmp_path: Path) -> None:
     for fault, phases in FAULTS.items():
         for phase in phases:
             fault_cases.write(msgspec.structs.replace(CASE, fault=fault, phase=phase), tmp_path)
@@ -100,7 +100,7 @@ def test_the_page_has_the_table_and_is_stale_without_it(monkeypatch: pytest.Monk
     assert before != after
 
 
-def test_every_fault_of_the_table_can_be_brought_about() -> None:
+def test_every_fault_of_the_table_can_be_injected() -> None:
     assert set(injecting.FAULTS) == set(FAULTS)
 
 
@@ -110,7 +110,7 @@ def test_a_fault_that_came_too_late_for_its_phase_is_reported() -> None:
     assert "| sync, which had just ended |" in line
 
 
-def test_the_runs_of_every_cell_can_be_hit() -> None:
+def test_every_cell_has_a_run_for_faults() -> None:
     runs = {cell.id: run_of(cell) for cell in expand(load())}
     for run in runs.values():
         assert CHECKPOINTS in run.arguments

@@ -21,8 +21,8 @@ def digest_for(cell: Cell) -> str:
     return "digest"
 
 
-def test_an_image_that_a_build_would_make_now_is_published_with_its_records() -> None:
-    """Whatever commit it was built from: the catalogue is made from images, so it is committed after them."""
+def test_an_image_of_the_current_inputs_with_all_records_is_published() -> None:
+    """From any commit: the catalogue is generated from images, so it is committed after them."""
     assert publish.refusals(CELL, LABELS, passed("abc"), digest_for) == []
 
 
@@ -70,7 +70,7 @@ def test_every_missing_record_is_a_line() -> None:
     assert len(publish.refusals(CELL, LABELS, {}, digest_for)) == len(records.required(CELL))
 
 
-def test_the_same_content_is_no_overwrite() -> None:
+def test_the_same_content_is_not_an_overwrite() -> None:
     """Docker identifies an image by its configuration, newer releases by its manifest."""
     for image in (IMAGE, MANIFEST):
         assert publish.overwrites("h/x:1", THERE, image) == []
@@ -79,7 +79,7 @@ def test_the_same_content_is_no_overwrite() -> None:
     assert "is immutable" in reason
 
 
-def test_the_bytes_of_a_push_are_those_of_the_layers_that_the_registry_lacked() -> None:
+def test_the_bytes_of_a_push_are_those_of_the_layers_that_were_missing() -> None:
     """Old releases of Docker identify a layer by its content, new ones by the packed blob."""
     diffs = ["sha256:" + "c" * 64, "sha256:" + "d" * 64]
     assert publish.moved(["c" * 12], diffs, THERE) == 100
@@ -105,6 +105,6 @@ def test_an_upload_counts_what_is_sent_and_ends_with_its_digest() -> None:
         upload.take({"error": "no basic auth credentials", "errorDetail": {}})
 
 
-def test_the_table_cuts_no_digest_short() -> None:
+def test_the_table_has_whole_digests() -> None:
     lines = publish.table([publish.Row("h/x:long", MANIFEST, 1234), publish.Row("h/x:s", MANIFEST, None)])
     assert lines.splitlines() == [f"h/x:long  {MANIFEST}  1,234 bytes", f"h/x:s     {MANIFEST}  existed"]

@@ -1,0 +1,99 @@
+"""The build context of a cell."""
+
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.errors import UserError
+from scripts.images.context import IMAGES, LAYERS, dockerfile, normalise_modes, place, quoted
+from scripts.images.pins import source_pin
+from scripts.locks import lockfile, targets
+from scripts.matrix.load import Cell, Setting, expand, load, with_option
+
+CELLS = expand(load())
+DEFAULT = next(cell for cell in CELLS if cell.is_default)
+
+
+@given(st.text(alphabet=st.characters(codec="ascii", exclude_categories=["Cc"])))
+def test_env_values_reach_the_image_literally(value: str) -> None:
+    """Undo what a Dockerfile's double quotes do."""
+    inside = quoted(value)[1:-1]
+    assert re.sub(r'\\([\\"$])', r"\1", inside) == value
+    assert not re.search(r'(?<!\\)(?:\\\\)*["$]', inside)
+
+
+def test_dockerfile_ends_in_the_env_of_the_cell() -> None:
+    """One file for every cell; the defaults come from the matrix."""
+    setting = Setting(name="A", value="x y", reason="why", source="where")
+    text = dockerfile(msgspec.structs.replace(DEFAULT, env=(setting,)))
+    assert text.endswith('# why (where)\nENV A="x y"\n')
+    assert text.startswith((IMAGES / "Dockerfile").read_text().rstrip())
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_layers_are_those_of_the_dockerfile(cell: Cell) -> None:
+    """The Dockerfile's stages are fixed; the matrix fills them."""
+    assert tuple(layer.name for layer in cell.layers) == LAYERS
+    text = (IMAGES / "Dockerfile").read_text()
+    assert all(f" AS {name}\n" in text for name in LAYERS)
+    compiled = [name for name in LAYERS if f" AS {lockfile.SOURCE.format(name)}\n" in text]
+    homes = {package: layer.name for layer in cell.layers for package in layer.packages}
+    assert {homes[build.package] for build in cell.build_from_source} <= set(compiled)
+    recipes = [build.recipe for build in cell.build_from_source if build.recipe]
+    assert all((IMAGES / "sources" / recipe / "build").exists() for recipe in recipes)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
+def test_the_umask_of_the_checkout_does_not_reach_the_context(tmp_path: Path, umask: int) -> None:
+    """Under 002, Ubuntu's for users, /usr of the image would be writable for its user's group."""
+    folder = tmp_path / "context"
+    shutil.copytree(IMAGES / "rootfs", folder)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
+    normalise_modes(folder)
+    modes = {path.stat().st_mode & 0o7777 for path in [folder, *folder.rglob("*")]}
+    assert modes == {0o755, 0o644}
+    assert (folder / "usr/local/bin/rlhf-entrypoint").stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_file_that_others_cannot_read_is_copied_and_keeps_its_mode(tmp_path: Path) -> None:
+    """Wheels are hard-linked: the mode of the user's own file would change with the link's."""
+    private, public = tmp_path / "private.whl", tmp_path / "public.whl"
+    for wheel, mode in ((private, 0o600), (public, 0o644)):
+        wheel.write_bytes(b"x")
+        wheel.chmod(mode)
+        place(wheel, tmp_path / "context" / wheel.name)
+    normalise_modes(tmp_path / "context")
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "context" / private.name).stat().st_mode & 0o777 == 0o644
+    assert public.samefile(tmp_path / "context" / public.name)
+
+
+def test_an_option_is_built_into_the_top_layer_under_its_own_tag() -> None:
+    """By its recipe, from exactly the source distribution that the matrix names; the lock stays as it is."""
+    cell = next(cell for cell in CELLS if cell.optional)
+    option = cell.optional[0]
+    changed = with_option(cell, option.name)
+    assert changed.tag == f"{cell.tag}-with-{option.name}"
+    assert option.name in changed.layers[-1].packages
+    assert changed.build_from_source[-1].recipe == option.recipe
+    assert (IMAGES / "sources" / option.recipe / "build").is_file()
+    text = lockfile.path(cell).read_text()
+    assert lockfile.layers(text, changed) == lockfile.layers(text, cell)
+    assert targets.requirements(changed) == targets.requirements(cell)
+    pin = source_pin(changed, option.name, text)
+    assert pin == f"{option.name}=={option.version} \\\n    --hash=sha256:{option.sha256}\n"
+
+
+def test_an_option_that_a_cell_lacks_is_refused_with_the_reason() -> None:
+    """The one for which the package is left out, or that there is none."""
+    reason = next(item.reason for item in DEFAULT.excluded if item.name == "flash-attn")
+    with pytest.raises(UserError, match=re.escape(f"{DEFAULT.id} cannot be built with flash-attn: {reason}")):
+        with_option(DEFAULT, "flash-attn")
+    with pytest.raises(UserError, match="the matrix has no such option"):
+        with_option(DEFAULT, "nothing")
