@@ -31,7 +31,8 @@ echo "$node: $* token=${#RAY_AUTH_TOKEN}" >> "$LOG"
 case "$*" in
     *"rlhf-stack start"*) trap 'kill $!; echo "$node: ended" >> "$LOG"; exit 0' TERM
         sleep 60 > /dev/null 2>&1 & echo "$node: ready" >> "$LOG"; wait ;;
-    *rlhf_stack.cluster.readiness*) timeout 30 bash -c 'until [ "$(grep -c ready "$LOG")" = 2 ]; do sleep 0.1; done' ;;
+    *rlhf_stack.cluster.readiness*)
+        timeout 30 bash -c 'until [ "$(grep -c ready "$LOG")" = 2 ]; do sleep 0.1; done' ;;
     *"rlhf-stack submit"*) exit 7 ;;
 esac
 """,
