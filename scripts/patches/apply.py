@@ -127,7 +127,12 @@ def apply(files: Files, prefix: str, patch: Patch) -> Applied:
                 raise UserError(f"{patch.name}: it does not change {name}")
             files[prefix + name] = Entry(after, before.mode)
             changes.append({"path": name, "before": sha256(before.content), "after": sha256(after)})
-    record = {"name": patch.name, "title": patch.title, "review_by": str(patch.review_by), "files": changes}
+    record: dict[str, object] = {
+        "name": patch.name,
+        "title": patch.title,
+        "review_by": str(patch.review_by),
+        "files": changes,
+    }
     moved = tuple(f"hunk {number} applies at line {line}" for number, line in MOVED.findall(done.stderr))
     return Applied(record, moved)
 

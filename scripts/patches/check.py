@@ -71,7 +71,8 @@ def misfits(wheel: Path, series: Series) -> tuple[list[str], list[str]]:
     Every patch is left out once: the rest of the series must apply all the same.
     """
     prefix, files = _patched_files(wheel, series)
-    errors, warnings = [], []
+    errors: list[str] = []
+    warnings: list[str] = []
     state = dict(files)
     for patch in series.patches:
         try:

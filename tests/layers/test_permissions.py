@@ -53,9 +53,9 @@ def test_permission_bits_are_understood() -> None:
 @pytest.mark.timeout(600)
 def test_users_can_write_to_their_own_folders_alone(client: docker.DockerClient, image: Image) -> None:
     """Not to /usr, /etc or the entrypoint, whatever umask the checkout was made under."""
-    container = client.containers.create(image.id)
+    container = client.containers.create(image)
     try:
-        stream = io.BufferedReader(Stream(container.export()), 1 << 20)
+        stream = io.BufferedReader(Stream(iter(container.export()))  # type: ignore[arg-type]  # its stubs say text, 1 << 20)
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             members = [m for m in archive if (m.isfile() or m.isdir()) and may_write(m)]
     finally:
