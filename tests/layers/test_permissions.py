@@ -55,7 +55,8 @@ def test_users_can_write_to_their_own_folders_alone(client: docker.DockerClient,
     """Not to /usr, /etc or the entrypoint, whatever umask the checkout was made under."""
     container = client.containers.create(image)
     try:
-        stream = io.BufferedReader(Stream(iter(container.export()))  # type: ignore[arg-type]  # its stubs say text, 1 << 20)
+        chunks = iter(container.export())  # bytes; docker's stubs say text
+        stream = io.BufferedReader(Stream(chunks), 1 << 20)  # type: ignore[arg-type]
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             members = [m for m in archive if (m.isfile() or m.isdir()) and may_write(m)]
     finally:
