@@ -20,6 +20,7 @@ from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_err
 from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.deepspeed_ops import optimizer_config
 from rlhf_stack.compat.determinism import seed_prompt_shuffle, wait_for_answer
+from rlhf_stack.compat.varlen_attention import implementation as attention_implementation
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
@@ -49,6 +50,7 @@ __all__ = [
     "AsyncEngineMixin",
     "WorkerMixin",
     "assign_prompts",
+    "attention_implementation",
     "begin_engine_startup",
     "claim_engine_group",
     "claim_role_group",

@@ -1,0 +1,36 @@
+"""OpenRLHF's default attention loads, and packed samples train, where flash_attn is not installed."""
+
+import importlib.util
+
+import pytest
+
+PROBE = """
+import torch
+from rlhf_stack.demo import tiny_model
+
+on_cpu()
+pretend_flash_attn()
+from openrlhf.models import Actor, get_llm_for_sequence_regression
+
+folder = Path("model")
+tiny_model.make_model(folder, seed=0, layers=2, heads=4)
+torch.manual_seed(0)
+sequences = torch.randint(3, 20, (3, 8))
+mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3, [0] * 2 + [1] * 6])
+packed = Actor(str(folder), param_dtype="fp32", packing_samples=True)
+padded = Actor(str(folder), param_dtype="fp32", attn_implementation="eager")
+kept = mask[:, 1:] * mask[:, :-1]  # a token and the one before it, from which it is predicted
+given = {"attention_mask": mask, "return_output": False, "action_mask": kept}
+answers = [actor(sequences, **given) * kept for actor in (packed, padded)]
+torch.testing.assert_close(*answers, rtol=0, atol=1e-5)
+critic = get_llm_for_sequence_regression(str(folder), "critic", init_value_head=True, packing_samples=True)
+assert critic.config._attn_implementation == packed.model.config._attn_implementation
+print("packed samples have the log-probabilities of padded ones, and a critic loads")
+"""
+
+
+@pytest.mark.carries("openrlhf==0.11.2")
+def test_the_default_attention_loads_and_packed_samples_equal_padded_ones(proves):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed here, where this patch changes nothing")
+    proves(PROBE, "FlashAttention2 has been toggled on, but it cannot be used")
