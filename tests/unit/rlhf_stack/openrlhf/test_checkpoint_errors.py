@@ -37,6 +37,7 @@ def test_rank_node_folder_and_free_space_are_named(tmp_path: Path, kind: type[Ex
         save(None, None, str(tmp_path), error=error)
     expected = (
         rf"rank 3 on node node-b \(10\.0\.0\.2\): the checkpoint in {re.escape(str(tmp_path))} is incomplete, "
+        rf""
         r"\d+\.\d of \d+\.\d GB are free there: unexpected pos 128 vs 0"
     )
     assert re.fullmatch(expected, str(told.value))
