@@ -36,9 +36,8 @@ def test_rank_node_folder_and_free_space_are_named(tmp_path: Path, kind: type[Ex
     with pytest.raises(checkpoint_errors.CheckpointError) as told:
         save(None, None, str(tmp_path), error=error)
     expected = (
-        rf"rank 3 on node node-b \(10\.0\.0\.2\): the checkpoint in {re.escape(str(tmp_path))} is incomplete, "
-        rf""
-        r"\d+\.\d of \d+\.\d GB are free there: unexpected pos 128 vs 0"
+        rf"rank 3 on node node-b \(10\.0\.0\.2\): the checkpoint in {re.escape(str(tmp_path))} is incomplete"
+        r", \d+\.\d of \d+\.\d GB are free there: unexpected pos 128 vs 0"
     )
     assert re.fullmatch(expected, str(told.value))
     assert told.value.__cause__ is error
