@@ -1,4 +1,4 @@
-"""A user's day on two machines: start, plan, check the network, submit, observe, clean up after a lost run.
+"""A user's day on two machines: start, plan, check the network, submit, watch, and clean up after a dead run.
 
 ``rlhf-stack start`` starts the nodes, and all commands run on the head. With a Ray that supports tokens the
 nodes share one, as machines with the same RAY_AUTH_TOKEN do.
