@@ -84,14 +84,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def empty_cache() -> None:
-    """Release cached GPU memory; does nothing on a CPU, whose allocator has no such cache."""
-    if is_gpu():
-        import torch
-
-        torch.cuda.empty_cache()
-
-
 def current_stream() -> "torch.cuda.Stream | None":
     """Return the current GPU stream, or None on a CPU."""
     if not is_gpu():
