@@ -67,9 +67,76 @@ def test_a_failure_is_reported_with_its_direction() -> None:
     """The message has the host names and the error."""
     machines = [node(1, SLOW_CARD), node(2, SLOW_CARD)]
     (link,) = model.judge_links(machines, [sent(0, 1), failed(1, 0, "connection refused")], FLOOR, "gloo")
+    assert link.floor == FLOOR
     assert link.why == "host2 to host1: connection refused"
     assert link.forth == pytest.approx(1.0)
     assert link.back is None
+
+
+def ethernet(megabits: int | None) -> tuple[CheckedNode, CheckedNode]:
+    """Two nodes with one interface of this speed each."""
+    card = replace(SLOW_CARD, megabits=megabits)
+    return node(1, card), node(2, card)
+
+
+def infiniband(first: int | None, second: int | None) -> tuple[CheckedNode, CheckedNode]:
+    """Two nodes with RDMA adapters of these speeds, and Ethernet of 10 Gbit/s."""
+    one, two = ethernet(10_000)
+    return replace(one, rdma_megabits=first), replace(two, rdma_megabits=second)
+
+
+@pytest.mark.parametrize(
+    ("machines", "backend", "least", "why"),
+    [
+        (ethernet(None), "gloo", 0.1, ""),
+        (ethernet(1000), "gloo", 0.1, ""),
+        (ethernet(10_000), "gloo", 0.125, "10% of the 10 Gbit/s of the link"),
+        (ethernet(400_000), "gloo", 0.5, "the least of a TCP connection at 400 Gbit/s"),
+        ((ethernet(400_000)[0], ethernet(10_000)[1]), "gloo", 0.125, "10% of the 10 Gbit/s of the link"),
+        ((ethernet(400_000)[0], ethernet(None)[1]), "gloo", 0.1, ""),
+        (infiniband(400_000, 400_000), "nccl", 5.0, "10% of the 400 Gbit/s of RDMA"),
+        (infiniband(400_000, 200_000), "nccl", 2.5, "10% of the 200 Gbit/s of RDMA"),
+        (infiniband(400_000, None), "nccl", 0.125, "10% of the 10 Gbit/s of the link"),
+        (infiniband(400_000, 400_000), "gloo", 0.125, "10% of the 10 Gbit/s of the link"),
+    ],
+)
+def test_the_default_floor_comes_from_the_speed_of_the_link(
+    machines: tuple[CheckedNode, CheckedNode], backend: str, least: float, why: str
+) -> None:
+    """Just above it a link is ok, just below it is slow, and the reason has the numbers."""
+    above, below = least * 1.01, least * 0.99
+    (fast,) = model.judge_links(machines, [sent(0, 1, above), sent(1, 0, above)], None, backend)
+    assert fast.verdict == model.OK
+    assert fast.floor == pytest.approx(least)
+    (slow,) = model.judge_links(machines, [sent(0, 1, above), sent(1, 0, below)], None, backend)
+    assert slow.verdict == model.SLOW
+    reason = f", {why}" if why else ""
+    assert slow.why == f"below {least:.3g} GB/s{reason}: host2 to host1 {below:.3g} GB/s"
+
+
+def test_a_tenth_of_a_gigabyte_on_400_gigabits_is_slow() -> None:
+    """With both backends; an explicit floor replaces that of the speed."""
+    for machines, backend in ((infiniband(400_000, 400_000), "nccl"), (ethernet(400_000), "gloo")):
+        attempts = [sent(0, 1, 0.1), sent(1, 0, 0.1)]
+        assert model.judge_links(machines, attempts, None, backend)[0].verdict == model.SLOW
+        assert model.judge_links(machines, attempts, 0.05, backend)[0].verdict == model.OK
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ("", "eth0"),
+        ("ib0", "ib0"),
+        ("=ib0,eth0", "ib0"),
+        ("ib", "ib0"),
+        ("^docker,lo", "eth0"),
+        ("eth9", None),
+    ],
+)
+def test_the_speed_is_that_of_the_used_interface(used: str, expected: str | None) -> None:
+    """By default the interface of the Ray address."""
+    found = model.used_interface(node(1, SLOW_CARD, FAST_CARD, used=used))
+    assert (found and found.name) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,6 +152,8 @@ def test_a_failure_is_reported_with_its_direction() -> None:
             "NCCL_SOCKET_IFNAME=ib0",
         ),
         (model.SLOW, (node(1, SLOW_CARD, FAST_CARD), node(2, SLOW_CARD)), "nccl", "iperf3"),
+        (model.SLOW, infiniband(400_000, 400_000), "nccl", "`rlhf-stack doctor` on host1 and host2"),
+        (model.SLOW, infiniband(400_000, 400_000), "gloo", "iperf3"),
         (model.WRONG, (node(1, SLOW_CARD), node(2, SLOW_CARD)), "gloo", "data is corrupted"),
         (model.DEAD, (CheckedNode("127.0.0.1", "a"), node(2, SLOW_CARD)), "gloo", "--node-ip-address"),
     ],

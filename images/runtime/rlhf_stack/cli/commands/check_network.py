@@ -10,13 +10,17 @@ it on any node of the cluster while nothing trains: with NCCL, each rank takes a
   rlhf-stack check-network --backend gloo --size 256 --floor 1.0
   rlhf-stack check-network --json | jq '.links[] | select(.verdict != "ok")'
 
-Exit code 1 if a link is broken, slow, or corrupts data.
+Exit code 1 if a link is broken, slow, or corrupts data. A link is slow below the floor, or below half of
+the median. The floor is 0.1 GB/s, or 10 % of the link's speed if that is more: the speed of the RDMA
+adapters with NCCL if both nodes have them, otherwise that of the interfaces, of which at most 0.5 GB/s are
+required. The speed of a virtual interface is unknown. --floor sets the floor of every link.
 
 --json prints rlhf-stack/rehearse/1: `is_well`, `backend`, `floor`, `nodes` (address, host, used: the
-configured interface, interfaces: name, address, network, megabits), `links` (first and second: indices of
-nodes; forth and back: GB/s, null if the transfer failed; verdict: ok, slow, one way, cannot talk or wrong
-data; why, remedy) and `group` (sender, receivers, bytes, connect_seconds, seconds per receiver, wrong:
-receivers with corrupted data, error), null if a link failed first.
+configured interface, interfaces: name, address, network, megabits: null if unknown; rdma_megabits: the
+speed of the fastest RDMA adapter, null without one), `links` (first and second: indices of nodes; forth and
+back: GB/s, null if the transfer failed; verdict: ok, slow, one way, cannot talk or wrong data; why, remedy,
+floor: the GB/s below which it is slow) and `group` (sender, receivers, bytes, connect_seconds, seconds per
+receiver, wrong: receivers with corrupted data, error), null if a link failed first.
 """
 
 import argparse
@@ -53,9 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--floor",
         type=positive_float,
-        default=0.1,
         metavar="GB/S",
-        help="a link below this rate, in 10^9 bytes/s, is slow (0.1, about 1 Gbit/s)",
+        help="a link below this rate, in 10^9 bytes/s, is slow (default: by its speed, see above)",
     )
     parser.add_argument(
         "--timeout",
@@ -114,10 +117,10 @@ def _table(report: "NetworkReport") -> "Table":
     from rich.table import Table
 
     table = Table(title=f"{report.backend}, floor {report.floor:g} GB/s", title_justify="left")
-    for name in ("node", "node", "forth GB/s", "back GB/s", ""):
+    for name in ("node", "node", "forth GB/s", "back GB/s", "floor GB/s", ""):
         table.add_column(name, justify="right" if "GB/s" in name else "left")
     for link in report.links:
-        rates = ("-" if rate is None else f"{rate:.2f}" for rate in (link.forth, link.back))
+        rates = ("-" if rate is None else f"{rate:.2f}" for rate in (link.forth, link.back, link.floor))
         nodes = (
             f"{node.host} {node.address}" for node in (report.nodes[link.first], report.nodes[link.second])
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from rlhf_stack import known_bad
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.diagnostics.doctor.facts import NodeFacts
+from rlhf_stack.diagnostics.doctor.rdma import check_rdma
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 GB = 10**9
@@ -269,6 +270,7 @@ CHECKS: tuple[Check, ...] = (
     shared_memory,
     open_files,
     interfaces,
+    check_rdma,
     ports,
     disks,
     stale,

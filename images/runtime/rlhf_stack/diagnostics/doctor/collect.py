@@ -23,6 +23,7 @@ from rlhf_stack.compat import deepspeed_ops
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.diagnostics.doctor import libraries
+from rlhf_stack.diagnostics.doctor.collect_rdma import collect_rdma
 from rlhf_stack.diagnostics.doctor.facts import (
     Disk,
     GpuProcess,
@@ -75,6 +76,7 @@ def collect_facts() -> NodeFacts:
             f"{p.pid} {p.line[:80]}" for p in stale_resources.orphaned_workers(table, os.getuid())
         ),
         gpu_processes=gpu_processes,
+        rdma=collect_rdma(),
     )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
+
 SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL")
 PREFIXES = (
     "CUDA_",
@@ -76,6 +78,26 @@ class Patch:
 
 
 @dataclass(frozen=True)
+class Rdma:
+    """The RDMA adapters of a node, and what NCCL needs to use them.
+
+    ``verbs``: the number of adapters that libibverbs lists, None if it cannot be loaded, ``verbs_error`` why.
+    ``net_plugin``: the network plugin that NCCL loads, collected on a node with EFA. ``memlock``: the limit
+    of locked memory in bytes, -1 if unlimited. ``peer_memory``: nvidia_peermem is loaded. ``open_driver``:
+    NVIDIA's kernel modules are the open ones. ``kernel``: the release of Linux.
+    """
+
+    adapters: tuple[RdmaAdapter, ...] = ()
+    verbs: int | None = None
+    verbs_error: str = ""
+    net_plugin: str = ""
+    memlock: int = -1
+    peer_memory: bool = False
+    open_driver: bool = False
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """The facts of one node. Sizes in bytes; None and "" if absent or unknown."""
 
@@ -101,6 +123,7 @@ class NodeFacts:
     stale_locks: tuple[str, ...]
     stale_processes: tuple[str, ...]
     gpu_processes: tuple[GpuProcess, ...]
+    rdma: Rdma = field(default_factory=Rdma)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.diagnostics.network_check.model import (
+    DEFAULT_FLOOR,
     Attempt,
     CheckedNode,
     NetworkReport,
@@ -26,15 +27,16 @@ GRACE_SECONDS = 10.0  # beyond the deadline of the group, whose own error is mor
 def check_network(
     backend: str,
     size: int,
-    floor: float,
+    floor: float | None,
     deadline: float,
     ranks: Ranks = one_worker_per_node,
     progress: Callable[[str], None] = print,
 ) -> NetworkReport:
     """Test every pair of GPU nodes (of all nodes if none has a GPU), then the group of ``ranks``.
 
-    ``size`` in bytes, ``floor`` in 10^9 bytes/s, ``deadline`` in seconds per step. ``ranks`` returns the node
-    of each rank. This process must be connected to the cluster; all actors are removed afterwards.
+    ``size`` in bytes, ``floor`` in 10^9 bytes/s, None to derive it as `judge_links` does, ``deadline`` in
+    seconds per step. ``ranks`` returns the node of each rank. This process must be connected to the cluster;
+    all actors are removed afterwards.
     `UserError` names a node on which no process starts.
     """
     free = free_nodes()
@@ -53,7 +55,7 @@ def check_network(
             first, *others = ranks(free)
             progress(f"the group of {len(others) + 1} ranks")
             group = probes.attempt([(first, tuple(others))], size)[0]
-    return NetworkReport(backend, floor, nodes, found, group)
+    return NetworkReport(backend, DEFAULT_FLOOR if floor is None else floor, nodes, found, group)
 
 
 class _Probes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.diagnostics.network_adapters import interface_megabits, nccl_adapters, rdma_adapters
 from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
 from rlhf_stack.sync.group import WeightGroup
 
@@ -37,9 +38,10 @@ class Probe:
         os.environ[env_vars.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
 
     def describe(self) -> CheckedNode:
-        """Describe this node and its interfaces."""
+        """Describe this node, its interfaces and its RDMA."""
         used = os.environ.get(f"{self._backend.upper()}_SOCKET_IFNAME", "")
-        return CheckedNode(self._address, socket.gethostname(), interfaces(), used)
+        rdma = max((each.megabits for each in nccl_adapters(rdma_adapters(), os.environ)), default=0)
+        return CheckedNode(self._address, socket.gethostname(), interfaces(), used, rdma or None)
 
     def free_port(self) -> int:
         """A free port of this node's address."""
@@ -111,6 +113,5 @@ def interfaces() -> tuple[Interface, ...]:
                 continue
             network = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
             if not network.is_loopback:
-                speed = states[name].speed or None
-                found.append(Interface(name, entry.address, str(network), speed))
+                found.append(Interface(name, entry.address, str(network), interface_megabits(name)))
     return tuple(found)
