@@ -1,12 +1,25 @@
 """rlhf_stack.diagnostics.network_check: verdicts on measured links, and their remedies."""
 
+import socket
+import sys
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_stack.diagnostics.network_check import Attempt, CheckedNode, Interface, NetworkReport, model, ranks
+from rlhf_stack.config import env_vars
+from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
+from rlhf_stack.diagnostics.network_check import (
+    Attempt,
+    CheckedNode,
+    Interface,
+    NetworkReport,
+    model,
+    probe,
+    ranks,
+)
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
 
@@ -178,6 +191,31 @@ def test_a_check_passes_if_links_and_group_do() -> None:
     assert not replace(
         well, links=model.judge_links(machines, [sent(0, 1), failed(1, 0)], FLOOR, "gloo")
     ).is_well
+
+
+def test_a_probe_describes_the_speeds_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interfaces that are up, without loopback, and the fastest adapter that NCCL may use."""
+    address = SimpleNamespace(family=socket.AF_INET, address="10.0.0.1", netmask="255.255.255.0")
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1", netmask="255.0.0.0")
+    names = {"eth0": [address], "eth1": [address], "lo": [loopback]}
+    states = {name: SimpleNamespace(isup=name != "eth1", speed=10_000) for name in names}
+    psutil = SimpleNamespace(net_if_stats=lambda: states, net_if_addrs=lambda: names)
+    monkeypatch.setitem(sys.modules, "psutil", psutil)
+    monkeypatch.setattr(probe, "interface_megabits", lambda name: {"eth0": 25_000}[name])
+    adapters = (
+        RdmaAdapter("mlx5_0", 100_000),
+        RdmaAdapter("mlx5_1", 400_000),
+        RdmaAdapter("x", 9, active=False),
+    )
+    monkeypatch.setattr(probe, "rdma_adapters", lambda: adapters)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "")  # which a probe sets, restored after the test
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    described = probe.Probe("10.0.0.1", "nccl", 1.0).describe()
+    assert described.interfaces == (Interface("eth0", "10.0.0.1", "10.0.0.0/24", 25_000),)
+    assert (described.used, described.rdma_megabits) == ("eth0", 400_000)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert probe.Probe("10.0.0.1", "nccl", 1.0).describe().rdma_megabits is None
 
 
 def machines(count: int, gpus: int) -> list[FreeNode]:

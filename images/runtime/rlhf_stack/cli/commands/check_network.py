@@ -116,7 +116,7 @@ def _show(report: "NetworkReport") -> None:
 def _table(report: "NetworkReport") -> "Table":
     from rich.table import Table
 
-    table = Table(title=f"{report.backend}, floor {report.floor:g} GB/s", title_justify="left")
+    table = Table(title=report.backend, title_justify="left")
     for name in ("node", "node", "forth GB/s", "back GB/s", "floor GB/s", ""):
         table.add_column(name, justify="right" if "GB/s" in name else "left")
     for link in report.links:
