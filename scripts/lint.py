@@ -41,7 +41,7 @@ def shell_scripts(files: Iterable[Path]) -> list[Path]:
 
 def dockerfiles(files: Iterable[Path]) -> list[Path]:
     """Those of ``files`` that Docker builds."""
-    return sorted(file for file in files if file.name == "Dockerfile")
+    return sorted(file for file in files if file.name.endswith("Dockerfile"))
 
 
 def checks() -> dict[str, list[str]]:
