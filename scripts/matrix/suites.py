@@ -5,24 +5,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 EVERY_KIND = ("cpu", "cuda", "rocm")
+OTHER_CELL = "for .*, which this cell does not have"  # the mark `carries` of tests/conftest.py
+OTHER_RAY = "(newer releases of Ray|Ray 2.55.0 is|this Ray does not|Ray [0-9.]+ does not) .*"
+NEEDS_GPU = (
+    "(this image (is for|needs a) GPU|needs a GPU and its driver"
+    "|vLLM's engine for CPUs is not in this image).*"
+)
 
 
 @dataclass(frozen=True)
 class Suite:
     """A test suite: the pytest files of ``tests/<folder>``, of which ``marks`` (pytest's -m) selects some.
 
-    ``place`` is where pytest runs: inside the image, or on the host against the image; ``demo`` is no pytest
-    suite but a command of its own. A ``strict`` suite runs a second time, with fewer rights (see
-    `testing.in_image`). Publishing requires a record of the suite for the accelerators in ``required_for``.
-    ``title`` describes the suite in the catalogue.
+    ``place`` is where pytest runs: inside the image, or on the host against the image; a ``command`` is no
+    pytest suite but a command of its own, with the suite's name. A ``strict`` suite runs a second time, with
+    fewer rights (see `testing.in_image`). Publishing requires a record of the suite for the accelerators in
+    ``required_for``, and for the default cell if ``of_default``; ``skips`` are regular expressions of the
+    reasons for which its tests may then be skipped. ``title`` describes the suite in the catalogue.
     """
 
     title: str
-    place: Literal["image", "host", "demo"]
+    place: Literal["image", "host", "command"]
     folder: str = ""
     marks: str = ""
     strict: bool = False
     required_for: tuple[str, ...] = ()
+    of_default: bool = False
+    skips: tuple[str, ...] = ()
 
 
 SUITES: Mapping[str, Suite] = {
@@ -32,6 +41,18 @@ SUITES: Mapping[str, Suite] = {
         folder="image",
         strict=True,
         required_for=EVERY_KIND,
+        skips=(
+            OTHER_CELL,
+            NEEDS_GPU,
+            "DeepSpeed's operator needs a GPU in this image",
+            "DeepSpeed 0.15's own gather over gloo fails in this measurement",
+            "flash_attn is installed and is what models use",
+            "the matrix (builds no op for this cell|has no profile for this accelerator)",
+            "this image is ours: no package is added to it",
+            "this torch has no variable-length attention",
+            "vLLM's operators of this cell come with its wheel",
+            r"\S+ has no shared object in this image",
+        ),
     ),
     "layers": Suite(
         "the image from outside: size, labels, base, no secret in a layer",
@@ -44,6 +65,15 @@ SUITES: Mapping[str, Suite] = {
         place="image",
         folder="patches",
         required_for=EVERY_KIND,
+        skips=(
+            OTHER_CELL,
+            OTHER_RAY,
+            "flash_attn is installed here, where this patch changes nothing",
+            "in this GPU image the patch does exactly what upstream does",
+            "of the releases here only Ray 2.12.0 has this AMD support",
+            "the OpenRLHF of this cell knows no NOSET variable",
+            "this vLLM places its workers otherwise",
+        ),
     ),
     "cluster": Suite(
         "simulated: several Ray nodes in one container",
@@ -51,6 +81,7 @@ SUITES: Mapping[str, Suite] = {
         folder="cluster",
         marks="not integration",
         required_for=("cpu",),
+        skips=(OTHER_CELL, OTHER_RAY, NEEDS_GPU),
     ),
     "integration": Suite(
         "simulated: a step of training on up to four nodes of eight GPUs, engines up to TP 8; calls to the "
@@ -59,22 +90,33 @@ SUITES: Mapping[str, Suite] = {
         folder="cluster",
         marks="integration",
         required_for=EVERY_KIND,
+        skips=(OTHER_CELL, NEEDS_GPU),
     ),
     "network": Suite(
         "several containers as nodes, each with its own address",
         place="host",
         folder="network",
         required_for=("cpu",),
+        skips=(OTHER_CELL, OTHER_RAY, "the matrix has no profile for this accelerator"),
     ),
     "registry": Suite(
-        "pushed to a registry and pulled by digest; an image built FROM it", place="host", folder="registry"
+        "pushed to a registry and pulled by digest; an image built FROM it",
+        place="host",
+        folder="registry",
+        of_default=True,
     ),
     "demo": Suite(
-        "a training run on the CPU, on two containers as nodes", place="demo", required_for=("cpu",)
+        "a training run on the CPU, on two containers as nodes", place="command", required_for=("cpu",)
     ),
     "faults": Suite(
         "a training run on four containers into which a fault is injected; its outcomes are listed below",
         place="host",
         folder="faults",
+    ),
+    "known-bad": Suite(
+        "rows of the known-bad database that still apply: requirements resolved, probes run in the image",
+        place="command",
+        of_default=True,
+        skips=("its sources alone", "elsewhere: .*"),
     ),
 }

@@ -30,6 +30,8 @@ def write_catalogue(
         catalogue.write(offline)
         return 0
     reasons = catalogue.check(offline)
+    for line in catalogue.unverified():
+        print(line)
     for reason in reasons:
         print(reason, file=sys.stderr)
     return 1 if reasons else 0

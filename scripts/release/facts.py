@@ -1,23 +1,30 @@
-"""The facts about cells' images: ``images/catalogue.json``, from which the generated pages are written.
+"""The facts about cells' images, which follow from the committed records and from nothing else.
 
-Facts are valid for the lock, the patches and the versions that the image was built from.
+``images/records/<cell>/<inputs>/`` has the records of the suites (`testing.records`) and, in ``measured/``,
+the measurements of the images, each named after its sha256. ``images/catalogue.json`` is written from them.
 """
 
+import datetime
 import json
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from scripts.digests import sha256, sha256_file
+from scripts.digests import sha256
 from scripts.errors import UserError
-from scripts.locks import lockfile
+from scripts.images.source import source_digest
 from scripts.matrix.load import Cell
-from scripts.patches.series import Series, series_of
+from scripts.matrix.suites import SUITES
+from scripts.patches.series import series_of
 from scripts.paths import ROOT
-from scripts.testing.proofs import Proved
+from scripts.testing import records
+from scripts.testing.proofs import Proved, proofs_of
+from scripts.testing.records import COMMITTED, DIGITS, RECORDS, Record
 
 CATALOGUE = ROOT / "images" / "catalogue.json"
+MEASURED = "measured"
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -27,30 +34,45 @@ class Layer(msgspec.Struct, frozen=True):
     size: int
 
 
-class SuiteResult(msgspec.Struct, frozen=True):
-    """The result of a suite on the image."""
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measurements of a cell's image: ``size`` in bytes; ``layers`` bottom first, empty if unknown.
 
-    outcome: str
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
+    ``inputs`` is the digest of the inputs of its build, ``source`` that of sources that give these inputs,
+    ``revision`` the commit that it was built from.
+    """
 
-
-class Facts(msgspec.Struct, frozen=True):
-    """Measurements of a cell's image: ``size`` in bytes; ``layers`` bottom first, empty if unknown."""
-
+    cell: str
     image: str
+    inputs: str
+    source: str
     revision: str
+    when: datetime.datetime
     stand_in: str
     size: int
     layers: tuple[Layer, ...]
     versions: dict[str, str]
-    lock: str
-    series: str
     patches: tuple[str, ...]
-    proofs: dict[str, Proved]
     architectures: dict[str, tuple[str, ...]]
+
+
+class SuiteResult(msgspec.Struct, frozen=True):
+    """The last result of a suite on the image, and its attempts on images of the same inputs."""
+
+    record: str
+    revision: str
+    outcome: str
+    passed: int
+    failed: int
+    skips: dict[str, int]
+    seconds: float
+    attempts: int
+    failed_attempts: int
+
+
+class Facts(Measured, frozen=True, kw_only=True):
+    """The measurements of a cell's image with the results of its suites, of which ``record`` is the proof."""
+
+    proofs: dict[str, Proved]
     suites: dict[str, SuiteResult]
 
     @property
@@ -59,16 +81,10 @@ class Facts(msgspec.Struct, frozen=True):
         return sum(suite.passed for suite in self.suites.values())
 
 
-def load(path: Path = CATALOGUE) -> dict[str, Facts]:
-    """Return the facts by cell; `UserError` if the file has another structure."""
-    if not path.exists():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Facts])
-    except msgspec.DecodeError as error:
-        raise UserError(
-            f"{path.name}: {error}; it is written by `python -m scripts catalogue`, do not edit it"
-        ) from None
+def load(cells: Iterable[Cell], root: Path = COMMITTED) -> dict[str, Facts]:
+    """Return the facts of each cell that has any; `UserError` names an altered or removed record."""
+    found = {cell.id: _facts(cell, root) for cell in cells}
+    return {cell_id: facts for cell_id, facts in found.items() if facts}
 
 
 def dump(facts: Mapping[str, Facts]) -> str:
@@ -76,36 +92,9 @@ def dump(facts: Mapping[str, Facts]) -> str:
     return json.dumps(msgspec.to_builtins(facts), indent=1, sort_keys=True) + "\n"
 
 
-def lock_digest(cell: Cell) -> str:
-    """Return the sha256 of a cell's lock, empty if it was never written."""
-    path = lockfile.path(cell)
-    return sha256_file(path) if path.exists() else ""
-
-
-def series_digest(series: Iterable[Series]) -> str:
-    """Return the sha256 of the diffs of patch series; a changed header does not require a new image."""
-    diffs = [(s.package, s.version, s.label, patch.name, patch.diff) for s in series for patch in s.patches]
-    return sha256(repr(diffs))
-
-
-def outdated(cell: Cell, facts: Facts) -> str | None:
-    """Return which input changed since the image was measured, or None if the facts are valid."""
-    if facts.versions != cell.versions:
-        return "versions"
-    if facts.lock != lock_digest(cell):
-        return "lock"
-    if facts.series != series_digest(series_of(cell)):
-        return "patches"
-    return None
-
-
-def current(cells: Iterable[Cell], known: Mapping[str, Facts]) -> dict[str, Facts]:
-    """Return the facts that are valid, by cell."""
-    return {
-        cell.id: known[cell.id]
-        for cell in cells
-        if cell.id in known and outdated(cell, known[cell.id]) is None
-    }
+def is_current(cell: Cell, facts: Facts) -> bool:
+    """Return whether the image has the inputs that this checkout gives."""
+    return facts.source == source_digest(cell)
 
 
 def shared(cell: str, facts: Mapping[str, Facts]) -> int | None:
@@ -113,3 +102,91 @@ def shared(cell: str, facts: Mapping[str, Facts]) -> int | None:
     own = facts[cell].layers
     others = {layer.digest for name, other in facts.items() if name != cell for layer in other.layers}
     return sum(layer.size for layer in own if layer.digest in others) if own else None
+
+
+def keep(measured: Measured, root: Path = COMMITTED, local: Path = RECORDS) -> None:
+    """Add a measurement, unless nothing was measured differently, and the local records of the same inputs.
+
+    A `UserError` names a record whose evidence was altered: it proves no figure.
+    """
+    for record in records.read(measured.cell, measured.inputs, (local, root)):
+        source = records.folder_of(record.cell, record.inputs, local) / records.file_name(record)
+        if not source.exists():
+            continue
+        if wrong := records.altered_evidence(record, local):
+            raise UserError(f"{source}: {wrong}: run the suite again")
+        target = records.folder_of(record.cell, record.inputs, root) / source.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    known = [
+        msgspec.structs.replace(other, when=measured.when) for other in measurements(measured.cell, root)
+    ]
+    if measured not in known[-1:]:
+        content = _encode(measured)
+        file = records.folder_of(measured.cell, measured.inputs, root) / MEASURED / _name(content)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+def measurements(cell_id: str, root: Path = COMMITTED) -> list[Measured]:
+    """Return the measurements of a cell's images, oldest first; `UserError` if one was altered."""
+    found = [_measurement(file) for file in sorted((root / cell_id).glob(f"*/{MEASURED}/*.json"))]
+    return sorted(found, key=lambda measured: measured.when)
+
+
+def _facts(cell: Cell, root: Path) -> Facts | None:
+    """Return the facts about the cell's last measured image that has records, else about the last one."""
+    known = [(measured, _results(measured, root)) for measured in measurements(cell.id, root)]
+    if not known:
+        return None
+    measured, results = next((item for item in reversed(known) if item[1]), known[-1])
+    proofs = {}
+    if "patches" in results and measured.source == source_digest(cell):
+        proofs = proofs_of(series_of(cell), results["patches"][-1].proofs)
+    return Facts(
+        **msgspec.structs.asdict(measured),
+        proofs=proofs,
+        suites={name: _result(measured.image, attempts) for name, attempts in results.items()},
+    )
+
+
+def _results(measured: Measured, root: Path) -> dict[str, list[Record]]:
+    """Return all attempts on the same inputs of each suite that ran on the image."""
+    found = records.read(measured.cell, measured.inputs, (root,))
+    ran = {record.suite for record in found if record.image == measured.image}
+    return {name: [record for record in found if record.suite == name] for name in SUITES if name in ran}
+
+
+def _result(image: str, attempts: Sequence[Record]) -> SuiteResult:
+    last = [record for record in attempts if record.image == image][-1]
+    return SuiteResult(
+        record=records.file_name(last),
+        revision=last.revision,
+        outcome=last.outcome,
+        passed=last.passed,
+        failed=len(last.failures),
+        skips=last.skips,
+        seconds=last.seconds,
+        attempts=len(attempts),
+        failed_attempts=sum(record.outcome == "failed" for record in attempts),
+    )
+
+
+def _encode(measured: Measured) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n"
+
+
+def _name(content: bytes) -> str:
+    return f"{sha256(content)[:DIGITS]}.json"
+
+
+def _measurement(file: Path) -> Measured:
+    content = file.read_bytes()
+    try:
+        measured = msgspec.json.decode(content, type=Measured)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file}: not a measurement ({error}): restore it") from None
+    place = file.parents[2].name, file.parents[1].name
+    if file.name != _name(content) or (measured.cell, measured.inputs[:DIGITS]) != place:
+        raise UserError(f"{file}: it was changed or moved: restore it")
+    return measured

@@ -1,18 +1,15 @@
-"""Print as JSON an image's lock digest, its patches, and the GPU architectures of its compiled code.
+"""Print as JSON the GPU architectures of an image's compiled code, by package.
 
 The image's Python runs it inside the image, so it imports no module of this repository and no host tool.
 """
 
-import hashlib
 import json
 import mmap
 import re
 import struct
 import sys
-from importlib.resources import files
 from pathlib import Path
 
-LOCK = Path("/etc/rlhf-stack/lock.txt")
 # Packages with their own kernels; torch reports its own architectures.
 COMPILED = ("vllm", "vllm_flash_attn", "xformers", "flash_attn")
 FATBIN = struct.pack("<I", 0xBA55ED50)
@@ -71,13 +68,7 @@ def main() -> int:
     carried = {"torch": by_number(set(flags.split()))}
     site = Path(torch.__file__).parent.parent
     carried |= {name: compiled_for(site / name) for name in COMPILED if (site / name).is_dir()}
-    patched = files("rlhf_stack") / "patched.json"
-    facts = {
-        "lock": hashlib.sha256(LOCK.read_bytes()).hexdigest(),
-        "architectures": {name: found for name, found in carried.items() if found},
-        "patched": json.loads(patched.read_text(encoding="utf-8")) if patched.is_file() else [],
-    }
-    print(json.dumps(facts))
+    print(json.dumps({name: found for name, found in carried.items() if found}))
     return 0
 
 

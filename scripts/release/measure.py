@@ -1,23 +1,21 @@
-"""Measure a local image: its size, layers, versions, patches, compiled architectures and test records."""
+"""Measure a local image: its size, layers, versions, patches and compiled architectures."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import docker
 from docker.models.images import Image
 
-from scripts import git
 from scripts.errors import UserError
-from scripts.images.inputs import NAMESPACE, REVISION
+from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, digest_for
+from scripts.images.source import source_digest
 from scripts.matrix.load import Cell
-from scripts.patches.series import Series, series_of
 from scripts.release import image_probe
-from scripts.release.facts import Facts, Layer, SuiteResult, lock_digest, series_digest
-from scripts.testing import records
+from scripts.release.facts import Layer, Measured
 from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
-from scripts.testing.proofs import proofs_of
+from scripts.testing.records import now
 
 PROBE = Path(image_probe.__file__)
 SECONDS = 600
@@ -25,44 +23,37 @@ SECONDS = 600
 EMPTY = "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef"
 
 
-def measure(client: docker.DockerClient, cell: Cell, image: Image, folder: Path = records.RECORDS) -> Facts:
-    """Return the facts of an image; `UserError` if it was built from another lock or other patches.
-
-    ``folder`` contains the test records.
-    """
-    probed = probe(client, image)
-    series, labels = series_of(cell), image.labels
+def measure(
+    client: docker.DockerClient,
+    cell: Cell,
+    image: Image,
+    digest_for: Callable[[Cell], str] = digest_for,
+) -> Measured:
+    """Return the measurements of an image; `UserError` if a build of the cell would now make another one."""
+    labels, source, inputs = image.labels, source_digest(cell), digest_for(cell)
     if labels.get(f"{NAMESPACE}.cell") != cell.id:
         raise UserError(f"{cell.tag} is the tag of another image")
-    if probed["lock"] != lock_digest(cell):
-        raise UserError(f"{cell.id} was built from another lock")
-    revision = labels.get(REVISION, "")
-    same = patched(series) == [_named(manifest) for manifest in probed["patched"]]
-    if not same or git.changed_since(revision, [f"patches/{s.package}/{s.version}" for s in series]):
-        raise UserError(f"{cell.id} was built with other patches")
-    found = records.read(str(image.id), folder)
+    if labels.get(INPUTS) != inputs:
+        raise UserError(f"{cell.id} was built from other inputs than this checkout's")
     history = image.history()
-    return Facts(
+    return Measured(
+        cell=cell.id,
         image=str(image.id),
-        revision=revision,
+        inputs=inputs,
+        source=source,
+        revision=labels.get(REVISION, ""),
+        when=now(),
         stand_in=labels.get(f"{NAMESPACE}.stand-in", ""),
         size=sum(step["Size"] for step in history),
         layers=layers_of(image.attrs["RootFS"]["Layers"], history),
         versions=_versions(labels),
-        lock=probed["lock"],
-        series=series_digest(series),
         patches=tuple(labels.get(f"{NAMESPACE}.patches", "").split()),
-        proofs=proofs_of(series, found["patches"].proofs if "patches" in found else ()),
-        architectures={name: tuple(names) for name, names in probed["architectures"].items()},
-        suites={
-            name: SuiteResult(run.outcome, run.passed, run.failed, run.skipped, run.seconds)
-            for name, run in found.items()
-        },
+        architectures={name: tuple(names) for name, names in probe(client, image).items()},
     )
 
 
-def probe(client: docker.DockerClient, image: Image) -> dict[str, Any]:
-    """Run `image_probe` in a container of the image and return its output."""
+def probe(client: docker.DockerClient, image: Image) -> dict[str, list[str]]:
+    """Run `image_probe` in a container of the image and return the architectures by package."""
     container = client.containers.create(
         str(image.id),
         ["python", "-I", "/opt/image_probe.py"],
@@ -77,7 +68,7 @@ def probe(client: docker.DockerClient, image: Image) -> dict[str, Any]:
         if code:
             error = container.logs(tail=1).decode().strip() or "it printed no error"
             raise UserError(f"{image.tags[0]} cannot be probed: {error}")
-    probed: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    probed: dict[str, list[str]] = json.loads(printed.splitlines()[-1])
     return probed
 
 
@@ -91,16 +82,6 @@ def layers_of(digests: Sequence[str], history: Sequence[Mapping[str, Any]]) -> t
     if len(sizes) != len(filled):
         return ()
     return tuple(Layer(digest, size) for digest, size in zip(filled, sizes, strict=True))
-
-
-def patched(series: Iterable[Series]) -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """Return package, version, label and patches of each series, as images record them."""
-    return [(s.package, s.version, s.label, tuple(p.name for p in s.patches)) for s in series]
-
-
-def _named(manifest: Mapping[str, Any]) -> tuple[str, str, str, tuple[str, ...]]:
-    names = tuple(patch["name"] for patch in manifest["patches"])
-    return manifest["package"], manifest["version"], manifest["label"], names
 
 
 def _versions(labels: Mapping[str, str]) -> dict[str, str]:

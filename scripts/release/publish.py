@@ -6,6 +6,7 @@ the first push. An interrupted run can be repeated: existing tags are not pushed
 before every immutable tag is verified.
 """
 
+import datetime
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from scripts.docker.client import connect
 from scripts.docker.registry import Remote, explain_refusal, host_of, inspect_remote, repository
 from scripts.errors import UserError
-from scripts.git import DIRTY, require_clean_tree
+from scripts.git import DIRTY, require_clean_tree, revision
 from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, digest_for
 from scripts.locking import exclusive_lock
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
+from scripts.release import catalogue, facts, requirements
 from scripts.testing import records
 
 DigestFor = Callable[[Cell], str]  # returns the digest of the inputs of a build now
@@ -85,15 +87,18 @@ class Upload:
 
 
 def refusals(
-    cell: Cell, labels: Mapping[str, str], found: Mapping[str, records.Record], digest_for: DigestFor
+    cell: Cell, image: Image, roots: Sequence[Path] = records.ROOTS, digest_for: DigestFor = digest_for
 ) -> list[str]:
-    """Return why an image is not published as ``cell``, a line each; empty if it is.
-
-    ``labels`` are the image's, ``found`` its test records.
-    """
-    if wrong := _wrong_image(cell, labels) or _wrong_inputs(cell, labels, digest_for):
+    """Return why an image is not published as ``cell``, a line each; ``roots`` have the test records."""
+    if wrong := _wrong_image(cell, image.labels) or _wrong_inputs(cell, image.labels, digest_for):
         return [f"{cell.id} {wrong}"]
-    return [f"{cell.id}: {reason}: run its tests" for reason in records.missing_records(cell, found)]
+    history = records.history(cell.id, roots)
+    unproved = requirements.suites(cell, records.subject(cell, image), history, roots[0])
+    return [f"{cell.id}: {reason}" for reason in (*requirements.dates(cell, _today()), *unproved)]
+
+
+def _today() -> datetime.date:
+    return datetime.datetime.now(datetime.UTC).date()
 
 
 def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
@@ -110,11 +115,11 @@ def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
 
 def _wrong_inputs(cell: Cell, labels: Mapping[str, str], digest_for: DigestFor) -> str | None:
     """Return why a build would now produce another image, or None."""
-    revision = labels.get(REVISION, "")
-    if revision.endswith(DIRTY):
+    commit = labels.get(REVISION, "")
+    if commit.endswith(DIRTY):
         return "was built from a dirty tree: commit, build and test it"
     if labels.get(INPUTS) != digest_for(cell):
-        commit = revision[:12] or "no commit"
+        commit = commit[:12] or "no commit"
         return f"was built from {commit}, and its inputs have changed since: build and test it"
     return None
 
@@ -194,10 +199,10 @@ def collect(
     client: docker.DockerClient,
     repo: str,
     cells: Iterable[Cell],
-    folder: Path = records.RECORDS,
+    roots: Sequence[Path] = records.ROOTS,
     digest_for: DigestFor = digest_for,
 ) -> tuple[list[Item], list[str]]:
-    """Return the items to publish, and every reason not to; ``folder`` contains the test records."""
+    """Return the items to publish, and every reason not to; ``roots`` have the test records."""
     items, reasons = [], []
     for cell in cells:
         try:
@@ -206,13 +211,26 @@ def collect(
             reasons.append(f"{cell.tag} is not built")
             continue
         item = Item(cell, image)
-        refused = refusals(cell, image.labels, records.read(str(image.id), folder), digest_for)
+        refused = refusals(cell, image, roots, digest_for)
         if not refused:
             reference = f"{repo}:{item.immutable}"
             refused = overwrites(reference, inspect_remote(client, reference), str(image.id))
         items.append(item)
         reasons += refused
     return items, reasons
+
+
+def untrue(items: Iterable[Item]) -> list[str]:
+    """Return why this commit must not publish: its checks, and a catalogue that is not of these images."""
+    commit = revision()
+    reasons = requirements.checkout(commit, records.read(records.CHECKOUT, commit)) + catalogue.check(
+        offline=True
+    )
+    known = facts.load([item.cell for item in items])
+    for item in items:
+        if item.image.labels.get(INPUTS):
+            reasons += requirements.catalogued(records.subject(item.cell, item.image), known)
+    return reasons
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -232,6 +250,7 @@ def publish_cells(repository_name: str, cells: Iterable[Cell]) -> int:
     client = connect(PUSH_SECONDS)
     with exclusive_lock(ROOT / "build" / "publish", f"publishing to {host_of(repo)}"):
         items, reasons = collect(client, repo, cells)
+        reasons += untrue(items)
         if reasons:
             for reason in reasons:
                 print(f"error: {reason}", file=sys.stderr)

@@ -19,11 +19,12 @@ from scripts.testing import records
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
 END = "<!-- cells: end -->"
 COLUMNS = ("GPU", "driver", "tag", "status")
-OVERVIEW_COLUMNS = ("cell", "image", "size", "shared", "own", "accelerator", "architectures", "supported")
+OVERVIEW_COLUMNS = ("cell", "image", "state", "size", "shared", "own", "architectures", "supported")
+SUITE_COLUMNS = ("suite", "outcome", "passed", "failed", "skipped", "seconds", "attempts", "commit")
 FAULT_COLUMNS = ("fault", "during", "the run", "error", "names the node", "left behind", "afterwards")
 GPUS_FIRST = ("cuda", "rocm", "cpu")
-NEVER_BUILT, RECIPE_ONLY = "never built", "recipe only, never built"
-OUTDATED = "not built since its inputs changed"
+NO_RECORDS, RECIPE_ONLY = "not verified: there are no records of an image", "recipe only, never built"
+NOT_YET = "not verified yet: its sources changed after {} on an image of commit {}"
 UNKNOWN = "?"
 
 
@@ -56,14 +57,16 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     """Return in a few words whether a cell was built and tested, and on what."""
     measured = known.get(cell.id)
     if measured is None:
-        return RECIPE_ONLY if cell.sources else NEVER_BUILT
-    if facts.outdated(cell, measured):
-        return OUTDATED
+        return RECIPE_ONLY if cell.sources else NO_RECORDS
     failed = sorted(name for name, suite in measured.suites.items() if suite.outcome != "passed")
-    tests = f"{measured.passed} tests passed on a CPU" if measured.passed else "not tested"
+    tests = f"{measured.passed} tests passed on a CPU" if measured.passed else "no test"
     if failed:
         tests = f"failed: {', '.join(failed)}"
-    return f"built here, {tests}{'' if cell.accelerator.kind == 'cpu' else '; never run on a GPU'}"
+    if not facts.is_current(cell, measured):
+        return NOT_YET.format(tests, measured.revision[: records.DIGITS])
+    absent = [name for name in records.required(cell) if name not in measured.suites]
+    parts = [f"built here, {tests}", *([f"not run: {', '.join(absent)}"] if absent else [])]
+    return "; ".join([*parts, *([] if cell.accelerator.kind == "cpu" else ["never run on a GPU"])])
 
 
 def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case] = ()) -> str:
@@ -76,15 +79,15 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    current = facts.current(cells, known)
     text = environment.get_template("images.md.j2").render(
         table=table,
         overview_columns=OVERVIEW_COLUMNS,
-        overview=[_overview(cell, known, current) for cell in cells],
+        overview=[_overview(cell, known) for cell in cells],
         suites=[(name, suite.title) for name, suite in SUITES.items()],
+        suite_columns=SUITE_COLUMNS,
         fault_columns=FAULT_COLUMNS,
         faults=[fault_table(cell, cases) for cell in dict.fromkeys(case.cell for case in cases)],
-        cells=[_section(cell, known, current.get(cell.id)) for cell in cells],
+        cells=[_section(cell, known) for cell in cells],
     )
     return f"{text.rstrip()}\n"
 
@@ -117,45 +120,60 @@ def _reading_order(cell: Cell) -> tuple[int, list[tuple[int, ...]]]:
     return GPUS_FIRST.index(cell.accelerator.kind), [tuple(-part for part in version) for version in versions]
 
 
-def _overview(cell: Cell, known: Mapping[str, Facts], current: Mapping[str, Facts]) -> tuple[str, ...]:
+def _overview(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
     link = f"[`{cell.id}`](#{cell.id.replace('.', '').lower()})"
     support = f"{cell.support.since} to {cell.support.until}"
-    measured = current.get(cell.id)
+    measured = known.get(cell.id)
     if measured is None:
-        return link, status(cell, known), *[UNKNOWN] * 3, cell.accelerator.kind, UNKNOWN, support
-    common = facts.shared(cell.id, current)
+        return link, status(cell, known), "", *[UNKNOWN] * 4, support
+    common = facts.shared(cell.id, known)
     parts = (UNKNOWN, UNKNOWN) if common is None else (megabytes(common), megabytes(measured.size - common))
     image = f"`{_short(measured.image)}`{' **stand-in**' if measured.stand_in else ''}"
+    state = "of this checkout" if facts.is_current(cell, measured) else "**not verified yet**"
     architectures = "; ".join(
         f"{name}: {', '.join(found)}" for name, found in sorted(measured.architectures.items())
     )
-    kind = cell.accelerator.kind
-    return link, image, megabytes(measured.size), *parts, kind, architectures or "none: CPU", support
+    return link, image, state, megabytes(measured.size), *parts, architectures or "none: CPU", support
 
 
-def _section(cell: Cell, known: Mapping[str, Facts], measured: Facts | None) -> dict[str, Any]:
+def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
+    measured = known.get(cell.id)
     section = {
         "id": cell.id,
         "versions": ", ".join(f"{package.name} {_version(cell, package.name)}" for package in cell.packages),
         "tested": cell.tested,
         "env": [(f"`{item.name}={item.value}`", item.reason, item.source) for item in cell.env],
         "status": status(cell, known),
-        "before": known.get(cell.id),
         "facts": measured,
     }
     if measured is None:
         return section
+    current = facts.is_current(cell, measured)
     return section | {
-        "commit": measured.revision.removesuffix(DIRTY)[:12],
-        "dirty": measured.revision.endswith(DIRTY),
-        "results": [(name, *_counts(measured.suites[name])) for name in SUITES if name in measured.suites],
+        "current": current,
+        "commit": _commit(measured.revision),
+        "inputs": _short(measured.inputs),
+        "source": _short(measured.source),
+        "results": [(name, *_counts(result)) for name, result in measured.suites.items()],
+        "skips": [
+            (name, reason, str(tests))
+            for name, result in measured.suites.items()
+            for reason, tests in result.skips.items()
+        ],
         "absent": [name for name in records.required(cell) if name not in measured.suites],
-        "patches": [(f"`{name}`", *_proof(measured, name)) for name in measured.patches],
+        "patches": [(f"`{name}`", *_proof(measured, name)) for name in measured.patches] if current else [],
     }
 
 
 def _counts(suite: SuiteResult) -> tuple[str, ...]:
-    return suite.outcome, str(suite.passed), str(suite.failed), str(suite.skipped), f"{suite.seconds:.0f}"
+    attempts = f"{suite.attempts}{f', {suite.failed_attempts} failed' if suite.failed_attempts else ''}"
+    counts = (suite.passed, suite.failed, sum(suite.skips.values()), round(suite.seconds))
+    return suite.outcome, *map(str, counts), attempts, _commit(suite.revision)
+
+
+def _commit(revision: str) -> str:
+    dirty = ", **with uncommitted changes**" if revision.endswith(DIRTY) else ""
+    return f"{revision.removesuffix(DIRTY)[: records.DIGITS]}{dirty}"
 
 
 def _proof(measured: Facts, patch: str) -> tuple[str, str]:
@@ -170,8 +188,8 @@ def _version(cell: Cell, name: str) -> str:
     return package.version if own else f"{package.version} (`{package.distribution}`)"
 
 
-def _short(image: str) -> str:
-    return image.removeprefix("sha256:")[:12]
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[: records.DIGITS]
 
 
 def _phase(phase: str, case: Case | None) -> str:

@@ -11,7 +11,7 @@ from scripts.matrix.suites import SUITES
 from scripts.testing import demo, in_image, known_bad, on_host, plans, side_by_side
 from scripts.testing.cluster import sweep
 
-PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "demo"]
+PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "command"]
 CellId = Annotated[str | None, typer.Argument(metavar="CELL", help="A cell id [the default cell].")]
 
 
@@ -69,11 +69,16 @@ def run_suites(
     release: Annotated[
         bool, typer.Option("--release", help="Lint, unit tests, build and all suites of every cell.")
     ] = False,
+    checks: Annotated[
+        bool, typer.Option("--checks", help="Lint and unit tests, recorded for the commit.")
+    ] = False,
 ) -> int:
     """Run suites, two at a time; name them, or choose one of the options."""
-    if bool(words) + default + ci + release != 1:
-        raise UserError("expected SUITE:CELL... or one of --default, --ci and --release")
+    if bool(words) + default + ci + release + checks != 1:
+        raise UserError("expected SUITE:CELL... or one of --default, --ci, --release and --checks")
     matrix = load()
+    if checks:
+        return plans.run(plans.for_checks())
     if words:
         return plans.run_side_by_side(side_by_side.parse(words, matrix))
     plan = plans.for_default if default else plans.for_submission if ci else plans.for_release

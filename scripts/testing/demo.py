@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -222,12 +222,15 @@ def run_demo(
         with display.phase("build", f"{cell.tag}, cached layers are used"):
             image = build(cell)
         is_test = (layout, steps, seed) == (LAYOUT, STEPS, SEED)
-        record = records.recording(cell.id, image, "demo") if is_test else nullcontext(records.Tally())
+        record: AbstractContextManager[records.Tally] = nullcontext(records.Tally())
+        if is_test:
+            record = records.recording(records.subject(cell, connect().images.get(image)), "demo")
+        path = folder(cell) / "report.json"
         with record as tally:
             report = train_on_nodes(cell, image, layout, steps, seed, timeout, display)
-            tally.passed, tally.failed = (1, 0) if report["weights_equal"] else (0, 1)
-        path = folder(cell) / "report.json"
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            tally.attach(path.read_bytes(), path.suffix)
+            tally.count("demo", records.PASSED if report["weights_equal"] else records.FAILED)
     demo_report.show(report, console)
     console.print(f"report: {path.relative_to(ROOT)}")
     if not report["weights_equal"]:

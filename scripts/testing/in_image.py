@@ -188,9 +188,9 @@ def _run_in_container(
 
 def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
     """Run a suite in each of its settings and record the result; 1 when a test failed."""
-    tally: contextlib.AbstractContextManager[records.Tally] = records.recording(cell.id, run.image, run.suite)
-    if run.arguments or run.derived:
-        tally = contextlib.nullcontext(records.Tally())
+    tally: contextlib.AbstractContextManager[records.Tally] = contextlib.nullcontext(records.Tally())
+    if not run.arguments and not run.derived:
+        tally = records.recording(records.subject(cell, client.images.get(run.image)), run.suite)
     with tally as counted:
         for setting in (OWN_USER, STRICT) if SUITES[run.suite].strict else (OWN_USER,):
             run_suite(client, cell, run, setting, counted)

@@ -18,6 +18,7 @@ from scripts.docker.client import connect
 from scripts.errors import UserError
 from scripts.locks import resolver
 from scripts.matrix.load import Cell, find, load
+from scripts.testing import records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit, sweep
 from scripts.testing.in_image import local_image, pristine
 
@@ -25,6 +26,7 @@ PRISTINE = "/opt/pristine"
 # Released as source only: resolving their metadata would compile them, and the other rows do not need it.
 SOURCES = ("deepspeed", "flash-attn", "transformers-stream-generator")
 UNKNOWN = "unknown"
+NOT_PROBED = "its sources alone"
 COMMAND = ["python", "-m", "rlhf_stack.known_bad.probes"]
 
 Outcomes = dict[str, tuple[str, str]]
@@ -101,6 +103,19 @@ def check(cell: Cell) -> int:
     image = local_image(client, cell)
     sweep(client)
     rows = known_bad.load()
-    outcomes = resolved(rows, find(matrix, matrix.default)) | probed(client, cell, image)
+    with records.recording(records.subject(cell, client.images.get(image)), "known-bad") as tally:
+        outcomes = resolved(rows, find(matrix, matrix.default)) | probed(client, cell, image)
+        tally.attach(json.dumps(outcomes, indent=1, sort_keys=True).encode(), ".json")
+        for row in rows:
+            tally.count(row.id, *counted(*outcomes.get(row.id, (NOT_PROBED, ""))))
     show(outcomes, len(rows))
-    return 1 if any(state == probes.GONE for state, _ in outcomes.values()) else 0
+    return 1 if tally.failures else 0
+
+
+def counted(state: str, evidence: str) -> tuple[int, str]:
+    """How the outcome of a row counts as that of a test, and why it is skipped."""
+    if state == probes.HOLDS:
+        return records.PASSED, ""
+    if state == probes.GONE:
+        return records.FAILED, ""
+    return records.SKIPPED, state if state == NOT_PROBED else f"{state}: {evidence}"

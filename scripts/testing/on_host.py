@@ -22,7 +22,7 @@ def run_suite(client: docker.DockerClient, cell: Cell, suite: str, arguments: Se
         junit = Path(folder, "junit.xml")
         if arguments:
             return min(1, _run_pytest(cell, suite, arguments, junit))
-        with records.recording(cell.id, image, suite) as tally:
+        with records.recording(records.subject(cell, client.images.get(image)), suite) as tally:
             tally.add(junit, _run_pytest(cell, suite, [], junit))
             if local_image(client, cell) != image:
                 raise UserError(f"{cell.tag} was rebuilt while its tests ran: run them again")

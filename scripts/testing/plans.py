@@ -2,21 +2,27 @@
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
 from scripts.matrix.load import Cell, Matrix, expand, stand_ins
 from scripts.paths import ROOT
+from scripts.testing import records
 from scripts.testing.records import required
 from scripts.testing.side_by_side import SCRIPTS, Job, Lanes, table
 
 LANES = 2
+ALONE = ("registry",)
 LONGEST_FIRST = ("patches", "network", "cluster", "image", "layers")
 
 Command = tuple[str, ...]
-CHECKS: tuple[Command, ...] = ((*SCRIPTS, "lint"), (sys.executable, "-m", "pytest", "tests/unit"))
+LINT: Command = (*SCRIPTS, "lint")
+UNIT: Command = (sys.executable, "-m", "pytest", "tests/unit")
+CHECKS: tuple[Command, ...] = (LINT, UNIT)
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,11 @@ def for_default(matrix: Matrix) -> Plan:
     return Plan((*CHECKS, _build(matrix.default)), jobs)
 
 
+def for_checks() -> Plan:
+    """Lint and unit tests."""
+    return Plan(CHECKS, ())
+
+
 def for_submission(matrix: Matrix) -> Plan:
     """Build the cells that have ``ci_suites``, and run these."""
     cells = [cell for cell in _every(matrix) if cell.ci_suites]
@@ -44,14 +55,15 @@ def for_submission(matrix: Matrix) -> Plan:
 def for_release(matrix: Matrix) -> Plan:
     """Lint, unit tests, build and every required suite of every cell (for ROCm, of its stand-in)."""
     cells = [cell for cell in _every(matrix) if not cell.sources]
-    jobs = tuple(Job(suite, cell.id) for cell in cells for suite in required(cell))
+    jobs = [Job(suite, cell.id) for cell in cells for suite in required(cell)]
+    alone = tuple(job for job in jobs if job.suite in ALONE)
     builds = tuple(_build(cell.id) for cell in cells)
-    return Plan((*CHECKS, *builds), jobs, (Job("registry", matrix.default),))
+    return Plan((*CHECKS, *builds), tuple(job for job in jobs if job not in alone), alone)
 
 
 def run(plan: Plan) -> int:
     """Carry out a plan up to the first of its three parts that fails; 1 if one failed."""
-    if any(_run(command) for command in plan.commands) or run_side_by_side(plan.jobs):
+    if any(_recorded(command) for command in plan.commands) or run_side_by_side(plan.jobs):
         return 1
     return int(any(_run(tuple(job.command())) for job in plan.alone))
 
@@ -70,6 +82,23 @@ def _every(matrix: Matrix) -> tuple[Cell, ...]:
 
 def _build(cell: str) -> Command:
     return (*SCRIPTS, "build", cell)
+
+
+def _recorded(command: Command) -> int:
+    """Run a command and return its exit code; record lint and the unit tests, as results of the checkout."""
+    if command not in CHECKS:
+        return _run(command)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        records.recording(records.checkout(), "lint" if command == LINT else "unit") as tally,
+    ):
+        if command == LINT:
+            tally.code = _run(command)
+            tally.count("lint", records.FAILED if tally.code else records.PASSED)
+        else:
+            junit = Path(folder, "junit.xml")
+            tally.add(junit, _run((*command, f"--junitxml={junit}")))
+    return tally.code
 
 
 def _run(command: Command) -> int:

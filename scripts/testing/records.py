@@ -1,27 +1,45 @@
-"""The result of each test suite on an image: ``build/records/<image id>/<suite>.json``.
+"""The records of the suites' runs, which prove every figure of the catalogue and every published image.
 
-A record belongs to an image by its id, so a rebuilt image has none until its suites have run again.
-Publishing requires those that `required` names; the catalogue shows all.
+``build/records/<cell>/<inputs>/<suite>-<attempt>-<sha256>.json`` is one attempt, with the first 12 digits of
+the inputs digest and of its own; ``evidence/<sha256>`` next to it is what was counted, such as a JUnit file.
+Records are only ever added. Attempts are numbered and a record's name has its digest, so that one
+that was changed, renamed or removed from between others is an error. ``python -m scripts catalogue`` copies
+the records of the measured images to ``images/records``, without evidence, where they are committed.
+
+Digests protect against mistakes, not against somebody who writes a wrong record together with its digest.
 """
 
 import datetime
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from docker.models.images import Image
 from junitparser import JUnitXml, Properties, TestCase
 
+from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
-from scripts.git import DIRTY, revision
+from scripts.git import revision
+from scripts.images.inputs import INPUTS, NAMESPACE
+from scripts.locking import exclusive_lock
 from scripts.matrix.load import Cell
 from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
+from scripts.testing.suite_digest import suite_digest
 
 RECORDS = ROOT / "build" / "records"
+COMMITTED = ROOT / "images" / "records"
+ROOTS = (RECORDS, COMMITTED)
+CHECKOUT = (
+    "checkout"  # in the place of a cell, with the commit in the place of the inputs digest, for `CHECKS`
+)
+CHECKS = ("lint", "unit")
+DIGITS = 12  # of digests in names
+SKIPPED, PASSED, FAILED = 0, 1, 2
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -33,29 +51,56 @@ class Proof(msgspec.Struct, frozen=True):
     patched: str
 
 
-class Record(msgspec.Struct, frozen=True):
-    """One run of a suite. ``revision`` is that of the tests, ``seconds`` includes starting containers."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run of a suite.
+
+    ``image`` is the image's id, ``inputs`` the digest of its inputs, ``tests`` that of the suite's tests,
+    ``revision`` the commit of the checkout, ``when`` the start. ``failures`` are the names of the failed
+    tests, ``skips`` the number of tests by the reason why they were skipped, ``evidence`` names of files.
+    """
 
     cell: str
     image: str
+    inputs: str
     suite: str
-    outcome: Literal["passed", "failed"]
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
+    tests: str
     revision: str
     when: datetime.datetime
+    seconds: float
+    outcome: Literal["passed", "failed"]
+    passed: int
+    failures: tuple[str, ...] = ()
+    skips: dict[str, int] = {}
+    evidence: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
+    attempt: int = 1
+
+    @property
+    def skipped(self) -> int:
+        """The number of skipped tests."""
+        return sum(self.skips.values())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a suite runs on: the cell, the image's id and the digest of its inputs."""
+
+    cell: str
+    image: str
+    inputs: str
 
 
 @dataclass
 class Tally:
-    """The counts of a running suite; ``code`` is the worst exit code of its runs."""
+    """The tests of a running suite, each once with its worst outcome, also if the suite runs several times.
 
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
+    A test that passed in one run and was skipped in another has passed. ``code`` is the worst exit code of
+    the runs. ``evidence`` are the files that were counted, by name.
+    """
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    evidence: dict[str, bytes] = field(default_factory=dict)
     code: int = 0
     proofs: list[Proof] = field(default_factory=list)
 
@@ -65,13 +110,41 @@ class Tally:
         if not junit.exists():
             self.code = self.code or 1
             return
-        cases = [case for suite in JUnitXml.fromfile(str(junit)) for case in suite]
-        failed = sum(case.is_failure or case.is_error for case in cases)
-        skipped = sum(case.is_skipped for case in cases)
-        self.failed += failed
-        self.skipped += skipped
-        self.passed += len(cases) - failed - skipped
-        self.proofs += [proof for case in cases if (proof := _proof(case))]
+        self.attach(junit.read_bytes(), junit.suffix)
+        for case in (case for suite in JUnitXml.fromfile(str(junit)) for case in suite):
+            failed = case.is_failure or case.is_error
+            reason = " ".join((case.result[0].message or "").split()) if case.is_skipped else ""
+            self.count(
+                f"{case.classname}::{case.name}",
+                FAILED if failed else SKIPPED if case.is_skipped else PASSED,
+                reason,
+            )
+            self.proofs += [proof] if (proof := _proof(case)) else []
+
+    def count(self, test: str, outcome: int, reason: str = "") -> None:
+        """Count a test: `PASSED`, `FAILED`, or `SKIPPED` for a reason."""
+        self.outcomes[test] = max(outcome, self.outcomes.get(test, SKIPPED))
+        self.reasons.setdefault(test, reason)
+
+    def attach(self, content: bytes, suffix: str) -> None:
+        """Keep a file as evidence."""
+        self.evidence[f"{sha256(content)}{suffix}"] = content
+
+    @property
+    def passed(self) -> int:
+        """The number of tests that passed."""
+        return sum(outcome == PASSED for outcome in self.outcomes.values())
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The names of the tests that failed."""
+        return tuple(sorted(test for test, outcome in self.outcomes.items() if outcome == FAILED))
+
+    @property
+    def skips(self) -> dict[str, int]:
+        """The number of skipped tests by reason."""
+        skipped = [self.reasons[test] for test, outcome in self.outcomes.items() if outcome == SKIPPED]
+        return {reason: skipped.count(reason) for reason in sorted(set(skipped))}
 
 
 def _proof(case: TestCase) -> Proof | None:
@@ -86,51 +159,119 @@ def _proof(case: TestCase) -> Proof | None:
 
 def required(cell: Cell) -> tuple[str, ...]:
     """The suites that a cell's image has to pass before it is published."""
-    return tuple(name for name, suite in SUITES.items() if cell.accelerator.kind in suite.required_for)
+    return tuple(
+        name
+        for name, suite in SUITES.items()
+        if cell.accelerator.kind in suite.required_for or (suite.of_default and cell.is_default)
+    )
 
 
-def folder_of(image: str, records: Path = RECORDS) -> Path:
-    """The folder of the records of an image, by its id."""
-    return records / image.removeprefix("sha256:")
+def subject(cell: Cell, image: Image) -> Subject:
+    """What is tested with an image of the cell; a `UserError` if it is an image of another one."""
+    labels = image.labels
+    if labels.get(f"{NAMESPACE}.cell") != cell.id or not labels.get(INPUTS):
+        raise UserError(f"{cell.tag} is not an image of {cell.id} with the digest of its inputs: build it")
+    return Subject(cell.id, str(image.id), labels[INPUTS])
 
 
-def write(record: Record, records: Path = RECORDS) -> Path:
-    """Write a record; it replaces an older one of the same image and suite."""
-    file = folder_of(record.image, records) / f"{record.suite}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".part")
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-    unfinished.replace(file)
-    return file
+def checkout() -> Subject:
+    """What lint and the unit tests check: the commit that is checked out."""
+    return Subject(CHECKOUT, "", revision())
 
 
-def read(image: str, records: Path = RECORDS) -> dict[str, Record]:
-    """The records of an image by suite; a `UserError` names a file that is not a record."""
-    found = {}
-    for file in sorted(folder_of(image, records).glob("*.json")):
-        try:
-            found[file.stem] = msgspec.json.decode(file.read_bytes(), type=Record)
-        except msgspec.DecodeError as error:
+def folder_of(cell: str, inputs: str, root: Path = RECORDS) -> Path:
+    """The folder of the records of all images of a cell that were built from the same inputs."""
+    return root / cell / inputs[:DIGITS]
+
+
+def file_name(record: Record) -> str:
+    """The name of a record's file."""
+    return f"{record.suite}-{record.attempt}-{sha256(encode(record))[:DIGITS]}.json"
+
+
+def encode(record: Record) -> bytes:
+    """The content of a record's file."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def write(
+    record: Record, evidence: Mapping[str, bytes] | None = None, roots: Sequence[Path] = ROOTS
+) -> Record:
+    """Add a record to the first of ``roots`` as the next attempt of its suite on its inputs; return it."""
+    folder = folder_of(record.cell, record.inputs, roots[0])
+    with exclusive_lock(folder, "the writing of a record"):
+        attempts = [
+            other.attempt for other in read(record.cell, record.inputs, roots) if other.suite == record.suite
+        ]
+        record = msgspec.structs.replace(record, attempt=max(attempts, default=0) + 1)
+        for name, content in (evidence or {}).items():
+            (folder / "evidence").mkdir(exist_ok=True)
+            (folder / "evidence" / name).write_bytes(content)
+        unfinished = folder / "unfinished"
+        unfinished.write_bytes(encode(record))
+        unfinished.rename(folder / file_name(record))
+    return record
+
+
+def read(cell: str, inputs: str, roots: Sequence[Path] = ROOTS) -> list[Record]:
+    """The records of a cell's images of these inputs, by suite and attempt, from all of ``roots``.
+
+    A `UserError` names a record that was changed, moved from another cell, or removed.
+    """
+    found: dict[str, Record] = {}
+    for root in roots:
+        for file in sorted(folder_of(cell, inputs, root).glob("*.json")):
+            found[file.name] = _verified(file, cell, inputs)
+    records = sorted(found.values(), key=lambda record: (record.suite, record.attempt))
+    for suite in {record.suite for record in records}:
+        attempts = {record.attempt for record in records if record.suite == suite}
+        if missing := set(range(1, max(attempts))) - attempts:
             raise UserError(
-                f"{file}: not a test record ({error}); delete it and run the suite again"
-            ) from None
-    return found
+                f"{folder_of(cell, inputs, roots[0])}: attempt {min(missing)} of the suite {suite} was "
+                "removed: restore its record"
+            )
+    return records
 
 
-def missing_records(cell: Cell, found: Mapping[str, Record]) -> list[str]:
-    """Why the records ``found`` do not cover the required suites; empty if they do."""
-    reasons = []
-    for suite in required(cell):
-        record = found.get(suite)
-        if record is None:
-            reasons.append(f"no record of the suite {suite}")
-        elif record.outcome != "passed":
-            reasons.append(f"the suite {suite} failed")
-        elif not record.passed:
-            reasons.append(f"all of the suite {suite} was skipped")
-        elif record.revision.endswith(DIRTY):
-            reasons.append(f"the suite {suite} ran from a dirty tree")
-    return reasons
+def history(cell: str, roots: Sequence[Path] = ROOTS) -> list[Record]:
+    """The records of all images of a cell."""
+    folders = {folder.name for root in roots for folder in (root / cell).glob("*") if folder.is_dir()}
+    return [record for inputs in sorted(folders) for record in read(cell, inputs, roots)]
+
+
+def _verified(file: Path, cell: str, inputs: str) -> Record:
+    """A record, if name, folder and content agree; else a `UserError`."""
+    content = file.read_bytes()
+    try:
+        record = msgspec.json.decode(content, type=Record)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file}: not a test record ({error}): restore it") from None
+    if file.name != file_name(record) or content != encode(record):
+        raise UserError(f"{file}: it was changed, since its name has the digest of other content: restore it")
+    if (record.cell, record.inputs[:DIGITS]) != (cell, inputs[:DIGITS]):
+        raise UserError(f"{file}: it is a record of {record.cell} with inputs {record.inputs}: move it back")
+    if record.suite not in (CHECKS if cell == CHECKOUT else SUITES):
+        raise UserError(f"{file}: there is no suite {record.suite} for it")
+    return record
+
+
+def altered_evidence(record: Record, root: Path = RECORDS) -> str | None:
+    """Why the evidence of a record does not support its counts, or None."""
+    folder = folder_of(record.cell, record.inputs, root) / "evidence"
+    if record.passed and not record.evidence:
+        return "it has no evidence"
+    tally = Tally()
+    for name in record.evidence:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if sha256_file(folder / name) != Path(name).stem:
+            return f"{name} was changed"
+        if name.endswith(".xml"):
+            tally.add(folder / name, 0)
+    counted = (tally.passed, tally.failures, tally.skips)
+    if tally.outcomes and counted != (record.passed, record.failures, record.skips):
+        return "its JUnit files have other counts"
+    return None
 
 
 def now() -> datetime.datetime:
@@ -139,9 +280,10 @@ def now() -> datetime.datetime:
 
 
 @contextmanager
-def recording(cell: str, image: str, suite: str, records: Path = RECORDS) -> Iterator[Tally]:
+def recording(tested: Subject, suite: str, roots: Sequence[Path] = ROOTS) -> Iterator[Tally]:
     """Time a suite and record its counts. An exception is a failure; an interrupt leaves no record."""
-    tally, start, tests = Tally(), time.monotonic(), revision()
+    tally, start, when, commit = Tally(), time.monotonic(), now(), revision()
+    tests = suite_digest(suite) if suite in SUITES else ""
     try:
         yield tally
     except Exception:
@@ -152,18 +294,20 @@ def recording(cell: str, image: str, suite: str, records: Path = RECORDS) -> Ite
         raise
     finally:
         if tally.code >= 0:
-            outcome: Literal["passed", "failed"] = "failed" if tally.code or tally.failed else "passed"
             record = Record(
-                cell=cell,
-                image=image,
+                cell=tested.cell,
+                image=tested.image,
+                inputs=tested.inputs,
                 suite=suite,
-                outcome=outcome,
-                passed=tally.passed,
-                failed=tally.failed,
-                skipped=tally.skipped,
+                tests=tests,
+                revision=commit,
+                when=when,
                 seconds=round(time.monotonic() - start, 1),
-                revision=tests,
-                when=now(),
+                outcome="failed" if tally.code or tally.failures else "passed",
+                passed=tally.passed,
+                failures=tally.failures,
+                skips=tally.skips,
+                evidence=tuple(tally.evidence),
                 proofs=tuple(tally.proofs),
             )
-            write(record, records)
+            write(record, tally.evidence, roots)

@@ -33,7 +33,7 @@ class Job:
 
     def command(self) -> list[str]:
         """The command that runs the suite."""
-        suite = ["demo"] if SUITES[self.suite].place == "demo" else ["test", self.suite]
+        suite = [self.suite] if SUITES[self.suite].place == "command" else ["test", self.suite]
         return [*SCRIPTS, *suite, self.cell]
 
 

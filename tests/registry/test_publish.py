@@ -33,7 +33,7 @@ UNREACHABLE = "127.0.0.1:1/tests/unreachable"
 
 def gathered(client: docker.DockerClient, repo: str, item: Item, records_folder: Path) -> list[str]:
     """Return why the item is refused; empty if it is accepted."""
-    items, reasons = publish.collect(client, repo, [item.cell], records_folder, lambda _: INPUTS_DIGEST)
+    items, reasons = publish.collect(client, repo, [item.cell], (records_folder,), lambda _: INPUTS_DIGEST)
     assert [found.image.id for found in items] == [item.image.id]
     return reasons
 
@@ -163,13 +163,14 @@ def test_without_a_passed_record_it_is_refused(
     client: docker.DockerClient, repo: str, make: Make, records_folder: Path
 ) -> None:
     item = make()
-    image = str(item.image.id)
-    record = records.read(image, records_folder)["image"]
-    records.write(msgspec.structs.replace(record, outcome="failed"), records_folder)
-    (records.folder_of(image, records_folder) / "layers.json").unlink()
+    [record] = (found for found in records.history(item.cell.id, (records_folder,)) if found.suite == "image")
+    records.write(msgspec.structs.replace(record, outcome="failed"), roots=(records_folder,))
+    folder = records.folder_of(item.cell.id, INPUTS_DIGEST, records_folder)
+    [layers] = folder.glob("layers-*.json")
+    layers.unlink()
     assert gathered(client, repo, item, records_folder) == [
-        f"{item.cell.id}: the suite image failed: run its tests",
-        f"{item.cell.id}: no record of the suite layers: run its tests",
+        f"{item.cell.id}: the suite image failed at its last attempt: run its tests",
+        f"{item.cell.id}: no record of the suite layers on this image: run its tests",
     ]
 
 
@@ -184,7 +185,7 @@ def test_an_unreachable_registry_is_reported_in_one_line(
     """By the check and by the push."""
     item = make()
     for attempt in (
-        lambda: publish.collect(client, UNREACHABLE, [item.cell], records_folder, lambda _: INPUTS_DIGEST),
+        lambda: publish.collect(client, UNREACHABLE, [item.cell], (records_folder,), lambda _: INPUTS_DIGEST),
         lambda: publish.push(client, item.image, UNREACHABLE, item.immutable, CONSOLE),
     ):
         with pytest.raises(UserError, match=r"the registry 127\.0\.0\.1:1 cannot be reached") as raised:
@@ -215,7 +216,7 @@ def test_a_login_is_required(
     item, repo = make(), f"{guarded.host}/tests/guarded"
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     for attempt in (
-        lambda: publish.collect(client, repo, [item.cell], records_folder, lambda _: INPUTS_DIGEST),
+        lambda: publish.collect(client, repo, [item.cell], (records_folder,), lambda _: INPUTS_DIGEST),
         lambda: publish.push(client, item.image, repo, item.immutable, CONSOLE),
     ):
         with pytest.raises(UserError, match=f"run `docker login {guarded.host}`") as raised:

@@ -1,16 +1,20 @@
 """What runs for the default cell, for a submission and for a release."""
 
+import functools
 import sys
+from pathlib import Path
 
 import pytest
 
+from scripts.git import revision
 from scripts.matrix.load import expand, load
-from scripts.testing import plans
+from scripts.testing import plans, records
 from scripts.testing.plans import Plan
 from scripts.testing.records import required
 from scripts.testing.side_by_side import Job
 
 MATRIX = load()
+JUNIT = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
 
 
 def builds(plan: Plan) -> list[str]:
@@ -34,10 +38,31 @@ def test_a_release_runs_every_required_suite() -> None:
     """Cells of vendors' sources are replaced by their stand-ins; the registry suite runs alone."""
     plan = plans.for_release(MATRIX)
     cells = [cell for cell in expand(MATRIX) if not cell.sources]
-    assert {Job(suite, cell.id) for cell in cells for suite in required(cell)} <= set(plan.jobs)
+    assert {Job(suite, cell.id) for cell in cells for suite in required(cell)} <= {*plan.jobs, *plan.alone}
     assert {job.cell for job in plan.jobs} == set(builds(plan))
     assert not {cell.id for cell in expand(MATRIX) if cell.sources} & set(builds(plan))
     assert plan.alone == (Job("registry", MATRIX.default),)
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(0, "passed"), (1, "failed")])
+def test_lint_and_unit_are_recorded_for_the_commit(
+    code: int, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = functools.partial(records.recording, roots=(tmp_path,))
+    monkeypatch.setattr(records, "recording", recording)
+
+    def run(command: plans.Command) -> int:
+        for word in command:
+            if word.startswith("--junitxml="):
+                Path(word.partition("=")[2]).write_text(JUNIT, encoding="utf-8")
+        return code
+
+    monkeypatch.setattr(plans, "_run", run)
+    plans.run(Plan(plans.CHECKS[:1], ()))
+    plans.run(Plan(plans.CHECKS[1:], ()))
+    found = records.read(records.CHECKOUT, revision(), (tmp_path,))
+    assert [(record.suite, record.outcome) for record in found] == [("lint", outcome), ("unit", outcome)]
+    assert {record.inputs for record in found} == {revision()}
 
 
 @pytest.mark.parametrize(("fails", "ran"), [("", "abc"), ("a", "a"), ("b", "ab"), ("c", "abc")])

@@ -1,19 +1,23 @@
-"""The record of a suite's run on an image, and the records that publishing requires."""
+"""The record of a suite's run: what it counts, and that an altered, moved or removed one is an error."""
 
-import datetime
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from scripts.errors import UserError
-from scripts.matrix.load import Cell, expand, load
+from scripts.images.inputs import INPUTS, image_labels
+from scripts.matrix.load import expand, load
 from scripts.matrix.suites import SUITES
 from scripts.testing import records
+from scripts.testing.records import Subject
 
 CELL = next(cell for cell in expand(load()) if cell.is_default)
-IMAGE = "sha256:" + "a" * 64
-JUNIT = """<testsuites><testsuite tests="4">
+ON = Subject(CELL.id, "sha256:" + "a" * 64, "d" * 64)
+JUNIT = """<testsuites><testsuite tests="5">
 <testcase classname="patches.test_flash_attn" name="test_a"><properties>
 <property name="pristine" value="exit 1: ModuleNotFoundError: no"/>
 <property name="patched" value="exit 0: ok"/>
@@ -21,103 +25,201 @@ JUNIT = """<testsuites><testsuite tests="4">
 <testcase classname="patches.test_x" name="test_b"><failure message="no">x</failure></testcase>
 <testcase classname="patches.test_x" name="test_c"><error message="no">x</error></testcase>
 <testcase classname="patches.test_x" name="test_d"><skipped message="no GPU">x</skipped></testcase>
+<testcase classname="patches.test_x" name="test_e"><skipped message="no
+ GPU">x</skipped></testcase>
 </testsuite></testsuites>"""
+PASSED = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
 
 
 @pytest.fixture
 def junit(tmp_path: Path) -> Path:
-    """A JUnit file as pytest writes it: passed, failed, error, skipped."""
+    """A JUnit file as pytest writes it: passed, failed, error, skipped twice."""
     file = tmp_path / "junit.xml"
     file.write_text(JUNIT, encoding="utf-8")
     return file
 
 
-def record(cell: Cell, suite: str) -> records.Record:
-    """A run in which all passed."""
-    now = datetime.datetime.now(datetime.UTC)
-    return records.Record(cell.id, IMAGE, suite, "passed", 3, 0, 1, 1.5, "abc", now)
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The folder of all records."""
+    return tmp_path / "records"
 
 
-def complete(cell: Cell) -> dict[str, records.Record]:
-    """A record of each suite that the cell needs."""
-    return {suite: record(cell, suite) for suite in records.required(cell)}
+def run(root: Path, junit: Path, text: str = PASSED, on: Subject = ON) -> records.Record:
+    """Record a run of the suite image with these results; return the record."""
+    junit.write_text(text, encoding="utf-8")
+    with records.recording(on, "image", (root,)) as tally:
+        tally.add(junit, 0)
+    return records.read(on.cell, on.inputs, (root,))[-1]
+
+
+def file_of(root: Path, record: records.Record) -> Path:
+    return records.folder_of(record.cell, record.inputs, root) / records.file_name(record)
 
 
 def test_a_run_is_counted_by_its_junit_file(junit: Path) -> None:
     tally = records.Tally()
     tally.add(junit, 1)
-    tally.add(junit, 0)
-    assert (tally.passed, tally.failed, tally.skipped, tally.code) == (2, 4, 2, 1)
+    assert (tally.passed, tally.failures, tally.code) == (
+        1,
+        ("patches.test_x::test_b", "patches.test_x::test_c"),
+        1,
+    )
+    assert tally.skips == {"no GPU": 2}
     proof = records.Proof(
         "tests/patches/test_flash_attn.py", "test_a", "exit 1: ModuleNotFoundError: no", "exit 0: ok"
     )
-    assert tally.proofs == [proof, proof]
+    assert tally.proofs == [proof]
 
 
-def test_a_run_that_ended_before_it_could_count_is_a_failure(tmp_path: Path) -> None:
-    with records.recording("cell", IMAGE, "image", tmp_path) as tally:
+def test_a_test_that_runs_under_two_users_counts_once(junit: Path, tmp_path: Path) -> None:
+    """With its worst outcome; one that only one of them can run has passed."""
+    other = tmp_path / "other.xml"
+    other.write_text(
+        JUNIT.replace('<skipped message="no GPU">x</skipped>', "").replace(
+            '<failure message="no">x</failure>', ""
+        ),
+        encoding="utf-8",
+    )
+    tally = records.Tally()
+    tally.add(junit, 1)
+    tally.add(other, 1)
+    assert (tally.passed, len(tally.failures), tally.skips) == (2, 2, {"no GPU": 1})
+    assert len(tally.evidence) == 2
+
+
+def test_a_run_that_ended_before_it_could_count_is_a_failure(root: Path, tmp_path: Path) -> None:
+    with records.recording(ON, "image", (root,)) as tally:
         tally.add(tmp_path / "absent.xml", 0)
-    assert records.read(IMAGE, tmp_path)["image"].outcome == "failed"
+    assert records.read(ON.cell, ON.inputs, (root,))[0].outcome == "failed"
 
 
-def test_a_passed_suite_is_recorded(junit: Path, tmp_path: Path) -> None:
-    junit.write_text(
-        "<testsuites><testsuite><testcase classname='a' name='b'/></testsuite></testsuites>", encoding="utf-8"
-    )
-    with records.recording("cell", IMAGE, "image", tmp_path) as tally:
-        tally.add(junit, 0)
-    found = records.read(IMAGE, tmp_path)["image"]
-    assert (found.outcome, found.passed, found.failed, found.cell, found.image) == (
-        "passed",
-        1,
-        0,
-        "cell",
-        IMAGE,
-    )
+def test_a_passed_suite_is_recorded_with_what_it_was_run_on(root: Path, junit: Path) -> None:
+    found = run(root, junit)
+    assert (found.outcome, found.passed, found.failures) == ("passed", 1, ())
+    assert (found.cell, found.image, found.inputs) == (ON.cell, ON.image, ON.inputs)
+    assert len(found.tests) == 64
     assert found.when.tzinfo is not None
+    [evidence] = found.evidence
+    assert (records.folder_of(ON.cell, ON.inputs, root) / "evidence" / evidence).read_text() == PASSED
+    assert records.altered_evidence(found, root) is None
 
 
-def test_an_error_is_recorded_as_a_failure_and_raised(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no space"), records.recording("cell", IMAGE, "demo", tmp_path):
+def test_an_image_of_another_cell_is_not_recorded() -> None:
+    labels = {**image_labels(CELL, "base", []), INPUTS: ON.inputs}
+    image: Any = SimpleNamespace(id=ON.image, labels=labels)
+    assert records.subject(CELL, image) == ON
+    for wrong in ({INPUTS: ""}, {"io.rlhf-stacks.cell": "other"}):
+        image.labels = labels | wrong
+        with pytest.raises(UserError, match="is not an image of"):
+            records.subject(CELL, image)
+
+
+def test_an_error_is_recorded_as_a_failure_and_raised(root: Path) -> None:
+    with pytest.raises(UserError, match="no space"), records.recording(ON, "demo", (root,)):
         raise UserError("no space")
-    assert records.read(IMAGE, tmp_path)["demo"].outcome == "failed"
+    assert records.read(ON.cell, ON.inputs, (root,))[0].outcome == "failed"
 
 
-def test_an_interrupted_suite_leaves_no_record(tmp_path: Path) -> None:
-    """An earlier record stays."""
-    with pytest.raises(KeyboardInterrupt), records.recording("cell", IMAGE, "demo", tmp_path):
+def test_an_interrupted_suite_leaves_no_record(root: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), records.recording(ON, "demo", (root,)):
         raise KeyboardInterrupt
-    assert records.read(IMAGE, tmp_path) == {}
+    assert records.read(ON.cell, ON.inputs, (root,)) == []
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    file = records.write(record(CELL, "image"), tmp_path)
-    file.write_text("{}", encoding="utf-8")
-    with pytest.raises(UserError, match=r"image\.json: not a test record .* delete it"):
-        records.read(IMAGE, tmp_path)
-
-
-@pytest.mark.parametrize("cell", expand(load()), ids=lambda cell: cell.id)
-def test_records_of_all_required_suites_are_enough(cell: Cell) -> None:
-    assert records.missing_records(cell, complete(cell)) == []
-    assert records.missing_records(cell, {}) == [
-        f"no record of the suite {s}" for s in records.required(cell)
+def test_every_attempt_is_kept(root: Path, junit: Path) -> None:
+    for text in (JUNIT, PASSED, PASSED):
+        run(root, junit, text)
+    found = records.read(ON.cell, ON.inputs, (root,))
+    assert [(record.attempt, record.outcome) for record in found] == [
+        (1, "failed"),
+        (2, "passed"),
+        (3, "passed"),
     ]
+    assert records.history(ON.cell, (root,)) == found
+
+
+def test_a_removed_failure_is_an_error(root: Path, junit: Path) -> None:
+    failed = run(root, junit, JUNIT)
+    run(root, junit)
+    file_of(root, failed).unlink()
+    with pytest.raises(UserError, match="attempt 1 of the suite image was removed"):
+        records.read(ON.cell, ON.inputs, (root,))
+
+
+def test_attempts_go_on_where_the_committed_ones_end(root: Path, junit: Path, tmp_path: Path) -> None:
+    """In a fresh clone, which has only these."""
+    first = run(root, junit, JUNIT)
+    clone = tmp_path / "clone"
+    with records.recording(ON, "image", (clone, root)) as tally:
+        tally.add(junit, 0)
+    assert records.read(ON.cell, ON.inputs, (clone, root))[0] == first
+    assert [record.attempt for record in records.read(ON.cell, ON.inputs, (clone, root))] == [1, 2]
+
+
+def greener(file: Path) -> None:
+    file.write_text(file.read_text().replace('"failed"', '"passed"'), encoding="utf-8")
+
+
+def damaged(file: Path) -> None:
+    file.write_text("{}", encoding="utf-8")
+
+
+def moved(file: Path) -> None:
+    folder = file.parents[1] / ("e" * records.DIGITS)
+    folder.mkdir()
+    file.rename(folder / file.name)
+
+
+def renamed(file: Path) -> None:
+    file.rename(file.with_name("layers" + file.name.removeprefix("image")))
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "inputs", "reason"),
     [
-        ({"outcome": "failed"}, "the suite image failed"),
-        ({"passed": 0}, "all of the suite image was skipped"),
-        ({"revision": "abc-dirty"}, "the suite image ran from a dirty tree"),
+        (greener, ON.inputs, "it was changed"),
+        (damaged, ON.inputs, "not a test record"),
+        (moved, "e" * 64, "it is a record of"),
+        (renamed, ON.inputs, "it was changed"),
     ],
 )
-def test_a_record_that_proves_nothing_is_reported(change: dict[str, object], reason: str) -> None:
-    found = complete(CELL)
-    found["image"] = msgspec.structs.replace(found["image"], **change)
-    assert records.missing_records(CELL, found) == [reason]
+def test_an_altered_record_is_an_error(
+    change: Callable[[Path], None], inputs: str, reason: str, root: Path, junit: Path
+) -> None:
+    change(file_of(root, run(root, junit, JUNIT)))
+    with pytest.raises(UserError, match=reason):
+        records.read(ON.cell, inputs, (root,))
 
 
-def test_a_cpu_cell_requires_every_suite_that_publishing_requires() -> None:
-    assert set(records.required(CELL)) == {name for name, suite in SUITES.items() if suite.required_for}
+def test_a_record_of_another_cell_or_an_unknown_suite_is_an_error(root: Path, junit: Path) -> None:
+    file = file_of(root, run(root, junit))
+    copy = records.folder_of("other", ON.inputs, root) / file.name
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match=f"it is a record of {CELL.id}"):
+        records.read("other", ON.inputs, (root,))
+    records.write(msgspec.structs.replace(run(root, junit), suite="lint"), roots=(root,))
+    with pytest.raises(UserError, match="there is no suite lint"):
+        records.read(ON.cell, ON.inputs, (root,))
+
+
+def test_altered_evidence_is_reported(root: Path, junit: Path) -> None:
+    record = run(root, junit, JUNIT)
+    assert records.altered_evidence(record, root) is None
+    more = msgspec.structs.replace(record, passed=999)
+    assert records.altered_evidence(more, root) == "its JUnit files have other counts"
+    file = records.folder_of(ON.cell, ON.inputs, root) / "evidence" / record.evidence[0]
+    file.write_text(PASSED, encoding="utf-8")
+    assert records.altered_evidence(record, root) == f"{file.name} was changed"
+    file.unlink()
+    assert records.altered_evidence(record, root) == f"{file.name} is missing"
+    assert (
+        records.altered_evidence(msgspec.structs.replace(record, evidence=()), root) == "it has no evidence"
+    )
+
+
+def test_the_default_cell_requires_every_suite_but_the_faults() -> None:
+    assert set(records.required(CELL)) == set(SUITES) - {"faults"}
+    others = [cell for cell in expand(load()) if not cell.is_default]
+    assert not any({"registry", "known-bad"} & set(records.required(cell)) for cell in others)

@@ -1,0 +1,93 @@
+"""What must be true before an image is published: results of suites, dates, checks, and the catalogue."""
+
+import datetime
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from scripts.git import DIRTY
+from scripts.matrix.load import Cell
+from scripts.matrix.suites import SUITES
+from scripts.patches.check import existing_tests, expired
+from scripts.patches.series import series_of
+from scripts.release.facts import Facts
+from scripts.testing import records
+from scripts.testing.records import Record, Subject
+from scripts.testing.suite_digest import suite_digest
+
+MAX_AGE = datetime.timedelta(days=30)
+
+
+def suites(
+    cell: Cell,
+    image: Subject,
+    history: Sequence[Record],
+    root: Path = records.RECORDS,
+    digest: Callable[[str], str] = suite_digest,
+) -> list[str]:
+    """Return why the records do not prove that every required suite passed on the image; empty if they do.
+
+    ``history`` are the records of all images of the cell, ``root`` has their evidence, and ``digest`` returns
+    the digest of a suite's tests in this checkout. There is at most one line for each suite.
+    """
+    reasons = []
+    for suite in records.required(cell):
+        runs = [record for record in history if record.suite == suite and record.cell == image.cell]
+        if wrong := next(_wrong(image, suite, runs, root, digest(suite)), None):
+            reasons.append(f"{wrong}: run its tests")
+    return reasons
+
+
+def _wrong(image: Subject, suite: str, runs: Sequence[Record], root: Path, tests: str) -> Iterator[str]:
+    """Yield what is wrong with the last record of a suite on an image; ``runs`` are those on all images."""
+    on_inputs = [record for record in runs if record.inputs == image.inputs]
+    on_image = [record for record in on_inputs if record.image == image.image]
+    if not on_image:
+        yield f"no record of the suite {suite} on this image"
+        return
+    record = on_image[-1]
+    if on_inputs[-1].outcome != "passed":
+        yield f"the suite {suite} failed at its last attempt"
+    if not record.passed:
+        yield f"all of the suite {suite} was skipped"
+    if record.revision.endswith(DIRTY):
+        yield f"the suite {suite} ran from a dirty tree"
+    if record.tests != tests:
+        yield f"the tests of the suite {suite} have changed since {record.revision[: records.DIGITS]}"
+    if not datetime.timedelta() <= records.now() - record.when <= MAX_AGE:
+        yield f"the suite {suite} ran on {record.when:%Y-%m-%d}, not in the last {MAX_AGE.days} days"
+    for reason in record.skips:
+        if not any(re.fullmatch(known, reason) for known in SUITES[suite].skips):
+            yield f"the suite {suite} skipped tests for a reason that it does not declare ({reason!r})"
+    best = max(other.passed for other in runs if other.tests == record.tests)
+    if record.passed < best:
+        yield f"only {record.passed} tests of the suite {suite} passed, and {best} of the same tests before"
+    if altered := records.altered_evidence(record, root):
+        yield f"the evidence of the suite {suite} does not support its record: {altered}"
+
+
+def dates(cell: Cell, today: datetime.date) -> list[str]:
+    """Return why the cell may not be published on this day: its support, and the reviews of its patches."""
+    reasons = []
+    if not cell.support.since <= today <= cell.support.until:
+        reasons.append(f"it is supported from {cell.support.since} to {cell.support.until}")
+    return reasons + [wrong for s in series_of(cell) for wrong in expired(s, today, existing_tests())]
+
+
+def checkout(revision: str, found: Iterable[Record]) -> list[str]:
+    """Return why lint and the unit tests are not known to pass on a commit, from the records of checkouts."""
+    last = {record.suite: record for record in found if record.inputs == revision}
+    return [
+        f"{check} did not pass on {revision[: records.DIGITS]}: run python -m scripts suites --checks"
+        for check in records.CHECKS
+        if check not in last or last[check].outcome != "passed" or not last[check].passed
+    ]
+
+
+def catalogued(image: Subject, known: Mapping[str, Facts]) -> list[str]:
+    """Return a line unless the catalogue is about the image."""
+    if image.cell in known and known[image.cell].image == image.image:
+        return []
+    return [
+        f"{image.cell}: the catalogue is about another image: run python -m scripts catalogue, and commit"
+    ]
