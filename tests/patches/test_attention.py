@@ -17,8 +17,8 @@ tiny_model.make_model(folder, seed=0, layers=2, heads=4)
 torch.manual_seed(0)
 sequences = torch.randint(3, 20, (3, 8))
 mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3, [0] * 2 + [1] * 6])
-packed = Actor(str(folder), param_dtype="fp32", packing_samples=True)
-padded = Actor(str(folder), param_dtype="fp32", attn_implementation="eager")
+packed = Actor(str(folder), packing_samples=True).float()
+padded = Actor(str(folder), attn_implementation="eager").float()
 kept = mask[:, 1:] * mask[:, :-1]  # a token and the one before it, from which it is predicted
 given = {"attention_mask": mask, "return_output": False, "action_mask": kept}
 answers = [actor(sequences, **given) * kept for actor in (packed, padded)]
