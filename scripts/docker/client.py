@@ -86,8 +86,14 @@ def is_installed() -> bool:
 @functools.cache
 def docker_command() -> list[str]:
     """A ``docker`` command that builds with BuildKit: one with buildx, else one that has it built in."""
-    found = choose(candidates(os.get_exec_path()), output_of)
+    commands = candidates(os.get_exec_path())
+    found = choose(commands, output_of)
     if found is None:
+        if podman := next((path for path in commands if is_podman(path, output_of)), None):
+            raise UserError(
+                f"this docker command is Podman ({podman}); Docker Engine with BuildKit is required: "
+                "`sudo apt-get install docker.io docker-buildx`, and put its command before Podman's in PATH"
+            )
         raise UserError(
             "no docker command on this machine can build with BuildKit: "
             "`sudo apt-get install docker.io docker-buildx` (Ubuntu, Debian 13) or `docker.io` (Debian 12)"
@@ -106,6 +112,7 @@ def choose(commands: Sequence[Path], output: Callable[[Sequence[str]], str]) -> 
 
     ``output`` runs a command and returns what it prints, empty if it failed.
     """
+    commands = [path for path in commands if not is_podman(path, output)]
     for path in commands:
         if "buildx" in output([str(path), "buildx", "version"]):
             return path
@@ -114,6 +121,20 @@ def choose(commands: Sequence[Path], output: Callable[[Sequence[str]], str]) -> 
         if version and int(version[1]) <= LAST_WITHOUT_BUILDX:
             return path
     return None
+
+
+def is_podman(path: Path, output: Callable[[Sequence[str]], str]) -> bool:
+    """Whether a ``docker`` command is Podman's, whose version is taken for that of an old Docker."""
+    return "podman" in output([str(path), "--version"]).lower()
+
+
+def build_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` for ``docker build``: BuildKit, without attestations, with Docker's own builder.
+
+    The result of a builder that the user chose (``BUILDX_BUILDER``, ``docker buildx use``) may stay in it.
+    """
+    settings = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_BUILDER": "default"}
+    return {**variables, **settings}
 
 
 def need_space(megabytes: int) -> None:

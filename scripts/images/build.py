@@ -1,9 +1,9 @@
 """Build the image of a cell with BuildKit; the tag moves only after the whole build has succeeded."""
 
 import contextlib
-import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from docker.models.images import Image
 from rich.console import Console
 
 from scripts import git
-from scripts.docker.client import check_space, connect, docker_command, need_space
+from scripts.docker.client import build_environment, check_space, connect, docker_command, need_space
 from scripts.errors import UserError
 from scripts.images import build_log
 from scripts.images.context import CONTEXTS
@@ -56,8 +56,13 @@ def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
     return secrets
 
 
-def build_command(inputs: Inputs, secrets: Mapping[str, Path], image_id: Path) -> list[str]:
-    """Return the build command, which sets labels but no tag and writes the image's id to a file."""
+def build_command(
+    inputs: Inputs, secrets: Mapping[str, Path], image_id: Path, proxies: Iterable[str] = ()
+) -> list[str]:
+    """Return the build command, which sets labels but no tag and writes the image's id to a file.
+
+    The values of ``proxies``, which are names of variables, are in the environment of the command.
+    """
     labels = {**inputs.labels, REVISION: git.revision(), INPUTS: inputs.digest}
     return [
         *docker_command(),
@@ -66,6 +71,7 @@ def build_command(inputs: Inputs, secrets: Mapping[str, Path], image_id: Path) -
         f"--iidfile={image_id}",
         f"--build-arg=RUNTIME_BASE={inputs.runtime}",
         f"--build-arg=BUILDER_BASE={inputs.builder}",
+        *(f"--build-arg={name}" for name in proxies),
         *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
         *(f"--label={name}={value}" for name, value in labels.items()),
         str(inputs.folder),
@@ -81,12 +87,14 @@ def _build(cell: Cell) -> str:
     inputs = collect(cell, config)
     if before and inputs.matches(before[0]):
         return str(before[0].id)
+    for line in config.unsupported:
+        print(f"warning: the build does not use a setting of pip's configuration: {line}", file=sys.stderr)
     need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
     with tempfile.TemporaryDirectory() as temporary:
         secrets = write_secrets(config, Path(temporary))
         image_id = Path(temporary, "image")
         log = CONTEXTS / f"{cell.id}.log"
-        if _run(build_command(inputs, secrets, image_id), log):
+        if _run(build_command(inputs, secrets, image_id, config.proxies), log, config.environment()):
             cause = build_log.cause(log.read_text(encoding="utf-8"))
             raise UserError(f"building {cell.id} failed: {cause} (full log: {log.relative_to(ROOT)})")
         built = image_id.read_text().strip()
@@ -98,14 +106,13 @@ def _build(cell: Cell) -> str:
     return built
 
 
-def _run(arguments: list[str], log: Path) -> int:
+def _run(arguments: list[str], log: Path, environment: Mapping[str, str]) -> int:
     """Run a build command and return its exit code; log its output and show the current stage."""
-    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     console = Console()
     with log.open("w", encoding="utf-8") as file, console.status("preparing") as status:
         process = subprocess.Popen(
             arguments,
-            env=environment,
+            env=build_environment(environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

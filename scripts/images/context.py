@@ -14,7 +14,7 @@ from scripts.locks import lockfile, targets
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting
 from scripts.matrix.model import Layer
-from scripts.patches.pristine import fetch_pristine
+from scripts.patches.pristine import fetch_pristine, locked_hashes
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
 
@@ -42,7 +42,8 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     texts = {name: repin(text, replacements) for name, text in layers.items()}
     for layer in cell.layers:
         (folder / "wheels" / layer.name).mkdir(parents=True)
-        for wheel in local_wheels(texts[layer.name], [*config.find_links, PATCHED]):
+        found = local_wheels(texts[layer.name], [*config.find_links, PATCHED])
+        for wheel in (*found, *off_index_wheels(texts[layer.name], found)):
             place(wheel, folder / "wheels" / layer.name / wheel.name)
         write(folder / "trim" / f"{layer.name}.txt", "".join(f"{t.action} {t.path}\n" for t in layer.trim))
         _place_side_by_side(cell, layer, folder / "side_by_side" / layer.name)
@@ -63,6 +64,19 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     write(folder / "Dockerfile", dockerfile(cell))
     normalise_modes(folder)
     return folder
+
+
+def off_index_wheels(requirements: str, found: Iterable[Path]) -> list[Path]:
+    """Download the wheels with a local version, except patched and ``found`` ones, and return their paths.
+
+    They are part of the context wherever they come from: its digest does not depend on that.
+    """
+    names = {lockfile.normal(wheel.name.split("-")[0]) for wheel in found}
+    return [
+        fetch_pristine(entry.name, entry.version, locked_hashes(entry.name, entry.version, requirements))
+        for entry in lockfile.parse(requirements)
+        if "+" in entry.version and entry.name not in names
+    ]
 
 
 def normalise_modes(folder: Path) -> None:

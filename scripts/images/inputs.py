@@ -13,7 +13,7 @@ import msgspec
 from docker.models.images import Image
 
 from scripts.digests import sha256, sha256_file
-from scripts.docker.client import docker_command
+from scripts.docker.client import build_environment, docker_command
 from scripts.errors import UserError
 from scripts.git import DIRTY
 from scripts.images import rootfs
@@ -110,7 +110,7 @@ def with_vendor_compiler(cell: Cell, builder: str) -> str:
     arguments = [f"--build-arg=BUILDER_BASE={builder}", f"--build-arg=VENDOR={vendor}", f"--tag={tag}"]
     done = subprocess.run(
         [*docker_command(), "build", *arguments, str(IMAGES / "vendor")],
-        env={**os.environ, "DOCKER_BUILDKIT": "1"},
+        env=build_environment(os.environ),
         capture_output=True,
         text=True,
         check=False,

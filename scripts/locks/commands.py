@@ -7,7 +7,7 @@ import typer
 
 from scripts.errors import UserError
 from scripts.locks import preflight, targets
-from scripts.matrix.load import expand, find, load
+from scripts.matrix.load import expand, find, load, plain_index_cells
 
 Cells = Annotated[
     list[str] | None, typer.Argument(metavar="CELL", help="Cell ids [all, and the host's tools].")
@@ -32,7 +32,11 @@ def lock(
         raise UserError("--offline requires --check: a lock cannot be written without the index")
     matrix = load()
     everything = not (cells or host)
-    chosen = list(expand(matrix)) if everything else [find(matrix, name) for name in cells or []]
+    chosen = (
+        [*expand(matrix), *plain_index_cells(matrix)]
+        if everything
+        else [find(matrix, name) for name in cells or []]
+    )
     unlocked = [cell for cell in chosen if everything and targets.unlocked(cell)]
     chosen = [cell for cell in chosen if cell not in unlocked]
     items = [targets.target(cell) for cell in chosen]
@@ -47,7 +51,7 @@ def lock(
     for cell in unlocked:
         print(f"{cell.id}: not locked; name it where {preflight.packages(cell)} are available")
     for cell in chosen:
-        preflight.require_packages(cell)
+        preflight.require_for_lock(cell)
     for item in items:
         targets.write(item)
     return 0

@@ -1,33 +1,49 @@
-"""The user's pip configuration: index, local wheels, certificate. Builds receive it as secrets."""
+"""The user's pip configuration: indexes, wheels, certificate, proxy. Builds receive it as secrets."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 SYSTEM_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+# Docker passes build arguments of these names, in either case, to every step, and records them in no image.
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 
 
 @dataclass(frozen=True)
 class PipConfig:
-    """URLs of the indexes, local folders with wheels (``find_links``), and the CA bundle."""
+    """URLs of the indexes, places of wheels, and the CA bundle.
+
+    ``find_links`` are local folders, ``links`` URLs of pages. ``proxies`` are environment variables. A line
+    of ``unsupported`` names a setting that does not reach a build.
+    """
 
     index: str | None = None
     extra: tuple[str, ...] = ()
     find_links: tuple[Path, ...] = ()
+    links: tuple[str, ...] = ()
+    trusted: tuple[str, ...] = ()
     certificate: Path | None = None
+    proxies: Mapping[str, str] = field(default_factory=dict)
+    unsupported: tuple[str, ...] = ()
 
     def portable(self) -> str:
-        """Return a pip.conf for any machine: with addresses, without paths."""
-        lines = ["[global]"]
-        if self.index:
-            lines.append(f"index-url = {self.index}")
-        if self.extra:
-            lines.append(f"extra-index-url = {' '.join(self.extra)}")
-        return "\n".join(lines) + "\n"
+        """Return a pip.conf for any machine: with addresses, without paths and without the proxy."""
+        values = {
+            "index-url": self.index or "",
+            "extra-index-url": " ".join(self.extra),
+            "find-links": " ".join(self.links),
+            "trusted-host": " ".join(self.trusted),
+        }
+        return "".join(["[global]\n", *(f"{name} = {value}\n" for name, value in values.items() if value)])
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment for uv and Docker: the caller's, with the proxy of pip's configuration."""
+        others = {name: value for name, value in os.environ.items() if name.lower() not in self.proxies}
+        return {**others, **self.proxies}
 
 
 def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
@@ -38,7 +54,9 @@ def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
         section, _, name = key.rpartition(".")
         if section in ("global", ":env:", "install") and (section == ":env:" or name not in values):
             values[name] = value.strip("'\"")
-    links = [Path(word.removeprefix("file://")) for word in _words(values.get("find-links", ""))]
+    links = _words(values.get("find-links", ""))
+    folders = [Path(word.removeprefix("file://")) for word in links if not _is_remote(word)]
+    extra = _words(values.get("extra-index-url", ""))
     certificates = [
         values.get("cert", ""),
         *(environment.get(name, "") for name in CERTIFICATES),
@@ -46,12 +64,28 @@ def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
     ]
     return PipConfig(
         index=values.get("index-url") or None,
-        extra=tuple(
-            word for word in _words(values.get("extra-index-url", "")) if not word.startswith("file:")
-        ),
-        find_links=tuple(path for path in links if path.is_dir()),
+        extra=tuple(filter(_is_remote, extra)),
+        find_links=tuple(path for path in folders if path.is_dir()),
+        links=tuple(filter(_is_remote, links)),
+        trusted=tuple(_words(values.get("trusted-host", ""))),
         certificate=next((Path(path) for path in certificates if path and Path(path).is_file()), None),
+        proxies=_proxies(values.get("proxy"), environment),
+        unsupported=(
+            *(f"extra-index-url {word}: not a URL of http" for word in extra if not _is_remote(word)),
+            *(f"find-links {path}: not a folder" for path in folders if not path.is_dir()),
+            *(["client-cert: no client certificate reaches a build"] if values.get("client-cert") else []),
+        ),
     )
+
+
+def _is_remote(word: str) -> bool:
+    return word.startswith(("http://", "https://"))
+
+
+def _proxies(proxy: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return proxy variables in lower case; as in pip, ``proxy`` of its configuration has precedence."""
+    found = {name.lower(): value for name, value in environment.items() if name.lower() in PROXIES and value}
+    return {**found, **dict.fromkeys(("http_proxy", "https_proxy"), proxy)} if proxy else found
 
 
 def _words(value: str) -> Sequence[str]:

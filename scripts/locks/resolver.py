@@ -7,7 +7,6 @@ this machine.
 """
 
 import datetime
-import os
 import re
 import subprocess
 import sys
@@ -25,7 +24,7 @@ NEVER = "python_version < '3.0'"
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 PASSED_ON = ("UV_CACHE_DIR", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS", "UV_KEYRING_PROVIDER")
 UNREACHABLE = ("error sending request", "Failed to fetch", "dns error", "Could not connect", "client error")
-LIMIT_SECONDS = 900
+LIMIT_SECONDS, FIND_SECONDS = 900, 60
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ def command(question: Question, config: index_config.PipConfig) -> list[str]:
         *(["--no-deps"] if question.alone else []),
         *(f"--no-binary={name}" for name in question.sources),
         *([f"--default-index={config.index}"] if config.index else []),
-        *(f"--find-links={folder}" for folder in config.find_links if question.local),
+        *(f"--find-links={place}" for place in (*config.find_links, *config.links) if question.local),
+        *(f"--allow-insecure-host={host}" for host in config.trusted),
         question.name,
     ]
 
@@ -87,30 +87,67 @@ def answer(question: Question) -> str:
     """Return the hashed requirements for a question; `UserError` without a solution or an index."""
     config = index_config.load()
     overrides = [*question.overrides, *(f"{name} ; {NEVER}" for name in question.excluded)]
-    environment = {
-        name: value for name, value in os.environ.items() if name[:3] != "UV_" or name in PASSED_ON
-    }
-    if config.certificate:
-        environment.setdefault("SSL_CERT_FILE", str(config.certificate))
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder, question.name)
         requirements.write_text(question.requirements, encoding="utf-8")
         Path(folder, "overrides").write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
-        try:
-            done = subprocess.run(
-                command(question, config),
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=LIMIT_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{question.name}: the index did not answer within {LIMIT_SECONDS} s") from None
+        done = _run(command(question, config), question.name, config, folder, LIMIT_SECONDS)
     if done.returncode:
         raise UserError(explain(question.name, done.stderr))
     return done.stdout
+
+
+def finds(requirement: str, python: str, platform: str) -> bool:
+    """Return whether pip's configuration finds a wheel of a hashed requirement.
+
+    Indexes, folders and pages of wheels are searched as by a build, and only metadata is downloaded.
+    `UserError` if an index cannot be reached.
+    """
+    config = index_config.load()
+    name = requirement.partition(" ")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "wanted").write_text(requirement, encoding="utf-8")
+        arguments = [
+            *(find_uv_bin(), "pip", "install", "--quiet", "--dry-run", "--no-config", "--no-deps"),
+            *("--require-hashes", "--only-binary=:all:", "--requirement=wanted", "--target=none"),
+            *(f"--python={sys.executable}", f"--python-version={python}", f"--python-platform={platform}"),
+            *([f"--default-index={config.index}"] if config.index else []),
+            *(f"--index={url}" for url in config.extra),
+            "--index-strategy=unsafe-best-match",
+            *(f"--find-links={place}" for place in (*config.find_links, *config.links)),
+            *(f"--allow-insecure-host={host}" for host in config.trusted),
+        ]
+        done = _run(arguments, name, config, folder, FIND_SECONDS)
+    if done.returncode and any(sign in done.stderr for sign in UNREACHABLE):
+        raise UserError(explain(name, done.stderr))
+    return done.returncode == 0
+
+
+def _run(
+    arguments: list[str], name: str, config: index_config.PipConfig, folder: str, seconds: int
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            arguments,
+            cwd=folder,
+            env=environment(config),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{name}: the index did not answer within {seconds} s") from None
+
+
+def environment(config: index_config.PipConfig) -> dict[str, str]:
+    """Return the environment of uv: the caller's without uv's own settings, with certificate and proxy."""
+    variables = {
+        name: value for name, value in config.environment().items() if name[:3] != "UV_" or name in PASSED_ON
+    }
+    if config.certificate:
+        variables.setdefault("SSL_CERT_FILE", str(config.certificate))
+    return variables
 
 
 def explain(name: str, errors: str) -> str:

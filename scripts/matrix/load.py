@@ -11,14 +11,17 @@ import yaml
 
 from scripts.errors import UserError
 from scripts.matrix.model import (
+    PLAIN_INDEX,
     STAND_IN,
     Base,
     Cell,
     CellEntry,
     Distribution,
     Matrix,
+    Override,
     Package,
     Pin,
+    PlainIndex,
     Setting,
     SourceBuild,
     StandIn,
@@ -41,6 +44,7 @@ __all__ = [
     "find",
     "load",
     "parse",
+    "plain_index_cells",
     "schema",
     "stand_ins",
     "with_option",
@@ -116,9 +120,14 @@ def stand_ins(matrix: Matrix) -> tuple[Cell, ...]:
     )
 
 
+def plain_index_cells(matrix: Matrix) -> tuple[Cell, ...]:
+    """Return the stand-ins of cells that need wheels which the plain Python index does not have."""
+    return tuple(_from_plain_index(cell, cell.plain_index) for cell in expand(matrix) if cell.plain_index)
+
+
 def find(matrix: Matrix, cell_id: str) -> Cell:
     """Return a cell or stand-in by id; `UserError` gives the reason if unsupported, or the nearest id."""
-    cells = {cell.id: cell for cell in (*expand(matrix), *stand_ins(matrix))}
+    cells = {cell.id: cell for cell in (*expand(matrix), *stand_ins(matrix), *plain_index_cells(matrix))}
     if cell_id in cells:
         return cells[cell_id]
     if left_out := unsupported_by(matrix, cell_id):
@@ -188,6 +197,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         ci_suites=entry.ci_suites,
         lock=cell_id,
         sources=variant.sources,
+        plain_index=variant.plain_index,
     )
 
 
@@ -205,6 +215,33 @@ def _stand_in(cell: Cell, twin: Cell, stand_in: StandIn) -> Cell:
         tested=stand_in.tested,
         ci_suites=cell.ci_suites,
         stand_in=stand_in.reason,
+    )
+
+
+def _from_plain_index(cell: Cell, plain: PlainIndex) -> Cell:
+    """Return ``cell`` without local versions, which an override replaces in what its packages require."""
+    replaced = [package for package in cell.packages if "+" in package.requirement]
+    packages = {
+        package.name: msgspec.structs.replace(package, requirement=package.requirement.partition("+")[0])
+        for package in replaced
+    }
+    overrides = (
+        Override(requirement=package.requirement, reason=plain.reason, source=plain.source)
+        for package in packages.values()
+    )
+    return msgspec.structs.replace(
+        cell,
+        id=cell.id + PLAIN_INDEX,
+        tag=cell.tag + PLAIN_INDEX,
+        is_default=False,
+        packages=tuple(packages.get(package.name, package) for package in cell.packages),
+        overrides=(*cell.overrides, *overrides),
+        size_budget_mb=plain.size_budget_mb,
+        tested=plain.tested,
+        ci_suites=(),
+        lock=cell.id + PLAIN_INDEX,
+        plain_index=None,
+        stand_in=plain.reason,
     )
 
 

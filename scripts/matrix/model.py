@@ -248,6 +248,19 @@ class Option(_Struct, frozen=True):
     env: BuildEnv = ()
 
 
+class PlainIndex(_Struct, frozen=True):
+    """A larger image of the same versions, for tests, from wheels that the plain Python index has.
+
+    Packages of ``distributions`` are taken without their local version.
+    """
+
+    wheels: Annotated[Text, Meta(description="Where the wheels with a local version are found.")]
+    reason: Reason
+    source: Evidence
+    size_budget_mb: Annotated[Positive, Meta(description="As that of a cell.")]
+    tested: Annotated[Tested, Meta(description="What tests verified on the image.")]
+
+
 Excluded = Annotated[tuple[Exclusion, ...], Meta(description="Required packages that are not installed.")]
 Overrides = Annotated[tuple[Override, ...], Meta(description="Requirements that replace declared ones.")]
 Env = Annotated[
@@ -281,6 +294,9 @@ class Variant(_Struct, frozen=True):
     ] = ()
     stand_in: Annotated[
         StandIn | None, Meta(description="Replacement for tests, where the sources are unavailable.")
+    ] = None
+    plain_index: Annotated[
+        PlainIndex | None, Meta(description="Replacement where wheels with a local version are unavailable.")
     ] = None
     optional: Annotated[
         tuple[Option, ...], Meta(description="Packages that a user's own build can add.")
@@ -352,6 +368,7 @@ class Matrix(_Struct, frozen=True):
 
 
 STAND_IN = "-stand-in"  # suffix of the id of a stand-in
+PLAIN_INDEX = "-plain-index"  # suffix of the id of a stand-in whose wheels are all on the plain index
 
 _Named = TypeVar("_Named", Base, Accelerator, Stack, Variant, Pin)
 
@@ -400,6 +417,7 @@ class Cell(_Struct, frozen=True):
     lock: str
     sources: tuple[Source, ...] = ()
     stand_in: str | None = None
+    plain_index: PlainIndex | None = None
 
     @property
     def versions(self) -> dict[str, str]:

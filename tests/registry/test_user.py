@@ -13,7 +13,7 @@ import pytest
 from docker.models.images import Image
 from rich.console import Console
 
-from scripts.docker.client import docker_command
+from scripts.docker.client import build_environment, docker_command
 from scripts.images.build import write_secrets
 from scripts.locks import index_config
 from scripts.matrix.load import Cell
@@ -77,7 +77,7 @@ def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
                 *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
                 str(Path(folder) / "context"),
             ]
-            environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+            environment = build_environment(os.environ)
             return subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=600
             )

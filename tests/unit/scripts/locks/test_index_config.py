@@ -1,6 +1,9 @@
 """The user's pip configuration."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from scripts.locks.index_config import PipConfig, parse
 
@@ -34,6 +37,44 @@ def test_certificate_falls_back_to_that_of_other_tools(tmp_path: Path) -> None:
     bundle = tmp_path / "ca.pem"
     bundle.touch()
     assert parse("", {"REQUESTS_CA_BUNDLE": str(bundle)}).certificate == bundle
+
+
+def test_a_page_of_wheels_reaches_the_build() -> None:
+    config = parse("global.find-links='https://wheels.example/page.html file:///nowhere'\n", {})
+    assert config.links == ("https://wheels.example/page.html",)
+    assert config.portable() == "[global]\nfind-links = https://wheels.example/page.html\n"
+
+
+def test_a_trusted_host_reaches_the_build() -> None:
+    config = parse("global.trusted-host='a.example\\nb.example'\n", {})
+    assert config.portable() == "[global]\ntrusted-host = a.example b.example\n"
+
+
+def test_a_setting_that_does_not_reach_the_build_is_named(tmp_path: Path) -> None:
+    listing = (
+        f"global.client-cert='{tmp_path}/me.pem'\nglobal.find-links='{tmp_path} /nowhere'\n"
+        "global.extra-index-url='file:///opt/simple https://extra.example/simple'\n"
+    )
+    assert [line.partition(":")[0] for line in parse(listing, {}).unsupported] == [
+        "extra-index-url file",
+        "find-links /nowhere",
+        "client-cert",
+    ]
+
+
+def test_the_proxy_of_pip_wins_over_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in pip; the variables of other tools are kept."""
+    environment = {"HTTPS_PROXY": "http://old:1", "no_proxy": "localhost", "NO_COLOR": "1"}
+    assert parse("", environment).proxies == {"https_proxy": "http://old:1", "no_proxy": "localhost"}
+    config = parse("global.proxy='http://new:2'\n", environment)
+    assert config.proxies == {
+        "http_proxy": "http://new:2",
+        "https_proxy": "http://new:2",
+        "no_proxy": "localhost",
+    }
+    assert "new" not in config.portable()
+    monkeypatch.setattr(os, "environ", environment)
+    assert config.environment() == {"NO_COLOR": "1", **config.proxies}
 
 
 def test_nothing_configured_is_nothing_passed_on() -> None:

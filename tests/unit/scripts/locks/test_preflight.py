@@ -1,19 +1,27 @@
 """An unavailable source is an immediate error; a stand-in differs from its cell only in packages."""
 
-import dataclasses
+import functools
+import http.server
 import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import docker.errors
 import msgspec
 import pytest
 
+from scripts.digests import sha256_file
 from scripts.errors import UserError
 from scripts.images import inputs
 from scripts.images.inputs import NAMESPACE, image_labels, with_vendor_compiler
-from scripts.locks import commands, preflight, resolver, targets
-from scripts.matrix.load import MATRIX, Cell, expand, find, load, parse, stand_ins
-from scripts.matrix.model import STAND_IN, Source
+from scripts.locks import commands, index_config, lockfile, preflight, resolver, targets
+from scripts.locks.index_config import PipConfig
+from scripts.matrix.load import MATRIX, Cell, expand, find, load, parse, plain_index_cells, stand_ins
+from scripts.matrix.model import PLAIN_INDEX, STAND_IN, Source
+from scripts.patches.wheel_files import Entry, write_wheel
 
 TEXT = MATRIX.read_text(encoding="utf-8")
 ROCM = [cell for cell in expand(load()) if cell.accelerator.kind == "rocm"]
@@ -64,7 +72,7 @@ def test_an_image_may_be_local_or_in_its_registry(cell: Cell, index: MagicMock) 
 
 def test_other_cells_need_no_sources(index: MagicMock) -> None:
     for cell in expand(load()):
-        if cell.accelerator.kind != "rocm":
+        if cell.accelerator.kind != "rocm" and not cell.plain_index:
             preflight.require(cell, MagicMock())
     index.assert_not_called()
 
@@ -116,6 +124,119 @@ def test_a_lock_that_cannot_be_written_names_the_unavailable_source(index: Magic
         commands.lock([ROCM[0].id])
 
 
+def wheel(folder: Path, version: str) -> str:
+    """Write an empty wheel of `tiny` and return a link to it that has its hash."""
+    info = f"tiny-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": Entry(f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n".encode(), 0o644),
+        f"{info}/WHEEL": Entry(b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n", 0o644),
+    }
+    path = write_wheel(files, info, folder / f"tiny-{version}-py3-none-any.whl")
+    return f'<a href="/{path.name}#sha256={sha256_file(path)}">{path.name}</a>'
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder and the URL under which it is served."""
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_locked_wheel_is_found_in_each_place_that_a_build_searches(
+    pages: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in an index after one that has other versions of it, as pip does."""
+    folder, url = pages
+    new, old = wheel(folder, "2+cpu"), wheel(folder, "1")
+    for name, links in (("empty/tiny", ""), ("old/tiny", old), ("new/tiny", new), ("page", new)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "index.html").write_text(links, encoding="utf-8")
+    requirement = f"tiny==2+cpu --hash=sha256:{new.partition('sha256=')[2].partition(chr(34))[0]}\n"
+    nothing = PipConfig(index=f"{url}/empty/")
+    configs = [
+        (nothing, False),
+        (replace(nothing, extra=(f"{url}/old/",)), False),
+        (replace(nothing, extra=(f"{url}/old/", f"{url}/new/")), True),
+        (replace(nothing, links=(f"{url}/page/",)), True),
+        (replace(nothing, find_links=(folder,)), True),
+    ]
+    for config, expected in configs:
+        monkeypatch.setattr(index_config, "load", functools.partial(lambda given: given, config))
+        assert resolver.finds(requirement, "3.11", "x86_64-manylinux_2_36") == expected
+
+
+def test_an_unreachable_index_is_not_a_missing_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_config, "load", lambda: PipConfig(index="http://127.0.0.1:9/simple"))
+    with pytest.raises(UserError, match="the package index cannot be reached for tiny==2"):
+        resolver.finds(f"tiny==2 --hash=sha256:{'0' * 64}", "3.11", "x86_64-manylinux_2_36")
+
+
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The mocked search for locked wheels; it finds none unless a test changes that."""
+    finds = MagicMock(return_value=False)
+    monkeypatch.setattr(preflight, "_finds", finds)
+    return finds
+
+
+def test_a_wheel_that_is_not_found_stops_a_build_with_its_name_and_the_cure(wheels: MagicMock) -> None:
+    matrix = load()
+    client = MagicMock()
+    with pytest.raises(UserError) as caught:
+        preflight.require(find(matrix, matrix.default), client)
+    message = str(caught.value)
+    assert message.startswith(f"{matrix.default} cannot be built: pip's configuration does not find torch==")
+    assert "`pip config set global.extra-index-url URL` with the address of PyTorch's CPU index" in message
+    assert "`pip config set global.find-links FOLDER`" in message
+    assert message.endswith(f"or build the larger {matrix.default}{PLAIN_INDEX}")
+    assert not client.mock_calls
+    (call,) = wheels.call_args_list
+    assert call.args[0].startswith("torch==")
+    assert "--hash=sha256:" in call.args[0]
+
+
+def test_without_a_cell_the_image_of_the_plain_index_replaces_one_that_cannot_be_built(
+    wheels: MagicMock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix = load()
+    assert preflight.default_cell(matrix).id == matrix.default + PLAIN_INDEX
+    assert capsys.readouterr().err.startswith(f"using {matrix.default}{PLAIN_INDEX}, which is larger: pip's")
+    wheels.return_value = True
+    assert preflight.default_cell(matrix) == find(matrix, matrix.default)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_image_of_the_plain_index_has_the_same_versions_and_a_lock_without_local_ones() -> None:
+    matrix = load()
+    cell, plain = find(matrix, matrix.default), find(matrix, matrix.default + PLAIN_INDEX)
+    assert plain in plain_index_cells(matrix)
+    assert plain not in expand(matrix)
+    assert (plain.versions, plain.layers, plain.env) == (cell.versions, cell.layers, cell.env)
+    assert plain.stand_in
+    targets.require(plain)
+    versions = {
+        name: {entry.name: entry.version for entry in lockfile.parse(lockfile.path(item).read_text())}
+        for name, item in (("cell", cell), ("plain", plain))
+    }
+    assert versions["plain"]["torch"] == versions["cell"]["torch"].partition("+")[0]
+    assert not any("+" in version for version in versions["plain"].values())
+    assert set(versions["cell"]) <= set(versions["plain"])
+
+
+def test_a_lock_needs_the_wheel_in_a_folder(index: MagicMock) -> None:
+    index.side_effect = UserError("no version")
+    with pytest.raises(UserError, match=r"cannot be locked: .* has torch==.*\+cpu\. Run `pip config"):
+        commands.lock([load().default])
+
+
 def test_a_stand_in_needs_the_same_ray() -> None:
     entry = TEXT.index("  - variant: legacy-cpu\n    ray: &ray_2_9\n")
     text = TEXT[:entry] + TEXT[entry:].replace("variant: legacy-cpu", "variant: current-cpu", 1)
@@ -131,7 +252,7 @@ def test_a_source_is_an_image_or_a_package() -> None:
 def test_only_the_builder_gets_the_compiler_of_a_vendor(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
 
-    @dataclasses.dataclass
+    @dataclass
     class Done:
         returncode: int
         stderr: str = "step 1\nno such image"

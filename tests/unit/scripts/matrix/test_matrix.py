@@ -46,7 +46,11 @@ def error(text: str) -> str:
         ("kind: cpu", "kind: gpu", ": accelerators[0].kind: expected one of cpu, cuda, rocm; got 'gpu'"),
         ("newer: 2026-11-14", "newer: later", ": host.exclude_newer: expected a date such as 2026-11-14"),
         ("newer: 2026-11-14", "newer: 2026-13-14", ": not valid YAML: month must be in 1..12"),
-        ("budget_mb: ", "budget_mb: -", ": cells[0].size_budget_mb: expected int >= 1; got -"),
+        (
+            "\n    size_budget_mb: ",
+            "\n    size_budget_mb: -",
+            ": cells[0].size_budget_mb: expected int >= 1; got -",
+        ),
         ("variant: current-cpu", "variant: x", ": cells[0].variant: expected one of current-cpu, "),
         ("stack: current", "stack: x", ": variants[0].stack: expected one of current, "),
         ("base: debian12", "base: x", ": variants[0].base: expected one of debian12, "),
