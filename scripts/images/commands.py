@@ -9,6 +9,7 @@ from scripts.digests import sha256_file
 from scripts.docker.client import connect
 from scripts.images import rootfs
 from scripts.images.build import build, unpacked_size
+from scripts.locks import preflight
 from scripts.matrix.load import find, load, with_option
 from scripts.matrix.model import STAND_IN
 
@@ -53,7 +54,7 @@ def build_image(
 ) -> None:
     """Build and tag the image of a cell; an image of the same inputs is kept."""
     matrix = load()
-    name = cell or matrix.default
+    name = cell or (matrix.default if stand_in or options else preflight.default_cell(matrix).id)
     chosen = functools.reduce(with_option, options or [], find(matrix, name + STAND_IN if stand_in else name))
     image_id = build(chosen)
     image = connect().images.get(image_id)

@@ -2,10 +2,12 @@
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from scripts.docker.client import connect
 from scripts.errors import UserError
+from scripts.locks import preflight
 from scripts.matrix.load import Cell, find, load
 from scripts.matrix.suites import SUITES
 from scripts.testing import demo, in_image, known_bad, on_host, plans, side_by_side
@@ -77,6 +79,8 @@ def run_suites(
     if bool(words) + default + ci + release + checks != 1:
         raise UserError("expected SUITE:CELL... or one of --default, --ci, --release and --checks")
     matrix = load()
+    if default:
+        matrix = msgspec.structs.replace(matrix, default=preflight.default_cell(matrix).id)
     if checks:
         return plans.run(plans.for_checks())
     if words:
@@ -100,7 +104,8 @@ def run_demo(
     ] = demo.TIMEOUT,
 ) -> None:
     """Build a cell and train with it on two containers as two nodes; the result is recorded."""
-    demo.run_demo(_cell(cell), layout, steps, seed, timeout)
+    chosen = _cell(cell) if cell else preflight.default_cell(load())
+    demo.run_demo(chosen, layout, steps, seed, timeout)
 
 
 def check_known_bad(cell: CellId = None) -> int:

@@ -1,14 +1,17 @@
 """The words of ``python -m scripts test``: a suite, a cell, and arguments for pytest."""
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
 
 from scripts.cli import app
 from scripts.errors import UserError
+from scripts.locks import preflight
 from scripts.matrix.load import load
-from scripts.testing import commands, on_host
+from scripts.matrix.model import PLAIN_INDEX
+from scripts.testing import commands, demo, on_host, plans
 
 DEFAULT, OTHER = load().default, "ray2.9.3-vllm0.4.2-cpu"
 
@@ -24,6 +27,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str]]]:
 
     monkeypatch.setattr(commands, "connect", lambda: None)
     monkeypatch.setattr(on_host, "run_suite", run_suite)
+    monkeypatch.setattr(preflight, "_finds", lambda *_, **__: False)
     return runs
 
 
@@ -59,3 +63,20 @@ def test_a_wrong_word_is_an_error(words: list[str], error: str, ran: list[Any]) 
     assert isinstance(result.exception, UserError)
     assert str(result.exception).startswith(error)
     assert ran == []
+
+
+def test_without_torch_of_the_default_cell_the_two_commands_use_its_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+    ran: list[Any],  # noqa: ARG001
+) -> None:
+    """The stand-in from the plain index, which every machine can build; a cell that is named is used."""
+    demos: list[str] = []
+    planned = MagicMock(return_value=0)
+    monkeypatch.setattr(demo, "run_demo", lambda cell, *_: demos.append(cell.id))
+    monkeypatch.setattr(plans, "run", planned)
+    for words in (["demo"], ["demo", DEFAULT], ["suites", "--default"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert demos == [DEFAULT + PLAIN_INDEX, DEFAULT]
+    (plan,) = planned.call_args.args
+    assert {job.cell for job in plan.jobs} == {DEFAULT + PLAIN_INDEX}
+    assert plan.commands[-1][-1] == DEFAULT + PLAIN_INDEX
