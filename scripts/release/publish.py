@@ -90,11 +90,18 @@ def refusals(
     cell: Cell, image: Image, roots: Sequence[Path] = records.ROOTS, digest_for: DigestFor = digest_for
 ) -> list[str]:
     """Return why an image is not published as ``cell``, a line each; ``roots`` have the test records."""
-    if wrong := _wrong_image(cell, image.labels) or _wrong_inputs(cell, image.labels, digest_for):
+    if wrong := _wrong_image(cell, image.labels):
         return [f"{cell.id} {wrong}"]
     history = records.history(cell.id, roots)
     unproved = requirements.suites(cell, records.subject(cell, image), history, roots[0])
-    return [f"{cell.id}: {reason}" for reason in (*requirements.dates(cell, _today()), *unproved)]
+    if reasons := [*requirements.dates(cell, _today()), *unproved]:
+        return [f"{cell.id}: {reason}" for reason in reasons]
+    if image.labels[INPUTS] != digest_for(cell):  # last, since it lays out a build
+        commit = image.labels[REVISION][: records.DIGITS]
+        return [
+            f"{cell.id} was built from {commit}, and its inputs have changed since: build and test it",
+        ]
+    return []
 
 
 def _today() -> datetime.date:
@@ -110,17 +117,10 @@ def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
     version = labels.get("org.opencontainers.image.version", "")
     if version != f"{cell.release}-{cell.id}":
         return f"was built for another release ({version}): rebuild it"
-    return None
-
-
-def _wrong_inputs(cell: Cell, labels: Mapping[str, str], digest_for: DigestFor) -> str | None:
-    """Return why a build would now produce another image, or None."""
-    commit = labels.get(REVISION, "")
-    if commit.endswith(DIRTY):
+    if labels.get(REVISION, DIRTY).endswith(DIRTY):
         return "was built from a dirty tree: commit, build and test it"
-    if labels.get(INPUTS) != digest_for(cell):
-        commit = commit[:12] or "no commit"
-        return f"was built from {commit}, and its inputs have changed since: build and test it"
+    if not labels.get(INPUTS):
+        return "was built without a digest of its inputs: rebuild it"
     return None
 
 
@@ -228,8 +228,7 @@ def untrue(items: Iterable[Item]) -> list[str]:
     )
     known = facts.load([item.cell for item in items])
     for item in items:
-        if item.image.labels.get(INPUTS):
-            reasons += requirements.catalogued(records.subject(item.cell, item.image), known)
+        reasons += requirements.catalogued(item.cell.id, str(item.image.id), known)
     return reasons
 
 

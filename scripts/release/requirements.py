@@ -84,10 +84,8 @@ def checkout(revision: str, found: Iterable[Record]) -> list[str]:
     ]
 
 
-def catalogued(image: Subject, known: Mapping[str, Facts]) -> list[str]:
-    """Return a line unless the catalogue is about the image."""
-    if image.cell in known and known[image.cell].image == image.image:
+def catalogued(cell_id: str, image: str, known: Mapping[str, Facts]) -> list[str]:
+    """Return a line unless the catalogue is about the image of a cell."""
+    if cell_id in known and known[cell_id].image == image:
         return []
-    return [
-        f"{image.cell}: the catalogue is about another image: run python -m scripts catalogue, and commit"
-    ]
+    return [f"{cell_id}: the catalogue is about another image: run python -m scripts catalogue, and commit"]

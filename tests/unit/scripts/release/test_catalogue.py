@@ -1,47 +1,113 @@
-"""The catalogue's pages follow from the facts, and a stale page is reported."""
+"""The catalogue's pages follow from the records and the sources, and anything else on them is reported."""
 
+import datetime
+import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from scripts.errors import UserError
+from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand, load, stand_ins
 from scripts.patches.series import series_of
 from scripts.release import catalogue, facts, image_probe, measure, render
-from scripts.release.facts import Facts, Layer, SuiteResult
-from scripts.testing.proofs import Proved
-from scripts.testing.records import required
+from scripts.release.facts import Facts, Layer, Measured
+from scripts.testing import records
+from scripts.testing.records import Subject, required
 
 CELLS = expand(load())
 CELL = next(cell for cell in CELLS if cell.is_default)
 README = f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n"
 SHARED, OWN = Layer("sha256:a", 700_000_000), Layer("sha256:b", 300_000_000)
+IMAGE = "sha256:" + "1" * 64
+PATCH = series_of(CELL)[0].patches[0]
+PATCH_NAME = f"{series_of(CELL)[0].package}/{PATCH.name}"
+JUNIT = """<testsuites><testsuite>
+<testcase classname="a" name="b"/><testcase classname="a" name="c"/>
+<testcase classname="a" name="d"><skipped message="no GPU">x</skipped></testcase>
+</testsuite></testsuites>"""
+FAILED = JUNIT.replace('name="b"/>', 'name="b"><failure message="no">x</failure></testcase>')
 
 
-def measured(cell: Cell) -> Facts:
-    """The facts of an image that is of this tree."""
-    return Facts(
-        image="sha256:" + "1" * 64,
+def measured(cell: Cell) -> Measured:
+    """The measurements of an image that is of this tree."""
+    return Measured(
+        cell=cell.id,
+        image=IMAGE,
+        inputs="d" * 64,
+        source=source_digest(cell),
         revision="a" * 40,
+        when=records.now(),
         stand_in="",
         size=1_000_000_000,
         layers=(SHARED, OWN),
         versions=cell.versions,
-        lock=facts.lock_digest(cell),
-        series=facts.series_digest(series_of(cell)),
-        patches=("openrlhf/0001-x.patch",),
-        proofs={"openrlhf/0001-x.patch": Proved("fails (ImportError)", "passes")},
+        patches=(PATCH_NAME,),
         architectures={"torch": ("sm_80", "sm_90")},
-        suites={"image": SuiteResult("passed", 72, 0, 2, 130.0)},
     )
 
 
-def test_table_has_a_row_for_each_published_cell_gpus_first() -> None:
+class Store:
+    """The local and the committed records of cells, with the catalogue's files, in a temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.local, self.root = folder, folder / "local", folder / "committed"
+
+    def run(self, on: Measured, suite: str, junit: str = JUNIT) -> records.Record:
+        """Record a run of a suite."""
+        file = self.folder / "junit.xml"
+        file.write_text(junit, encoding="utf-8")
+        with records.recording(
+            Subject(on.cell, on.image, on.inputs), suite, (self.local, self.root)
+        ) as tally:
+            tally.add(file, 0)
+            if suite == "patches":
+                tally.proofs.append(
+                    records.Proof(PATCH.header["Test"], "x", "exit 1: ImportError: no", "exit 0: ok")
+                )
+        return records.read(on.cell, on.inputs, (self.local,))[-1]
+
+    def keep(self, on: Measured) -> dict[str, Facts]:
+        """Add a measurement and the local records; return the facts."""
+        facts.keep(on, self.root, self.local)
+        return self.facts()
+
+    def facts(self) -> dict[str, Facts]:
+        return facts.load(CELLS, self.root)
+
+    def file(self, on: Measured, pattern: str) -> Path:
+        """Return the only committed file that matches."""
+        [file] = records.folder_of(on.cell, on.inputs, self.root).glob(pattern)
+        return file
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return a store without records."""
+    return Store(tmp_path)
+
+
+def with_results(store: Store, cell: Cell = CELL) -> dict[str, Facts]:
+    """Return the facts of a cell's image of this tree, on which the suite image ran."""
+    store.run(measured(cell), "image")
+    return store.keep(measured(cell))
+
+
+def later(**changes: Any) -> Measured:
+    """The measurements of a minute later, with ``changes``."""
+    now = measured(CELL)
+    return msgspec.structs.replace(now, when=now.when + datetime.timedelta(minutes=1), **changes)
+
+
+def test_table_has_a_row_for_each_published_cell_gpus_first(store: Store) -> None:
     """A user finds GPU, driver and tag, and whether the image was built, tested and run on a GPU."""
-    tests = {cell.id: measured(cell) for cell in CELLS if not cell.sources}
-    table = render.fill(README, (*CELLS, *stand_ins(load())), tests).partition(render.BEGIN)[2]
+    for cell in CELLS:
+        if not cell.sources:
+            known = with_results(store, cell)
+    table = render.fill(README, (*CELLS, *stand_ins(load())), known).partition(render.BEGIN)[2]
     lines = [line for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(lines) == len(CELLS)
     assert "cuda13.0" in lines[0]
@@ -49,7 +115,7 @@ def test_table_has_a_row_for_each_published_cell_gpus_first() -> None:
         (line,) = (line for line in lines if f"`{cell.id}`" in line)
         assert line.startswith(f"| {cell.accelerator.gpus} | {cell.accelerator.driver} | ")
         assert line.count(" | ") == len(render.COLUMNS) - 1
-        assert ("built here, 72 tests passed on a CPU" in line) == (not cell.sources)
+        assert ("built here, 2 tests passed on a CPU; not run: layers, patches" in line) == (not cell.sources)
         assert ("never run on a GPU" in line) == (cell.accelerator.kind == "cuda")
         assert (render.RECIPE_ONLY in line) == bool(cell.sources)
         assert ("(default)" in line) == cell.is_default
@@ -69,121 +135,187 @@ def test_missing_markers_are_an_error() -> None:
         render.fill("no markers", CELLS, {})
 
 
-def test_the_page_has_the_facts_of_each_image() -> None:
-    known = measured(CELL)
-    failed = msgspec.structs.replace(
-        known, suites={"layers": SuiteResult("failed", 9, 1, 0, 5.0)}, stand_in="torch"
-    )
-    text = render.page([CELL], {CELL.id: known})
+def test_the_page_has_the_facts_of_each_image(store: Store) -> None:
+    store.run(measured(CELL), "patches")
+    known = with_results(store)
+    text = render.page([CELL], known)
     for expected in (
-        known.image,
+        IMAGE,
         "torch: sm_80, sm_90",
-        "fails (ImportError) | passes",
-        "passed | 72 | 0 | 2 | 130",
+        f"`{PATCH_NAME}` | fails (ImportError) | passes",
+        "| image | passed | 2 | 0 | 1 |",
+        "| image | no GPU | 1 |",
+        "of this checkout",
+        f"\nVerified: {CELL.tested.verified}.",
     ):
         assert expected in text
-    assert f"Not run on this image: {', '.join(s for s in required(CELL) if s != 'image')}." in text
-    assert f"\nVerified: {CELL.tested.verified}." in text
-    text = render.page([CELL], {CELL.id: failed})
-    assert "| layers | failed | 9 | 1 | 0 | 5 |" in text
+    absent = [suite for suite in required(CELL) if suite not in ("image", "patches")]
+    assert f"Not run on this image: {', '.join(absent)}." in text
+    text = render.page([CELL], store.keep(later(stand_in="torch")))
     assert "**A stand-in**" in text
+
+
+def test_a_cell_without_records_has_no_figure() -> None:
     text = render.page(CELLS, {})
-    assert text.count("\nNever built.\n") == sum(not cell.sources for cell in CELLS)
-    assert text.count("\nRecipe only, never built.\n") == sum(bool(cell.sources) for cell in CELLS)
+    count = sum(not cell.sources for cell in CELLS)
+    assert text.count("\nNot verified: there are no records of an image.\n") == count
+    assert text.count("\nRecipe only, never built.\n") == len(CELLS) - count
     assert "\nVerified: " not in text
 
 
-def test_a_failed_suite_is_in_the_readme() -> None:
-    known = msgspec.structs.replace(measured(CELL), suites={"layers": SuiteResult("failed", 9, 1, 0, 5.0)})
-    assert render.status(CELL, {CELL.id: known}) == "built here, failed: layers"
-    known = msgspec.structs.replace(known, suites={})
-    assert render.status(CELL, {CELL.id: known}) == "built here, not tested"
+def test_failures_stay_visible(store: Store) -> None:
+    """In the README while they are the last result, in the catalogue also after the suite has passed."""
+    store.run(measured(CELL), "image", FAILED)
+    known = store.keep(measured(CELL))
+    assert render.status(CELL, known).startswith("built here, failed: image; not run: ")
+    known = with_results(store)
+    assert render.status(CELL, known).startswith("built here, 2 tests passed on a CPU")
+    [line] = (line for line in render.page([CELL], known).splitlines() if line.startswith("| image | passed"))
+    assert "| 2, 1 failed |" in line
 
 
-def test_facts_of_this_tree_are_not_outdated() -> None:
-    assert facts.outdated(CELL, measured(CELL)) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [({"lock": "0"}, "lock"), ({"series": "0"}, "patches"), ({"versions": {"ray": "1"}}, "versions")],
-)
-def test_facts_of_another_tree_are_kept_but_not_shown(change: dict[str, object], what: str) -> None:
-    known = {CELL.id: msgspec.structs.replace(measured(CELL), **change)}
-    assert facts.outdated(CELL, known[CELL.id]) == what
-    assert facts.current(CELLS, known) == {}
-    assert render.status(CELL, known) == render.OUTDATED
+def test_facts_of_other_sources_are_shown_as_not_verified_yet(store: Store) -> None:
+    """The page says by itself that work went on; lint stays green."""
+    before = msgspec.structs.replace(measured(CELL), source="e" * 64)
+    store.run(before, "patches")
+    store.run(before, "image")
+    known = store.keep(before)
+    tests = "4 tests passed on a CPU on an image of commit aaaaaaaaaaaa"
+    assert render.status(CELL, known) == f"not verified yet: its sources changed after {tests}"
     text = render.page([CELL], known)
-    assert (
-        "\nNot built since its inputs changed. An earlier image, of commit aaaaaaaaaaaa, passed 72 tests.\n"
-        in text
-    )
-    assert known[CELL.id].image not in text
-    assert facts.dump(known) in catalogue.texts(CELLS, known, README).values()
+    assert "This checkout has other sources: not verified yet." in text
+    assert "**not verified yet**" in text
+    assert "sources `eeeeeeeeeeee`" in text
+    assert "\nVerified: " not in text
+    assert "fails (ImportError)" not in text
 
 
-def test_a_less_tested_image_does_not_replace_a_better_tested_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Otherwise a rebuild would remove the tests from the catalogue."""
-    passed, failed = SuiteResult("passed", 9, 0, 0, 5.0), SuiteResult("failed", 9, 1, 0, 5.0)
-    tested = msgspec.structs.replace(measured(CELL), suites={"image": passed, "cluster": passed})
-    again = msgspec.structs.replace(tested, image="sha256:" + "2" * 64)
-    less = msgspec.structs.replace(again, suites={"image": passed, "registry": passed})
-    broken = msgspec.structs.replace(again, suites={"image": passed, "cluster": failed})
-    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: less}) == {CELL.id: tested}
-    assert "on which cluster passed" in capsys.readouterr().out
-    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: again}) == {CELL.id: again}
-    assert catalogue.best_tested(CELLS, {CELL.id: tested}, {CELL.id: broken}) == {CELL.id: broken}
-    assert catalogue.best_tested(CELLS, {}, {CELL.id: less}) == {CELL.id: less}
-    outdated = msgspec.structs.replace(tested, lock="0")
-    assert catalogue.best_tested(CELLS, {CELL.id: outdated}, {CELL.id: less}) == {CELL.id: less}
+def test_the_same_inputs_from_other_sources_are_verified_again(store: Store) -> None:
+    """A measurement records that these sources give the inputs on which the tests passed."""
+    before = msgspec.structs.replace(measured(CELL), source="e" * 64)
+    store.run(before, "image")
+    assert not facts.is_current(CELL, store.keep(before)[CELL.id])
+    known = store.keep(later())
+    assert facts.is_current(CELL, known[CELL.id])
+    assert known[CELL.id].passed == 2
 
 
-def test_a_cell_that_no_longer_exists_is_reported() -> None:
-    [reason] = catalogue.stale(CELLS, {"gone": measured(CELL)}, README)
-    assert reason == "gone is no longer a cell: run python -m scripts catalogue --offline"
+def test_an_untested_image_does_not_replace_a_tested_one(store: Store) -> None:
+    """Its own records do."""
+    known = with_results(store)
+    again = later(inputs="e" * 64, image="sha256:2")
+    assert store.keep(again) == known
+    store.run(again, "image", FAILED)
+    assert store.keep(again)[CELL.id].suites["image"].outcome == "failed"
 
 
-def test_a_file_edited_by_hand_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_again_adds_nothing(store: Store) -> None:
+    with_results(store)
+    files = sorted(store.root.rglob("*"))
+    store.keep(later())
+    assert sorted(store.root.rglob("*")) == files
+
+
+def test_records_with_altered_evidence_are_not_kept(store: Store) -> None:
+    record = store.run(measured(CELL), "image")
+    evidence = records.folder_of(CELL.id, record.inputs, store.local) / "evidence" / record.evidence[0]
+    evidence.write_text(FAILED, encoding="utf-8")
+    with pytest.raises(UserError, match="was changed: run the suite again"):
+        store.keep(measured(CELL))
+    assert store.facts() == {}
+
+
+def files_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> dict[Path, str]:
+    """Write the generated files of the store's facts to it; return them."""
     for module, name, file in (
         (facts, "CATALOGUE", "catalogue.json"),
         (catalogue, "PAGE", "page.md"),
         (catalogue, "README", "README.md"),
         (catalogue, "ROOT", ""),
     ):
-        monkeypatch.setattr(module, name, tmp_path / file)
-    known = {CELL.id: measured(CELL)}
-    for path, text in catalogue.texts(CELLS, known, README).items():
+        monkeypatch.setattr(module, name, store.folder / file)
+    texts = catalogue.texts(CELLS, store.facts(), README)
+    for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    readme = catalogue.README.read_text(encoding="utf-8")
-    assert facts.load(facts.CATALOGUE) == known
-    assert catalogue.stale(CELLS, known, readme) == []
-    with catalogue.PAGE.open("a", encoding="utf-8") as page:
-        page.write("by hand\n")
-    assert catalogue.stale(CELLS, known, readme) == [
-        "page.md is stale: run python -m scripts catalogue --offline"
-    ]
+    return texts
 
 
-def test_a_damaged_catalogue_is_reported(tmp_path: Path) -> None:
-    file = tmp_path / "catalogue.json"
-    assert facts.load(file) == {}
-    file.write_text('{"a": 1}', encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"catalogue\.json: .*; it is written by `python -m scripts catalogue`"
-    ):
-        facts.load(file)
+@pytest.mark.parametrize(
+    ("file", "figure"),
+    [
+        ("catalogue.json", '"size": 1000000000'),
+        ("catalogue.json", '"passed": 2'),
+        ("page.md", "1000 MB"),
+        ("page.md", "| image | passed | 2 |"),
+        ("README.md", "2 tests passed"),
+    ],
+)
+def test_a_figure_edited_by_hand_is_reported(
+    file: str, figure: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any of the pages, and writing them again removes it."""
+    with_results(store)
+    texts = files_of(store, monkeypatch)
+    readme = (store.folder / "README.md").read_text(encoding="utf-8")
+    assert catalogue.stale(CELLS, store.facts(), readme) == []
+    path = store.folder / file
+    edited = texts[path].replace(figure, figure.replace("2", "4410").replace("000", "3000"))
+    assert edited != texts[path]
+    path.write_text(edited, encoding="utf-8")
+    readme = (store.folder / "README.md").read_text(encoding="utf-8")
+    [reason] = catalogue.stale(CELLS, store.facts(), readme)
+    assert reason.startswith(f"{file} does not follow from the records and sources")
+    assert catalogue.texts(CELLS, store.facts(), readme) == texts
+
+
+def test_a_figure_edited_in_its_record_is_an_error(store: Store) -> None:
+    with_results(store)
+    for pattern, figure in (("image-*.json", '"passed": 2'), ("measured/*.json", '"size": 1000000000')):
+        file = store.file(measured(CELL), pattern)
+        text = file.read_text(encoding="utf-8")
+        assert figure in text
+        file.write_text(text.replace(figure, f"{figure}0"), encoding="utf-8")
+        with pytest.raises(UserError, match="it was changed"):
+            store.facts()
+        file.write_text(text, encoding="utf-8")
+
+
+def test_records_of_another_cell_or_of_other_inputs_are_an_error(store: Store) -> None:
+    with_results(store)
+    other = next(cell for cell in CELLS if cell is not CELL)
+    folder = records.folder_of(CELL.id, measured(CELL).inputs, store.root)
+    for target in (store.root / other.id / folder.name, folder.with_name("e" * 12)):
+        shutil.copytree(folder, target)
+        with pytest.raises(UserError, match="moved"):
+            store.facts()
+        shutil.rmtree(target)
+
+
+def test_a_removed_failure_is_an_error(store: Store) -> None:
+    store.run(measured(CELL), "image", FAILED)
+    with_results(store)
+    store.file(measured(CELL), "image-1-*.json").unlink()
+    with pytest.raises(UserError, match="attempt 1 of the suite image was removed"):
+        store.facts()
+
+
+def test_a_record_of_another_image_gives_no_figure(store: Store) -> None:
+    """Not even of one with the same inputs."""
+    store.run(msgspec.structs.replace(measured(CELL), image="sha256:2"), "image")
+    assert store.keep(measured(CELL))[CELL.id].suites == {}
 
 
 def test_another_build_of_the_same_is_no_difference() -> None:
     """Only its id, its commit and a few bytes of compiled Python differ."""
-    known = measured(CELL)
-    again = msgspec.structs.replace(known, image="sha256:2", revision="b", size=known.size + 1000, suites={})
-    assert catalogue.differences(CELL, known, again) == []
-    other = msgspec.structs.replace(known, size=2 * known.size, architectures={})
-    [reason] = catalogue.differences(CELL, known, other)
+    first = measured(CELL)
+    known = Facts(**msgspec.structs.asdict(first), proofs={}, suites={})
+    again = msgspec.structs.replace(first, image="sha256:2", revision="b", size=first.size + 1000)
+    assert catalogue.differences(known, again) == []
+    other = msgspec.structs.replace(first, size=2 * first.size, architectures={})
+    [reason] = catalogue.differences(known, other)
     assert "other architectures, size (1000 MB, now 2000 MB)" in reason
+    [reason] = catalogue.differences(known, msgspec.structs.replace(first, inputs="e"))
+    assert "the facts are of other inputs" in reason
 
 
 def test_layers_are_those_with_a_size() -> None:
@@ -195,7 +327,8 @@ def test_layers_are_those_with_a_size() -> None:
 
 
 def test_shared_bytes_are_those_of_layers_that_another_cell_has() -> None:
-    one, other = measured(CELL), msgspec.structs.replace(measured(CELL), layers=(SHARED,))
+    one = Facts(**msgspec.structs.asdict(measured(CELL)), proofs={}, suites={})
+    other = msgspec.structs.replace(one, layers=(SHARED,))
     assert facts.shared("one", {"one": one}) == 0
     assert facts.shared("one", {"one": one, "other": other}) == SHARED.size
     assert facts.shared("one", {"one": msgspec.structs.replace(one, layers=()), "other": other}) is None

@@ -1,12 +1,16 @@
 """Tags and refusals of publish, without a registry."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from scripts.docker.registry import Remote
 from scripts.errors import UserError
 from scripts.images.inputs import INPUTS, REVISION, image_labels
 from scripts.matrix.load import Cell, expand, load
-from scripts.release import publish
+from scripts.release import catalogue, facts, publish, requirements
 from scripts.testing import records
 
 CELL = next(cell for cell in expand(load()) if cell.is_default)
@@ -21,28 +25,38 @@ def digest_for(cell: Cell) -> str:
     return "digest"
 
 
-def test_an_image_of_the_current_inputs_with_all_records_is_published() -> None:
+def image(changed: dict[str, str] | None = None) -> Any:
+    """Return an image of the cell."""
+    return SimpleNamespace(id=IMAGE, labels=LABELS | (changed or {}))
+
+
+def test_an_image_of_the_current_inputs_needs_its_records(tmp_path: Path) -> None:
     """From any commit: the catalogue is generated from images, so it is committed after them."""
-    assert publish.refusals(CELL, LABELS, passed("abc"), digest_for) == []
+    reasons = publish.refusals(CELL, image(), (tmp_path,), digest_for)
+    assert [reason.partition(": ")[2] for reason in reasons] == [
+        f"no record of the suite {suite} on this image: run its tests" for suite in records.required(CELL)
+    ]
 
 
-def passed(revision: str) -> dict[str, records.Record]:
-    """Every record that the cell needs."""
-    made = {}
-    for suite in records.required(CELL):
-        made[suite] = records.Record(
-            cell=CELL.id,
-            image=IMAGE,
-            suite=suite,
-            outcome="passed",
-            passed=1,
-            failed=0,
-            skipped=0,
-            seconds=1.0,
-            revision=revision,
-            when=records.now(),
-        )
-    return made
+def test_an_altered_record_is_an_error(tmp_path: Path) -> None:
+    folder = records.folder_of(CELL.id, LABELS[INPUTS], tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "image-1-000000000000.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="not a test record"):
+        publish.refusals(CELL, image(), (tmp_path,), digest_for)
+
+
+def test_checks_and_a_catalogue_of_these_images_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the commit from which they are published."""
+    monkeypatch.setattr(publish, "revision", lambda: "c" * 40)
+    monkeypatch.setattr(catalogue, "check", lambda offline: ["page.md does not follow"])  # noqa: ARG005
+    monkeypatch.setattr(facts, "load", lambda _: {})
+    assert publish.untrue([publish.Item(CELL, image())]) == [
+        "lint did not pass on cccccccccccc: run python -m scripts suites --checks",
+        "unit did not pass on cccccccccccc: run python -m scripts suites --checks",
+        "page.md does not follow",
+        f"{CELL.id}: the catalogue is about another image: run python -m scripts catalogue, and commit",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,22 +66,18 @@ def passed(revision: str) -> dict[str, records.Record]:
         ({"io.rlhf-stacks.stand-in": "torch"}, "is a stand-in"),
         ({"org.opencontainers.image.version": "1-x"}, r"was built for another release \(1-x\)"),
         ({REVISION: "abc-dirty"}, "was built from a dirty tree"),
+        ({INPUTS: ""}, "was built without a digest of its inputs"),
         ({INPUTS: "other"}, "was built from aaaaaaaaaaaa, and its inputs have changed"),
-        (
-            {REVISION: "", INPUTS: ""},
-            "was built from no commit, and its inputs have changed",
-        ),
     ],
 )
-def test_another_image_is_refused_with_its_reason(changed: dict[str, str], message: str) -> None:
-    [reason] = publish.refusals(CELL, LABELS | changed, passed("abc"), digest_for)
+def test_another_image_is_refused_with_its_reason(
+    changed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "suites", lambda *_: [])
+    [reason] = publish.refusals(CELL, image(changed), (Path("absent"),), digest_for)
     assert reason.startswith(CELL.id)
     with pytest.raises(UserError, match=message):
         raise UserError(reason)
-
-
-def test_every_missing_record_is_a_line() -> None:
-    assert len(publish.refusals(CELL, LABELS, {}, digest_for)) == len(records.required(CELL))
 
 
 def test_the_same_content_is_not_an_overwrite() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.matrix.suites import SUITES
-from scripts.testing import suite_digest as module
+from scripts.paths import ROOT
 from scripts.testing.suite_digest import closure, suite_digest
 
 FILES = {
@@ -70,5 +70,5 @@ def test_the_marks_of_a_suite_are_covered(root: Path) -> None:
 
 
 def test_a_suite_of_the_host_covers_what_it_runs() -> None:
-    found = {file.name for file in closure([module.ROOT / "tests" / "network" / "test_day.py"])}
+    found = {file.name for file in closure([ROOT / "tests" / "network" / "test_day.py"])}
     assert {"demo.py", "cluster.py", "diagnosis.py", "client.py"} <= found
