@@ -246,3 +246,42 @@ def test_an_unreachable_trainer_is_named_within_the_deadline(monkeypatch):
     port = free_port()
     with pytest.raises(sync.SyncError, match=rf"rank 0 \(the trainer\) is not reachable at 127.0.0.1:{port}"):
         sync.create_group("127.0.0.1", port, 1, WORLD, torch.device("cpu"), "gloo")
+
+
+class Counting:
+    """A store that counts requests."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.timeout(120)
+def test_the_requests_of_a_rank_do_not_grow_with_the_number_of_ranks(monkeypatch):
+    """8001 ranks: the trainer and one engine worker are real, the others are keys of one connection."""
+    world = 8001
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "60")
+
+    def exchange(rank, port):
+        if rank == 2:
+            store = dist.TCPStore(
+                "127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False
+            )
+            for topic in ("address", "topic"):
+                ranks = range(2, world)
+                store.multi_set([f"{topic}/{other}" for other in ranks], [str(other) for other in ranks])
+            OPEN.append(store)
+            return 0
+        members = Members("127.0.0.1", port, rank, world)
+        OPEN.append(members)
+        members.store = Counting(members.store)
+        values = members.exchange("topic", str(rank), time.monotonic() + 60)
+        assert values == [str(other) for other in range(world)]
+        return members.store.requests
+
+    found = run_ranks(exchange, seconds=100)
+    assert found[0] <= 4
+    assert found[1] <= 4

@@ -11,6 +11,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from rlhf_stack.telemetry import run_log
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,10 +44,7 @@ def _register() -> None:
 
     AttentionInterface.register(NAME, forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
-    print(
-        f"rlhf-stack: flash_attn is not installed: torch's own attention ({NAME}) serves {FLASH_ATTENTION}",
-        flush=True,
-    )
+    run_log.info(f"flash_attn is not installed: torch's own attention ({NAME}) serves {FLASH_ATTENTION}")
 
 
 def forward(

@@ -1,10 +1,11 @@
 """The ranks of a sync group: their rendezvous, and the diagnosis of which rank caused a failed transfer."""
 
 import copy
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -45,18 +46,28 @@ class Members:
         self.addresses = self.exchange("address", self.address, end)
 
     def exchange(self, topic: str, value: str, end: float) -> list[str]:
-        """Return every rank's ``value`` for ``topic``, by rank; ``end`` is a time on the monotonic clock."""
-        keys = [f"{topic}/{rank}" for rank in range(self.world)]
+        """Return every rank's ``value`` for ``topic``, by rank; ``end`` is a time on the monotonic clock.
+
+        Rank 0 collects the values and publishes them as one, so that the requests of a rank do not grow with
+        the number of ranks.
+        """
+        keys, everything = [f"{topic}/{rank}" for rank in range(self.world)], f"{topic}/all"
         self.store.set(keys[self.rank], value)
         try:
-            self.store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))
+            limit = timedelta(seconds=max(0.001, end - time.monotonic()))
+            self.store.wait([everything] if self.rank else keys, limit)
+            if self.rank == 0:
+                values = [value.decode() for value in self.store.multi_get(keys)]
+                self.store.set(everything, json.dumps(values))
+                return values
+            published: list[str] = json.loads(self.store.get(everything))
+            return published
         except RuntimeError as error:
             raise SyncError(
                 f"weight sync, rank {self.rank} on {self.address}: {self._missing(keys)} within "
                 f"{self._seconds:g} s ({env_vars.SYNC_TIMEOUT}); rank 0 is the trainer, the others are "
                 "engine workers: look for their errors in the log"
             ) from error
-        return [self.store.get(key).decode() for key in keys]
 
     def connect_to_store(self) -> Any:
         """Return another connection to the store, for a backend: its waits block the connection they use."""
@@ -159,7 +170,19 @@ class Members:
         keys = {rank: self._key(rank) + suffix for rank in ranks}
         with suppress(RuntimeError):  # a rank is late or the store is unreachable; `check` tells them apart
             self.store.wait(list(keys.values()), timedelta(seconds=env_vars.sync_grace()))
-        return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+        absent = set(self._absent(list(keys.values())))
+        present = {rank: key for rank, key in keys.items() if key not in absent}
+        states = self.store.multi_get(list(present.values())) if present else []
+        return {rank: state.decode() for rank, state in zip(present, states, strict=True)}
+
+    def _absent(self, keys: Sequence[str]) -> list[str]:
+        """Return those of ``keys`` that are not set, by halving: few requests if few are absent."""
+        if self.store.check(list(keys)):
+            return []
+        if len(keys) == 1:
+            return list(keys)
+        half = len(keys) // 2
+        return [*self._absent(keys[:half]), *self._absent(keys[half:])]
 
     def _unresponsive(self, ranks: list[int]) -> str:
         names = ", ".join(self.describe(rank) for rank in ranks)
@@ -171,9 +194,10 @@ class Members:
     def _missing(self, keys: list[str]) -> str:
         """Return which ranks have not joined, as a clause; the store ends with rank 0, which serves it."""
         try:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            absent = set(self._absent(keys))
         except RuntimeError:
             return "not every rank joined, and rank 0 has given up"
+        missing = [rank for rank, key in enumerate(keys) if key in absent]
         return f"ranks {missing} of {self.world} did not join"
 
 

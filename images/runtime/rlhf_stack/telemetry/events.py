@@ -4,26 +4,43 @@ Each line has ``event``, ``time`` (unix seconds), ``host`` and ``pid``. One ``wr
 appending writes it, so that the lines of a process never mix.
 """
 
+import functools
 import json
 import math
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.telemetry import run_log
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Append one event; ``fields`` are JSON values, of which NaN and infinity become null."""
+    """Append one event; ``fields`` are JSON values, of which NaN and infinity become null.
+
+    A full disk or a lost file system does not end the run: events are dropped, with one warning per process.
+    """
     directory = os.environ.get(env_vars.EVENTS)
     if not directory:
         return
+    try:
+        _append(Path(directory), event, fields)
+    except OSError as error:
+        _warn_once(f"events are not recorded in {directory} ({env_vars.EVENTS}): {error}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    run_log.warning(text)
+
+
+def _append(path: Path, event: str, fields: Mapping[str, Any]) -> None:
     host, pid = socket.gethostname(), os.getpid()
     line = {"event": event, "time": time.time(), "host": host, "pid": pid} | _finite(fields)
-    path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path / f"{host}-{pid}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -33,12 +50,13 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Return all events below ``directory``, oldest first, without a last line that is incomplete."""
+    """Return all events below ``directory``, oldest first, without lines that were written in part."""
     events = []
     for path in sorted(directory.glob("**/*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                events.append(json.loads(line))
+            with suppress(json.JSONDecodeError):
+                if line.endswith("\n"):
+                    events.append(json.loads(line))
     return sorted(events, key=lambda event: float(event["time"]))
 
 

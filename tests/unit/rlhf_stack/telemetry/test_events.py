@@ -84,3 +84,24 @@ def test_engines_are_recorded_with_their_nodes(directory: Path, monkeypatch: pyt
     engines = [event for event in events.read(directory) if event["event"] == "engine"]
     assert [event["straddles"] for event in engines] == [False, True]
     assert [event["engine"] for event in engines] == [0, 1]
+
+
+def test_a_disk_that_refuses_events_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path / "file" / "events"))
+    for _ in range(3):
+        events.phase("started")
+    (record,) = caplog.records
+    assert "events are not recorded in" in record.message
+
+
+def test_a_line_that_was_written_in_part_is_skipped(directory: Path) -> None:
+    events.emit("first")
+    (file,) = directory.iterdir()
+    with file.open("a") as opened:
+        opened.write('{"event": "cut')
+        opened.write('{"event": "joined to it"}\n')
+    events.emit("last")
+    assert [event["event"] for event in events.read(directory)] == ["first", "last"]
