@@ -42,9 +42,9 @@ def visible_gpus(environment: Environment, kind: Kind, count: int) -> list[str]:
 def ordinal(assigned: str, environment: Environment, kind: Kind, variable: str = CUDA) -> int:
     """Return the ordinal in this process of the GPU that Ray calls ``assigned``.
 
-    ``variable`` is the one by whose entries Ray names GPUs. The result is the same whether Ray set it for
-    this process or a NOSET variable kept it as it was on the node. Raises `VisibleDevicesError`, which names
-    the two that contradict each other.
+    Ray names GPUs by the entries of ``variable``. The result is the same whether Ray set the variable for
+    this process or a NOSET variable prevented that. Raises `VisibleDevicesError`, which names the two values
+    that contradict each other.
     """
     source = f"GPU {assigned} of Ray"
     if kind == "rocm" and variable == ROCR and (below := _entries(environment, ROCR)) is not None:
@@ -86,7 +86,7 @@ def node_ids(environment: Environment) -> list[str] | None:
 def environment_for(ids: Sequence[object], kind: Kind) -> dict[str, str]:
     """Return the variables with which a process sees exactly the GPUs ``ids`` of its node, in this order.
 
-    HIP treats an empty list as no list, so on ROCm "-1", which is no GPU, stands for it.
+    HIP treats an empty list as no list, so on ROCm "-1", which names no GPU, is used instead.
     """
     value = ",".join(map(str, ids))
     return {CUDA: value} if kind == "cuda" else dict.fromkeys((CUDA, HIP), value or NO_GPU)

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_stack.cluster import gcs_kv
 from rlhf_stack.compat import ray_private
 
-# What gloo, NCCL and sockets report when the other end of a collective is gone.
+# What gloo, NCCL and sockets report when the other end of a collective was lost.
 CUT_OFF = re.compile(r"(?i)connection (closed|reset|refused)|broken pipe|remote process exited|timed out")
 NOTICE_SECONDS = 30.0  # within which Ray notices that a process or a node has died
 POLL_SECONDS = 0.5
@@ -44,9 +44,9 @@ def register_rank(actor: Any, rank: int) -> None:
 def translate_actor_errors(what: str = "") -> Iterator[None]:
     """Turn Ray's error for a lost actor, raised in this context, into a `PeerError` that names the actor.
 
-    ``what`` is the operation, for the message. An actor whose own constructor failed keeps Ray's error, which
-    has the cause. An actor that was cut off in a collective knows an address at best, so the message lists
-    the lost actors of the job.
+    ``what`` is the operation, for the message. Ray's error is raised unchanged if the actor's own
+    constructor failed, because it has the cause. The error of an actor that was cut off in a collective has
+    at best an address, so the message lists the lost actors of the job.
     """
     import ray
 
@@ -126,7 +126,7 @@ def _key(actor: str) -> str:
 
 
 def _name(actor: str | None) -> str:
-    """Describe an actor by its own record, otherwise by what Ray knows."""
+    """Describe an actor by its own record, otherwise by Ray's."""
     import ray
 
     if actor is None:
@@ -137,7 +137,7 @@ def _name(actor: str | None) -> str:
             (record,) = found
             return describe(record, gcs_kv.list_records(f"{record['job']}/{record['who']} rank "))
         return _name_from_ray(actor)
-    except ray.exceptions.RayError as error:  # the head is gone as well
+    except ray.exceptions.RayError as error:  # the head was lost too
         return f"actor {actor} (Ray's head does not report its name: {error})"
 
 

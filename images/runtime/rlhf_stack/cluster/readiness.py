@@ -26,7 +26,7 @@ TOKEN_REQUIRED = (401, 403)  # HTTP codes of a server that is up
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living Ray node; ``gpus`` and ``cpus`` as declared to Ray, simulated or not."""
+    """A live Ray node; ``gpus`` and ``cpus`` as declared to Ray, simulated or not."""
 
     address: str
     host: str
@@ -36,11 +36,11 @@ class RayNode:
 
 
 class NotReadyError(RuntimeError):
-    """The cluster was not ready in time; the message names what is missing and how long it was awaited."""
+    """The cluster was not ready in time; the message names what is missing and the seconds waited."""
 
 
 def parse_nodes(table: list[dict[str, Any]]) -> list[RayNode]:
-    """Return the living nodes in the result of ``ray.nodes()``: the head first, then ordered by address.
+    """Return the live nodes in the result of ``ray.nodes()``: the head first, then ordered by address.
 
     Nodes with the same address count once: Ray lists a restarted machine twice until the old node times out.
     """

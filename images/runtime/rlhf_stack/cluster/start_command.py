@@ -34,7 +34,7 @@ class StartOptions:
 
 
 def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[str]:
-    """Return ``ray start`` with its arguments; ``token`` tells whether the cluster requires one.
+    """Return ``ray start`` with its arguments; ``token``: the cluster requires one.
 
     Raises `UserError` if an option is impossible on ``host``, with the remedy.
     """
@@ -62,7 +62,7 @@ def with_port(address: str) -> str:
 
 def gpus_to_declare(requested: int | None, host: Host) -> int:
     """Return the number of GPUs to declare: those that processes see; `UserError` if another is requested."""
-    if host.visible_gpus is None:  # no GPU: the number declared is that of places for processes
+    if host.visible_gpus is None:  # without GPUs the number counts slots for processes
         return requested or 0
     visible = len(host.visible_gpus)
     if requested is not None and requested != visible:
@@ -93,7 +93,7 @@ def object_store_bytes(requested: int | None, host: Host) -> int:
 
 
 def _refuse_public_address(options: StartOptions, address: str, token: bool) -> None:
-    """Raise `UserError` for a public address without a token: whoever reaches the cluster can run code."""
+    """Raise `UserError` for a public address without a token: anyone who reaches the cluster can run code."""
     if token:
         return
     for name, used in (("--node-ip-address", address), ("--dashboard-host", options.dashboard)):

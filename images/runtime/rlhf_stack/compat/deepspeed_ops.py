@@ -118,7 +118,7 @@ def compilation_lock(name: str, folder: Path, timeout: float = COMPILE_SECONDS) 
             _pause(deadline, f"another process compiles DeepSpeed's {name} in {folder}", timeout)
         torch_lock = folder / TORCH_LOCK_FILE
         while torch_lock.exists() and is_held(torch_lock):
-            _pause(deadline, f"a living process holds {torch_lock}", timeout)
+            _pause(deadline, f"a live process holds {torch_lock}", timeout)
         if torch_lock.exists():
             torch_lock.unlink(missing_ok=True)
             log_line(f"removed {torch_lock}, the stale lock of a process that was killed while it compiled")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def actor_state(actor: str) -> dict[str, Any]:
-    """Return what the GCS knows of the actor with hexadecimal id ``actor``; empty if it knows nothing.
+    """Return the GCS's record of the actor with hexadecimal id ``actor``; empty if it has none.
 
     Callers use ``State``, ``ActorClassName`` and ``Address`` (with ``IPAddress``). Checked on Ray 2.9.3,
     2.12.0 and 2.55.0.
@@ -22,7 +22,7 @@ def actor_state(actor: str) -> dict[str, Any]:
 
 
 def actor_states() -> list[dict[str, Any]]:
-    """Return what the GCS knows of every actor. Checked on Ray 2.9.3, 2.12.0 and 2.55.0."""
+    """Return the GCS's records of all actors. Checked on Ray 2.9.3, 2.12.0 and 2.55.0."""
     from ray._private import state
 
     return list(state.actors().values())

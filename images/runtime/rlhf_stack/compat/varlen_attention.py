@@ -87,7 +87,7 @@ def _refuse(
     dropout: float,
     options: dict[str, Any],
 ) -> None:
-    """Raise for what neither path computes; it would be ignored otherwise."""
+    """Raise for a feature that neither path computes, because it would be silently ignored."""
     unsupported = {
         "dropout in attention": dropout > 0,
         "softcapping of attention scores": options.get("softcap") is not None,
@@ -104,7 +104,7 @@ def _refuse(
 
 
 def _half_precision(module: Any) -> "torch.dtype":
-    """The dtype of the model's weights, to which a layer norm in float32 made the queries differ."""
+    """The dtype of the model's weights, which that of the queries is not after a layer norm in float32."""
     import torch
 
     dtype = next(layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)).weight.dtype
@@ -123,7 +123,7 @@ def _sequences(
     position_ids: "torch.Tensor | None",
     device: "torch.device",
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The indices of tokens that are no padding, in rows one after the other, and where each sequence starts.
+    """The indices of the tokens that are not padding, row by row, and the start of each sequence.
 
     The starts are int32 offsets into those tokens, with their number at the end (``cu_seqlens``). A sequence
     starts with each row, and where a position does not follow from the one before it.

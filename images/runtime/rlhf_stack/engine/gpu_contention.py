@@ -137,7 +137,7 @@ def _always() -> bool:
 
 
 def _until_done(work: Any) -> Callable[[], bool]:
-    """Return a test whether ``work`` is done; NCCL returns None for work on the stream."""
+    """Return a function that reports whether ``work`` is done; NCCL returns None for work on the stream."""
     if work is not None:
         done: Callable[[], bool] = work.is_completed
         return done

@@ -1,4 +1,4 @@
-"""A process that is killed when its parent dies, while the parent has no other way to end it.
+"""Kill this process when its parent dies, while it would not notice the death itself.
 
 A vLLM 0.29 worker notices the death of its engine only after it has loaded the model, and never while it
 waits for the engine's handshake (``MessageQueue.wait_until_ready``). An engine that is killed during startup
@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1  # of Linux
 
 
 def set_parent_death_signal() -> None:
-    """Have this process killed when its parent dies; does nothing outside a `multiprocessing` child.
+    """Make the kernel kill this process when its parent dies; does nothing outside a `multiprocessing` child.
 
     For the kernel the parent is the thread that created this process. Raises OSError if the kernel refuses.
     """

@@ -15,7 +15,7 @@ class PlacementError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class FreeNode:
-    """The free resources of a living Ray node; ``total_gpus`` is its number of GPUs when nothing runs."""
+    """The free resources of a live Ray node; ``total_gpus`` is its number of GPUs when nothing runs."""
 
     address: str
     gpus: float

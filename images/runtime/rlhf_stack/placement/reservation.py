@@ -42,7 +42,7 @@ def driver_cpus(gpus: float) -> float:
 
 
 def free_nodes() -> list[FreeNode]:
-    """Return the living nodes with their free resources; each has a distinct address.
+    """Return the live nodes with their free resources; each has a distinct address.
 
     A restarted machine is listed twice until Ray finds the old node dead. This waits for it, and raises
     `PlacementError` at the deadline.
@@ -165,7 +165,7 @@ def describe_unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, 
 def _nodes(free: bool) -> list[FreeNode]:
     end = time.monotonic() + env_vars.placement_timeout()
     warned = False
-    while repeated := _repeated(found := _living(free)):
+    while repeated := _repeated(found := _live_nodes(free)):
         if time.monotonic() > end:
             raise PlacementError(
                 f"Ray nodes must have distinct addresses, and several have {', '.join(repeated)} "
@@ -181,8 +181,8 @@ def _nodes(free: bool) -> list[FreeNode]:
     return sorted(found, key=lambda node: [part.zfill(3) for part in node.address.split(".")])
 
 
-def _living(free: bool) -> list[FreeNode]:
-    """Return the living nodes in Ray's order."""
+def _live_nodes(free: bool) -> list[FreeNode]:
+    """Return the live nodes in Ray's order."""
     import ray
 
     available = ray_private.available_resources_per_node()

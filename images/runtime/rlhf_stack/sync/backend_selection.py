@@ -19,7 +19,7 @@ PROBE_BYTES = 1024
 
 @dataclass(frozen=True)
 class RankDevice:
-    """A rank's GPU, by an id that is the same in all processes, and why it has no NCCL ("" if it has)."""
+    """A rank's GPU, by an id equal in all processes, and why NCCL is unavailable ("" if available)."""
 
     gpu: str | None
     nccl_problem: str

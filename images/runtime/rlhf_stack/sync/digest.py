@@ -89,7 +89,7 @@ def count_uncovered(shape: Shape, regions: Iterable[Region]) -> int:
 def differences(
     name: str, tensor: "torch.Tensor", engines: Sequence[Sequence[Sequence[RegionDigest]]]
 ) -> list[Difference]:
-    """Return how the trainer's parameter differs from the digests of it, by engine and rank.
+    """Return the differences between the trainer's parameter and the engines' digests, by engine and rank.
 
     In each engine, every element must be in a region of some rank, and every digest must equal the trainer's.
     """

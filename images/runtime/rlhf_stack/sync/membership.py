@@ -168,7 +168,7 @@ class Members:
         RuntimeError if the store, which is rank 0's, is unreachable.
         """
         keys = {rank: self._key(rank) + suffix for rank in ranks}
-        with suppress(RuntimeError):  # a rank is late or the store is unreachable; `check` tells them apart
+        with suppress(RuntimeError):  # a rank is late or the store is unreachable; `check` distinguishes them
             self.store.wait(list(keys.values()), timedelta(seconds=env_vars.sync_grace()))
         absent = set(self._absent(list(keys.values())))
         present = {rank: key for rank, key in keys.items() if key not in absent}
@@ -196,7 +196,7 @@ class Members:
         try:
             absent = set(self._absent(keys))
         except RuntimeError:
-            return "not every rank joined, and rank 0 has given up"
+            return "not every rank joined, and rank 0 has stopped waiting"
         missing = [rank for rank, key in enumerate(keys) if key in absent]
         return f"ranks {missing} of {self.world} did not join"
 

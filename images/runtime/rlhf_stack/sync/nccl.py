@@ -41,7 +41,7 @@ class NcclTransfer:
         until = time.monotonic() + seconds
         while not self._reached():
             if time.monotonic() > self._end:
-                raise RuntimeError("the GPU's stream has not come to the end of the broadcast")
+                raise RuntimeError("the GPU's stream has not finished the broadcast")
             if time.monotonic() > until:
                 return False
             time.sleep(POLL_SECONDS)

@@ -54,12 +54,12 @@ def test_lock_of_a_killed_process_is_removed_and_logged(
     ]
 
 
-def test_lock_of_a_living_process_is_kept(tmp_path: Path) -> None:
+def test_lock_of_a_live_process_is_not_removed(tmp_path: Path) -> None:
     """The wait has a deadline, and its error names the lock."""
     lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
     with other(HOLD, str(lock)) as process:
         with (
-            pytest.raises(TimeoutError, match=f"waited 0 s: a living process holds {lock}"),
+            pytest.raises(TimeoutError, match=f"waited 0 s: a live process holds {lock}"),
             deepspeed_ops.compilation_lock("fused_adam", tmp_path, timeout=0.3),
         ):
             pass

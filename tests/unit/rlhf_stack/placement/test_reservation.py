@@ -69,7 +69,7 @@ def test_restarted_machine_is_one_node_once_the_old_one_is_dead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = iter([[OTHER, ONE, OTHER], [OTHER, OTHER, ONE], [OTHER, ONE]])
-    monkeypatch.setattr(reservation, "_living", lambda _: next(seen))
+    monkeypatch.setattr(reservation, "_live_nodes", lambda _: next(seen))
     monkeypatch.setattr(reservation, "POLL_SECONDS", 0)
     assert reservation.free_nodes() == [ONE, OTHER]
     assert caplog.messages == ["Ray lists two nodes at 10.0.0.2: waiting until the old one is dead"]
@@ -78,7 +78,7 @@ def test_restarted_machine_is_one_node_once_the_old_one_is_dead(
 def test_nodes_that_share_an_address_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a `UserError`, so commands print one line."""
     monkeypatch.setenv("RLHF_STACK_PLACEMENT_TIMEOUT", "0.1")
-    monkeypatch.setattr(reservation, "_living", lambda _: [ONE, ONE, OTHER])
+    monkeypatch.setattr(reservation, "_live_nodes", lambda _: [ONE, ONE, OTHER])
     monkeypatch.setattr(reservation, "POLL_SECONDS", 0)
     with pytest.raises(UserError, match=r"several have 10\.0\.0\.1 \(waited 0 s"):
         reservation.free_nodes()

@@ -24,7 +24,7 @@ PREFIXES = (
     "TRITON_",
     "VLLM_",
 )
-TOLD = "RLHF_STACK_TOLD"  # warnings that the entrypoint has already printed
+REPORTED = "RLHF_STACK_TOLD"  # warnings that the entrypoint has already printed
 NAMES = ("HIP_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
@@ -143,7 +143,7 @@ def is_relevant(name: str) -> bool:
     """Whether a variable affects a run and is not a secret."""
     if any(word in name.upper().split("_") for word in SECRET):
         return False
-    return name != TOLD and (name in NAMES or name.startswith(PREFIXES))
+    return name != REPORTED and (name in NAMES or name.startswith(PREFIXES))
 
 
 def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:

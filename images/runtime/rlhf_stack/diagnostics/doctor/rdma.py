@@ -69,7 +69,7 @@ def _access(node: NodeFacts, usable: Sequence[RdmaAdapter]) -> Iterator[Finding]
             WARNING,
             "libibverbs finds none of the RDMA adapters: NCCL uses TCP",
             "; ".join(filter(None, (names, facts.verbs_error))),
-            "install the drivers of libibverbs (ibverbs-providers) in a release that knows the adapter",
+            "install the drivers of libibverbs (ibverbs-providers) in a release that supports the adapter",
             FALLBACK,
         )
     elif any(each.is_efa for each in usable) and not facts.net_plugin:
