@@ -21,6 +21,7 @@ from scripts.release import facts, fault_cases
 from scripts.release.facts import Facts, Measured
 from scripts.release.measure import measure
 from scripts.release.render import fill, page
+from scripts.testing import records
 from scripts.testing.records import DIGITS
 
 README = ROOT / "README.md"
@@ -41,10 +42,13 @@ def write(offline: bool) -> None:
 
 
 def check(offline: bool) -> list[str]:
-    """Return a line for each stale file and, unless ``offline``, each image that disagrees with its facts."""
+    """Return a line for each stale file and each record whose evidence on this machine disagrees with it.
+
+    Unless ``offline``, also for each local image that disagrees with its facts.
+    """
     cells = _cells()
     known = facts.load(cells)
-    reasons = stale(cells, known, README.read_text(encoding="utf-8"))
+    reasons = stale(cells, known, README.read_text(encoding="utf-8")) + contradicted(known)
     if not reasons and not offline:
         for cell_id, measured in measure_all(connect(), [cell for cell in cells if cell.id in known]).items():
             reasons += differences(known[cell_id], measured)
@@ -79,6 +83,17 @@ def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> lis
         "run python -m scripts catalogue --offline"
         for path, text in texts(cells, known, readme).items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+def contradicted(known: Mapping[str, Facts], roots: Sequence[Path] = records.ROOTS) -> list[str]:
+    """Return a line for each record of a figure whose evidence was altered; a clone has none, and no line."""
+    return [
+        f"{record.cell}: the record {records.file_name(record)}: {altered}"
+        for measured in known.values()
+        for record in records.read(measured.cell, measured.inputs, roots)
+        if (records.folder_of(record.cell, record.inputs, roots[0]) / "evidence").is_dir()
+        and (altered := records.altered_evidence(record, roots[0]))
     ]
 
 

@@ -225,6 +225,17 @@ def test_records_with_altered_evidence_are_not_kept(store: Store) -> None:
     assert store.facts() == {}
 
 
+def test_evidence_that_was_altered_after_the_catalogue_was_written_is_reported(store: Store) -> None:
+    """On the machine that has it; a clone has the records alone."""
+    known = with_results(store)
+    [evidence] = (store.local / CELL.id).glob("*/evidence/*")
+    assert catalogue.contradicted(known, (store.local, store.root)) == []
+    evidence.write_text(FAILED, encoding="utf-8")
+    [reason] = catalogue.contradicted(known, (store.local, store.root))
+    assert reason.endswith(f"{evidence.name} was changed")
+    assert catalogue.contradicted(known, (store.folder / "clone", store.root)) == []
+
+
 def files_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> dict[Path, str]:
     """Write the generated files of the store's facts to it; return them."""
     for module, name, file in (
