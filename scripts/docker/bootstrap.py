@@ -30,7 +30,10 @@ def ensure() -> None:
     answers = _answers()
     if not answers and os.environ.get("DOCKER_HOST"):
         connect()
-    can_build = client.choose(client.candidates(os.get_exec_path()), output_of) is not None
+    commands = client.candidates(os.get_exec_path())
+    can_build = client.choose(commands, output_of) is not None
+    if not can_build:
+        client.refuse_podman(commands)  # the package of Docker would replace it
     if packages := missing_packages(_has, answers, can_build, os.geteuid() == 0):
         install(packages)
     if not answers and not _answers():

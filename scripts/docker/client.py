@@ -89,11 +89,7 @@ def docker_command() -> list[str]:
     commands = candidates(os.get_exec_path())
     found = choose(commands, output_of)
     if found is None:
-        if podman := next((path for path in commands if is_podman(path, output_of)), None):
-            raise UserError(
-                f"this docker command is Podman ({podman}); Docker Engine with BuildKit is required: "
-                "`sudo apt-get install docker.io docker-buildx`, and put its command before Podman's in PATH"
-            )
+        refuse_podman(commands)
         raise UserError(
             "no docker command on this machine can build with BuildKit: "
             "`sudo apt-get install docker.io docker-buildx` (Ubuntu, Debian 13) or `docker.io` (Debian 12)"
@@ -121,6 +117,15 @@ def choose(commands: Sequence[Path], output: Callable[[Sequence[str]], str]) -> 
         if version and int(version[1]) <= LAST_WITHOUT_BUILDX:
             return path
     return None
+
+
+def refuse_podman(commands: Iterable[Path]) -> None:
+    """Raise a `UserError` if one of the ``docker`` commands is Podman's."""
+    if podman := next((path for path in commands if is_podman(path, output_of)), None):
+        raise UserError(
+            f"this docker command is Podman ({podman}); Docker Engine with BuildKit is required: "
+            "`sudo apt-get install docker.io docker-buildx`, and put its command before Podman's in PATH"
+        )
 
 
 def is_podman(path: Path, output: Callable[[Sequence[str]], str]) -> bool:

@@ -110,6 +110,8 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
     for index, source in enumerate(variant.sources):
         if (source.image is None) == (source.requirement is None):
             yield f"{path}.sources[{index}]", "expected either `image` or `requirement`"
+    if variant.plain_index and not any(item.local for item in variant.distributions):
+        yield f"{path}.plain_index", "expected `local` in one of `distributions`, which it replaces; got none"
     if variant.stand_in:
         yield from _bad_stand_in(matrix, variant, variant.stand_in.variant, f"{path}.stand_in.variant")
     yield from _duplicates([item.name for item in variant.env], f"{path}.env")

