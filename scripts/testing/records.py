@@ -10,6 +10,7 @@ Digests protect against mistakes, not against somebody who writes a wrong record
 """
 
 import datetime
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Literal
 
 import msgspec
 from docker.models.images import Image
-from junitparser import JUnitXml, Properties, TestCase
+from junitparser import JUnitXml, Properties, Skipped, TestCase
 
 from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
@@ -113,12 +114,8 @@ class Tally:
         self.attach(junit.read_bytes(), junit.suffix)
         for case in (case for suite in JUnitXml.fromfile(str(junit)) for case in suite):
             failed = case.is_failure or case.is_error
-            reason = " ".join((case.result[0].message or "").split()) if case.is_skipped else ""
-            self.count(
-                f"{case.classname}::{case.name}",
-                FAILED if failed else SKIPPED if case.is_skipped else PASSED,
-                reason,
-            )
+            outcome = FAILED if failed else SKIPPED if case.is_skipped else PASSED
+            self.count(f"{case.classname}::{case.name}", outcome, _reason(case))
             self.proofs += [proof] if (proof := _proof(case)) else []
 
     def count(self, test: str, outcome: int, reason: str = "") -> None:
@@ -145,6 +142,15 @@ class Tally:
         """The number of skipped tests by reason."""
         skipped = [self.reasons[test] for test, outcome in self.outcomes.items() if outcome == SKIPPED]
         return {reason: skipped.count(reason) for reason in sorted(set(skipped))}
+
+
+def _reason(case: TestCase) -> str:
+    """Why a test was skipped. Of a skipped file, pytest writes path, line and reason as a tuple."""
+    for result in case.result:
+        if isinstance(result, Skipped):
+            of_file = re.search(r"'Skipped: (.*)'\)$", result.text or "", re.DOTALL)
+            return " ".join((of_file[1] if of_file else result.message or "").split())
+    return ""
 
 
 def _proof(case: TestCase) -> Proof | None:
@@ -284,6 +290,7 @@ def recording(tested: Subject, suite: str, roots: Sequence[Path] = ROOTS) -> Ite
     """Time a suite and record its counts. An exception is a failure; an interrupt leaves no record."""
     tally, start, when, commit = Tally(), time.monotonic(), now(), revision()
     tests = suite_digest(suite) if suite in SUITES else ""
+    read(tested.cell, tested.inputs, roots)  # an altered record is an error before the suite, not after it
     try:
         yield tally
     except Exception:

@@ -1,5 +1,7 @@
 """The record of a suite's run: what it counts, and that an altered, moved or removed one is an error."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +90,22 @@ def test_a_test_that_runs_under_two_users_counts_once(junit: Path, tmp_path: Pat
     assert len(tally.evidence) == 2
 
 
+def test_a_skipped_file_has_its_own_reason(tmp_path: Path) -> None:
+    """As pytest writes it, for ``allow_module_level`` and for a missing module."""
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\npytest.skip('no \"x\" (here)', allow_module_level=True)", encoding="utf-8"
+    )
+    (tmp_path / "test_b.py").write_text(
+        "import pytest\n@pytest.mark.skipif(True, reason='not now')\ndef test_b(): pass", encoding="utf-8"
+    )
+    junit = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-q", "-p", "no:cacheprovider"]
+    subprocess.run([*command, f"--junitxml={junit}", str(tmp_path)], capture_output=True, check=True)
+    tally = records.Tally()
+    tally.add(junit, 0)
+    assert tally.skips == {'no "x" (here)': 1, "not now": 1}
+
+
 def test_a_run_that_ended_before_it_could_count_is_a_failure(root: Path, tmp_path: Path) -> None:
     with records.recording(ON, "image", (root,)) as tally:
         tally.add(tmp_path / "absent.xml", 0)
@@ -145,6 +163,8 @@ def test_a_removed_failure_is_an_error(root: Path, junit: Path) -> None:
     file_of(root, failed).unlink()
     with pytest.raises(UserError, match="attempt 1 of the suite image was removed"):
         records.read(ON.cell, ON.inputs, (root,))
+    with pytest.raises(UserError, match="was removed"), records.recording(ON, "image", (root,)):
+        raise AssertionError("the suite runs")
 
 
 def test_attempts_go_on_where_the_committed_ones_end(root: Path, junit: Path, tmp_path: Path) -> None:
