@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# While Python looks for the module of -m, that is all it has put in argv.
+# argv is only ["-m"] while Python resolves the module to run.
 if sys.argv[:1] == ["-m"] and find_spec("msgspec") is None:
     sys.exit(
         "error: this Python is not the project's: run `bash scripts/nox.sh --version` once, "

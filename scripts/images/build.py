@@ -34,7 +34,7 @@ SHOWN_SECONDS = 1.0
 def build(cell: Cell) -> str:
     """Build and tag a cell's image and return its id; `UserError` names what failed.
 
-    An existing image that was built from the same inputs is kept, and so are its test records.
+    An existing image that was built from the same inputs is reused, and its test records remain valid.
     """
     with build_lock(cell):
         return _build(cell)

@@ -1,4 +1,4 @@
-"""Root filesystems of images, made of Debian packages: a *runtime* root, and a *builder* root with compilers.
+"""Root filesystems of images, from Debian packages: a *runtime* root, and a *builder* root with compilers.
 
 The same package versions give a bit-identical tar: mmdebstrap uses ``SOURCE_DATE_EPOCH``, and
 ``images/base/customize.sh`` removes what differs between machines.

@@ -19,7 +19,7 @@ EXPECTED = "patched.json"  # in the runtime's package: the manifests of all patc
 def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTIME) -> Path:
     """Write the wheel of ``rlhf_stack`` to the folder ``out``; pure Python, so no build backend is needed.
 
-    It carries the manifests of the ``patched`` wheels, by which it detects a package reinstalled over ours.
+    It contains the manifests of the ``patched`` wheels, by which it detects a package reinstalled over ours.
     """
     project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name, version = project["name"], project["version"]

@@ -71,7 +71,7 @@ SUITES: Mapping[str, Suite] = {
             "flash_attn is installed here, where this patch changes nothing",
             "in this GPU image the patch does exactly what upstream does",
             "of the releases here only Ray 2.12.0 has this AMD support",
-            "the OpenRLHF of this cell knows no NOSET variable",
+            "the OpenRLHF of this cell uses no NOSET variable",
             "this vLLM places its workers otherwise",
         ),
     ),

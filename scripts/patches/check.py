@@ -68,7 +68,7 @@ def pinned() -> Iterator[tuple[Series, list[str]]]:
 def misfits(wheel: Path, series: Series) -> tuple[list[str], list[str]]:
     """Errors (a patch that does not apply, alone or with others) and warnings (a hunk at another line).
 
-    Every patch is left out once: the rest of the series must apply all the same.
+    Each patch is left out once, and the rest of the series must apply without it.
     """
     prefix, files = _patched_files(wheel, series)
     errors: list[str] = []
@@ -80,7 +80,8 @@ def misfits(wheel: Path, series: Series) -> tuple[list[str], list[str]]:
         except UserError as problem:
             return [f"{_path(series)}/{problem}: {REMEDY}"], warnings
         warnings += [
-            f"{_path(series, patch)}: {hunk}, not where it says: review and refresh it" for hunk in moved
+            f"{_path(series, patch)}: {hunk}, not at the line in its header: review and refresh it"
+            for hunk in moved
         ]
     for without in series.patches:
         errors += _misfits_without(without, series, prefix, files)

@@ -134,7 +134,7 @@ def parse_series(package: str, version: str, text: str, contents: dict[str, str]
 
 
 def load_series(package: str, version: str, root: Path = PATCHES) -> Series | None:
-    """The series of a package's version, or None if the package is carried as released."""
+    """The series of a package's version, or None if the package is not patched."""
     directory = root / package / version
     return _load(package, directory) if (directory / "series").is_file() else None
 

@@ -2,7 +2,7 @@
 
 ``python -m tests.bench.cotenancy [--plot FILE.png] [--json]``; about 2 minutes.
 
-One container of the default cell, two engines and two ranks; a core of the CPU stands for a GPU that an
+One container of the default cell, two engines and two ranks; a CPU core takes the place of a GPU that an
 engine and a rank share. A kernel of NCCL busy-waits, and so does the rank here: gloo's own wait uses no
 core. The first rounds precede all training; then a rank waits while the engines generate (as in OpenRLHF
 before 0.6.3); then no rank waits, as in 0.11.2, where RLHF_STACK_CHECK_COTENANCY=1 makes such a wait an

@@ -26,7 +26,7 @@ DEADLINE = 600
 
 
 def pin(_: object, core: int) -> None:
-    """Pin this process and its children to one core, which stands for a GPU."""
+    """Pin this process and its children to one core, which takes the place of a GPU."""
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
         for thread in process.threads():

@@ -60,7 +60,7 @@ def end(engine: ray.actor.ActorHandle) -> None:
 
 
 def alive() -> set[tuple[str, int]]:
-    """Return node and process id of each living actor of this cluster."""
+    """Return node and process id of each live actor of this cluster."""
     return {(one.node_id, one.pid) for one in list_actors(filters=[("state", "=", "ALIVE")])}
 
 

@@ -27,7 +27,7 @@ VARIABLES = {
     **TRAINER,
     env_vars.ACCELERATOR: "cpu",
     "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # made of Triton's kernels
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it consists of Triton's kernels
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # each worker starts two more compilations, of 0.3 GB each
 }
 

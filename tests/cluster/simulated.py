@@ -61,14 +61,14 @@ def main() -> None:
 def expect_nothing_left() -> None:
     """Exit with an error that names actors and placement groups that outlive the driver of their run."""
     end = time.monotonic() + END_SECONDS
-    while alive := living():
+    while alive := live_resources():
         if time.monotonic() > end:
             sys.exit(f"the run has ended but left in the cluster: {', '.join(alive)}")
         time.sleep(0.1)
 
 
-def living() -> list[str]:
-    """Return the class names of living actors and the ids of placement groups that are not removed."""
+def live_resources() -> list[str]:
+    """Return the class names of live actors and the ids of placement groups that are not removed."""
     groups = ray.util.placement_group_table().values()
     return [
         *(actor["ActorClassName"] for actor in ray_private.actor_states() if actor["State"] != "DEAD"),

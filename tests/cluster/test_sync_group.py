@@ -20,7 +20,7 @@ from rlhf_stack.sync.membership import Members
 WORLD = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
 FORK = multiprocessing.get_context("fork")
-OPEN = []  # groups, kept so that a rank that is done does not leave while another still joins
+OPEN = []  # groups stay open, so that a finished rank does not leave while another still joins
 
 
 def run_ranks(target, ranks=range(WORLD), seconds=60):
@@ -76,7 +76,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(source):
 
 
 @pytest.mark.timeout(90)
-def test_nan_and_negative_zero_arrive_as_they_are():
+def test_nan_and_negative_zero_arrive_unchanged():
     bits = torch.tensor([0x7FC1, 0x7F81, 0x8000, 0x0001], dtype=torch.int32).to(torch.int16)
 
     def exchange(rank, port):

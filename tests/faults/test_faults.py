@@ -1,4 +1,4 @@
-"""A fault in each phase of a run: it ends with an error or goes on, leaves nothing behind, and can resume."""
+"""A fault in each phase of a run: it ends with an error or continues, leaves nothing, and can resume."""
 
 import time
 from pathlib import Path
@@ -91,7 +91,7 @@ class Trial:
         return outcome == "goes on"
 
     def _left(self) -> list[str]:
-        """Return what is left behind; a node may end meanwhile, as Ray ends one that it declared dead."""
+        """Return the resources that are left; a node that Ray declared dead may end meanwhile."""
         try:
             return left_behind(self._cluster)
         except UserError:
@@ -116,7 +116,7 @@ class Trial:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", fault_cases.FAULTS)
-def test_a_run_ends_with_an_error_or_goes_on_after_a_fault(
+def test_a_run_ends_with_an_error_or_continues_after_a_fault(
     client: docker.DockerClient, cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str
 ) -> None:
     """It does not hang or leave anything behind, and the next run resumes from the last checkpoint."""

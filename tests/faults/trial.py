@@ -1,4 +1,4 @@
-"""A training run on a cluster, observed by its events, its output, and what it leaves behind."""
+"""A training run on a cluster, observed by its events, its output, and the resources that it leaves."""
 
 import json
 import re

@@ -66,7 +66,7 @@ def compared(logits, tried, options):
 
 @pytest.fixture
 def served():
-    """The name under which models get it, as OpenRLHF's default asks for."""
+    """The name of the implementation that OpenRLHF's default gives to models."""
     name = varlen_attention.implementation("flash_attention_2")
     assert name == varlen_attention.NAME
     return name

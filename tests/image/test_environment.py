@@ -54,7 +54,7 @@ def test_defaults_apply(defaults: dict[str, str]) -> None:
     ],
     ids=" ".join,
 )
-def test_they_reach_what_every_shell_starts(
+def test_defaults_reach_processes_of_every_shell(
     command: list[str], environment: dict[str, str], defaults: dict[str, str]
 ) -> None:
     """With and without the entrypoint."""

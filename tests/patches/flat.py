@@ -5,7 +5,7 @@ from openrlhf.cli import train_ppo_ray
 
 
 class Models:
-    # Stands for the actors of a role; ``fit`` answers for its training.
+    # Replaces the actors of a role; ``fit`` returns the result of its training.
     def __init__(self, *_, **__):
         pass
 

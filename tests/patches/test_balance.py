@@ -57,7 +57,7 @@ generator = some(
 dispatch = samples_generator.SamplesGenerator._dispatch_prompts_to_vllm
 answers = dispatch(generator, prompts, prompts, max_new_tokens=ANSWER, max_len=512)
 judge(work)
-assert answers == prompts, "answers are awaited in the order of the prompts"
+assert answers == prompts, "answers are in the order of the prompts"
 print("prompts are balanced by their tokens")
 """
 )

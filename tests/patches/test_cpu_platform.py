@@ -39,6 +39,6 @@ def test_a_cpu_engine_can_do_what_the_layouts_need(proves, probe, reason):
 
 @pytest.mark.carries("vllm==0.4.2")
 @pytest.mark.usefixtures("cpu_only")
-def test_the_image_says_that_an_engine_is_for_a_cpu(proves):
+def test_the_image_selects_the_cpu_for_an_engine(proves):
     """Upstream looks for the word in the version of what is installed, which the cells for GPUs share."""
     proves(ACCELERATOR, "an engine in an image for CPUs takes cuda")

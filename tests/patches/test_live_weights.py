@@ -7,7 +7,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 try:
     ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16), 32)
-except (AttributeError, RuntimeError):  # without AVX-512 vLLM packs nothing: a copy stands in for it
+except (AttributeError, RuntimeError):  # without AVX-512 vLLM packs nothing: a copy takes its place
     ops._supports_onednn = True
     ops.create_onednn_mm = lambda weight, _: weight.clone()
     ops.onednn_mm = lambda packed, x, bias: torch.nn.functional.linear(x, packed.t(), bias)

@@ -88,8 +88,8 @@ def drivers():
     for options, given in engine.made:
         strategy = options["scheduling_strategy"]
         assert node_of(strategy) == node_of(strategy, given["bundle_indices"][0])
-    asked = [options["num_cpus"] for options, _ in engine.made]
-    return "" if all(asked) else f"engine drivers ask for {asked} CPUs, so Ray 2.9.3 places them anywhere"
+    cpus = [options["num_cpus"] for options, _ in engine.made]
+    return "" if all(cpus) else f"engine drivers request {cpus} CPUs, so Ray 2.9.3 places them anywhere"
 
 
 problems = [
@@ -128,7 +128,7 @@ def test_engines_and_groups_are_planned(proves):
     proves(
         ENGINES,
         r"three nodes of six: engines \[1\] straddle; fewer CPUs than GPUs: waited for ever; "
-        r"engine drivers ask for \[0, 0\] CPUs",
+        r"engine drivers request \[0, 0\] CPUs",
     )
 
 

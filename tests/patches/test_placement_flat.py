@@ -62,7 +62,7 @@ ENGINES = (
 def two_pairs_beside_three_engines():
     actors = train(arguments(engines=(3, 4)))
     found = straddling(actors["LLMRayActor"])
-    return f"two pairs beside three engines of 4: engines {found} straddle" if found else ""
+    return f"two pairs next to three engines of 4: engines {found} straddle" if found else ""
 
 
 def three_nodes_of_six():
@@ -117,12 +117,12 @@ finish([
 def test_engines_and_groups_are_planned(proves):
     proves(
         ENGINES,
-        r"two pairs beside three engines of 4: engines \[2\] straddle; "
+        r"two pairs next to three engines of 4: engines \[2\] straddle; "
         r"fewer CPUs than GPUs: waited for ever",
     )
 
 
 @pytest.mark.carries("openrlhf==0.5.1")
 @pytest.mark.timeout(SECONDS)
-def test_a_scripts_own_group_is_awaited_with_a_deadline(proves):
+def test_the_wait_for_a_group_of_a_script_has_a_deadline(proves):
     proves(RANKS, r"fewer CPUs than GPUs: waited for ever")

@@ -98,9 +98,9 @@ worker.start()
 worker.join(30)
 waits = worker.is_alive()
 worker.kill()
-assert not waits, "an engine still waits after 30 s for a trainer that is gone, with a deadline of 2 s"
+assert not waits, "an engine still waits after 30 s for a trainer that has ended, with a deadline of 2 s"
 assert "within 2 s (RLHF_STACK_SYNC_TIMEOUT)" in results.get(timeout=5)
-print("the engine names the trainer that is gone")
+print("the engine names the trainer that has ended")
 """
 
 

@@ -25,10 +25,10 @@ async def run():
     parameters = types.SimpleNamespace(seed=None)
     outputs = await asyncio.gather(*[engine.generate([1, 2], parameters) for _ in range(3)])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 9, 9]
-    return await getattr(engine, "receive_weights", nobody)([], 1)
+    return await getattr(engine, "receive_weights", no_sync)([], 1)
 
 
-async def nobody(parameters, limit):
+async def no_sync(parameters, limit):
     return {"work": types.SimpleNamespace(tokens=0, seconds=0)}
 
 

@@ -21,5 +21,5 @@ print("0.10.0 is newer than 0.4.1")
 
 
 @pytest.mark.carries("openrlhf==0.5.1")
-def test_a_newer_vllm_is_newer(proves):
+def test_versions_of_vllm_are_not_compared_as_text(proves):
     proves(PROBE, r"OpenRLHF only supports vLLM >= 0.4.1")

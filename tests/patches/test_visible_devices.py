@@ -18,7 +18,7 @@ VLLM_042 = importlib.util.find_spec("vllm.executor") is not None  # later ones h
 AMD_RAY = pytest.mark.skipif(
     RAY != "2.12.0", reason="of the releases here only Ray 2.12.0 has this AMD support"
 )
-OLD_RAY = pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is carried as released")
+OLD_RAY = pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is not patched")
 OLD_VLLM = pytest.mark.skipif(not VLLM_042, reason="this vLLM places its workers otherwise")
 
 NODE = """
@@ -263,7 +263,7 @@ def test_0_in_a_noset_variable_is_off(proves, machine):
     proves(f"{NODE}\n{RANKS}", "taken GPU")
 
 
-@pytest.mark.skipif(RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell knows no NOSET variable")
+@pytest.mark.skipif(RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell uses no NOSET variable")
 @pytest.mark.parametrize("noset", ["0", "1"])
 def test_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, noset):
     machine("cuda", **{NOSET_CUDA: noset, "CUDA_VISIBLE_DEVICES": "6,4,1,3"})

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from ray.scripts import scripts
 
 
-class Told(Exception):
+class Ports(Exception):
     pass
 
 
@@ -24,19 +24,19 @@ class Disagreement(Exception):
 
 
 def node(params, **_):
-    raise Told(params.min_worker_port, params.max_worker_port)
+    raise Ports(params.min_worker_port, params.max_worker_port)
 
 
 def start(*options):
-    told = CliRunner().invoke(scripts.start, ["--head", "--port=0", *options]).exception
-    assert isinstance(told, Told), told
-    return told.args
+    error = CliRunner().invoke(scripts.start, ["--head", "--port=0", *options]).exception
+    assert isinstance(error, Ports), error
+    return error.args
 
 
 ray._private.node.Node = node
 chosen = "--min-worker-port=12000", "--max-worker-port=12100"
 if start(*chosen) != (12000, 12100) or start(chosen[1]) != (10002, 12100):
-    raise Disagreement("what the user chose is not taken")
+    raise Disagreement("the ports that the user chose are ignored")
 ranges = [start() for _ in range(8)]
 if not all(10002 <= first <= 18999 and last == 19999 for first, last in ranges):
     raise Disagreement(f"ports that Ray does not have: {ranges}")
@@ -45,6 +45,6 @@ if len(set(ranges)) == 1:
 """
 
 
-@pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is carried as released")
+@pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is not patched")
 def test_the_workers_of_a_node_that_comes_back_have_other_ports(proves):
     proves(PROBE, "has port 10002 at each start")

@@ -95,7 +95,7 @@ def test_the_pods_of_kuberay_have_shared_memory_and_no_rights_that_they_do_not_n
 
 
 def test_the_slurm_script_is_a_shells() -> None:
-    """And `lint` looks at it as at every other."""
+    """`lint` checks it like every other shell script."""
     assert shell_scripts([SLURM]) == [SLURM]
     subprocess.run(["bash", "-n", SLURM], check=True)
 

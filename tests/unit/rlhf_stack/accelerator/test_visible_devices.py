@@ -136,7 +136,7 @@ def test_cuda_ranks_compute_on_the_assigned_gpu(
 
 
 @pytest.mark.parametrize(
-    ("kind", "variables", "by", "assigned", "told"),
+    ("kind", "variables", "by", "assigned", "error"),
     [
         ("cuda", {"cuda": "4,5"}, CUDA, "6", "CUDA_VISIBLE_DEVICES=4,5 and GPU 6 of Ray disagree"),
         ("cuda", {}, CUDA, "GPU-1f", "GPU GPU-1f of Ray is not a number"),
@@ -148,9 +148,9 @@ def test_cuda_ranks_compute_on_the_assigned_gpu(
     ],
 )
 def test_contradiction_is_an_error_that_names_two(
-    kind: visible_devices.Kind, variables: dict[str, str], by: str, assigned: str, told: str
+    kind: visible_devices.Kind, variables: dict[str, str], by: str, assigned: str, error: str
 ) -> None:
-    with pytest.raises(visible_devices.VisibleDevicesError, match=told):
+    with pytest.raises(visible_devices.VisibleDevicesError, match=error):
         visible_devices.ordinal(assigned, environment(**variables), kind, by)
 
 
@@ -158,9 +158,9 @@ def test_contradiction_is_an_error_that_names_two(
     ("variables", "assigned", "shown"),
     [
         ({"rocr": "5"}, "5", "5"),  # Ray restricted the process
-        ({"rocr": "7,5"}, "5", "5"),  # it was told not to, on a restricted node
+        ({"rocr": "7,5"}, "5", "5"),  # a NOSET variable is set, on a restricted node
         ({"rocr": "7,5", "hip": "1,0"}, "7", "7"),
-        ({}, "5", "5"),  # it was told not to
+        ({}, "5", "5"),  # a NOSET variable is set
     ],
 )
 def test_released_ray_that_names_gpus_by_rocr_is_supported(

@@ -50,21 +50,21 @@ LEFT = [
 AGED = dict.fromkeys(range(100), 3600.0)
 
 
-def test_what_a_living_run_needs_is_not_left() -> None:
+def test_processes_of_a_live_run_are_not_stale() -> None:
     assert stale_resources.orphaned_workers(ALIVE, UID) == []
     assert stale_resources.stale_session_processes(ALIVE, UID, AGED, 60) == []
 
 
-def test_what_lost_its_worker_is_left() -> None:
+def test_processes_whose_worker_ended_are_stale() -> None:
     assert stale_resources.orphaned_workers([*ALIVE, *LEFT], UID) == LEFT
 
 
-def test_without_the_raylet_all_its_workers_are_left() -> None:
+def test_without_the_raylet_all_its_workers_are_stale() -> None:
     lost = stale_resources.orphaned_workers([p for p in ALIVE if p is not RAYLET], UID)
     assert [p.pid for p in lost] == [11, 12, 20, 21, 22, 30, 31]
 
 
-def test_another_users_and_ended_processes_are_not_ours_to_end() -> None:
+def test_processes_of_others_and_ended_ones_are_not_stale() -> None:
     table = [process(50, 1, "VLLM::Worker", uid=OTHER), process(51, 1, "VLLM::Worker", state="Z")]
     assert stale_resources.orphaned_workers(table, UID) == []
 
@@ -74,11 +74,11 @@ def test_another_users_and_ended_processes_are_not_ours_to_end() -> None:
         st.builds(process, st.integers(100, 999), st.integers(1, 999), st.just("python"), variables=st.none())
     )
 )
-def test_a_process_without_rays_mark_is_never_left(others: list[Process]) -> None:
+def test_a_process_without_rays_mark_is_never_stale(others: list[Process]) -> None:
     assert stale_resources.orphaned_workers([*ALIVE, *others], UID) == []
 
 
-def test_servers_of_a_session_without_a_raylet_are_left_when_they_are_old() -> None:
+def test_old_servers_of_a_session_without_a_raylet_are_stale() -> None:
     server = process(60, 1, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={GONE}/logs", variables={})
     table = [*ALIVE, server]
     assert stale_resources.stale_session_processes(table, UID, AGED, 60) == [server]
@@ -86,7 +86,7 @@ def test_servers_of_a_session_without_a_raylet_are_left_when_they_are_old() -> N
     assert stale_resources.stale_session_processes(table, OTHER, AGED, 60) == []
 
 
-def test_servers_of_a_node_that_starts_are_not_left() -> None:
+def test_servers_of_a_starting_node_are_not_stale() -> None:
     starting = [
         process(70, 1, "python", "/opt/venv/bin/ray", "start", "--head", variables={}),
         process(71, 70, "/site/ray/core/src/ray/gcs/gcs_server", f"--log_dir={GONE}/logs", variables={}),
@@ -100,7 +100,7 @@ def test_a_segment_is_stale_if_it_is_ours_old_and_unused() -> None:
     assert stale_resources.unused_segments([ours, held, young, foreign], {held.path}, UID, 60) == [ours]
 
 
-def test_only_segments_of_the_stack_are_looked_at(tmp_path: Path) -> None:
+def test_only_segments_of_the_stack_are_listed(tmp_path: Path) -> None:
     ours = {"psm_0a1b", "sem.mp-x1", "torch_812_9", "nccl-Ab12", "0a1b-tp:0-[0-1]-cpushm_1"}
     for name in (*ours, "database.db", "pulse-shm-1"):
         (tmp_path / name).touch()

@@ -10,11 +10,11 @@ ENGINE = {"who": "engine 2", "actor": "abc", "job": "01", "host": "node-b", "add
 
 
 class RayError(Exception):
-    """Stands for ray.exceptions.RayError."""
+    """Replaces ray.exceptions.RayError."""
 
 
 class Lost(RayError):
-    """Stands for ray.exceptions.RayActorError."""
+    """Replaces ray.exceptions.RayActorError."""
 
     def __init__(self, text: str, in_constructor: bool = False) -> None:
         super().__init__(text)
@@ -22,11 +22,11 @@ class Lost(RayError):
 
 
 class Unavailable(Lost):
-    """Stands for ray.exceptions.ActorUnavailableError."""
+    """Replaces ray.exceptions.ActorUnavailableError."""
 
 
 class InTask(RayError):
-    """Stands for ray.exceptions.RayTaskError."""
+    """Replaces ray.exceptions.RayTaskError."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__("a traceback")
@@ -34,7 +34,7 @@ class InTask(RayError):
 
 
 class Remote(actor_registry.PeerError):
-    """Stands for Ray's version of a `PeerError` in a task, whose text is a traceback."""
+    """Replaces Ray's version of a `PeerError` in a task, whose text is a traceback."""
 
     cause = actor_registry.PeerError("engine 2 is dead")
 
@@ -46,8 +46,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake.exceptions.ActorUnavailableError, fake.exceptions.RayTaskError = Unavailable, InTask
     fake.get_runtime_context.return_value.get_job_id.return_value = "01"
     monkeypatch.setitem(sys.modules, "ray", fake)
-    kept = {"actor/": [ENGINE, ENGINE | {"job": "02"}], "actor/abc": [ENGINE], "01/engine 2 rank ": []}
-    monkeypatch.setattr(gcs_kv, "list_records", kept.__getitem__)
+    records = {"actor/": [ENGINE, ENGINE | {"job": "02"}], "actor/abc": [ENGINE], "01/engine 2 rank ": []}
+    monkeypatch.setattr(gcs_kv, "list_records", records.__getitem__)
     return fake
 
 
@@ -96,7 +96,7 @@ def test_operation_is_prepended_to_an_error_from_another_process() -> None:
         raise Remote("a traceback")
 
 
-def test_error_of_a_failed_constructor_is_kept() -> None:
+def test_error_of_a_failed_constructor_is_unchanged() -> None:
     with pytest.raises(Lost, match="no memory"), actor_registry.translate_actor_errors():
         raise Lost("no memory", in_constructor=True)
 
@@ -122,7 +122,7 @@ def test_lost_actors_are_named_if_others_were_cut_off(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "state"), [("no such file", "DEAD"), ("Connection reset by peer", "ALIVE"), ("", "DEAD")]
 )
-def test_task_error_is_kept_if_no_actor_is_lost_or_cut_off(
+def test_task_error_is_unchanged_if_no_actor_is_lost_or_cut_off(
     monkeypatch: pytest.MonkeyPatch, text: str, state: str
 ) -> None:
     states(monkeypatch, state)
@@ -131,7 +131,7 @@ def test_task_error_is_kept_if_no_actor_is_lost_or_cut_off(
         raise InTask(RuntimeError(text))
 
 
-def test_other_errors_are_kept() -> None:
+def test_other_errors_are_unchanged() -> None:
     with pytest.raises(ValueError, match="other"), actor_registry.translate_actor_errors("loading w"):
         raise ValueError("other")
 
@@ -146,16 +146,16 @@ def test_actor_id_is_reported_if_rays_head_is_lost(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_actors_are_registered(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[str, dict[str, object]] = {}
-    monkeypatch.setattr(gcs_kv, "put_record", kept.__setitem__)
+    records: dict[str, dict[str, object]] = {}
+    monkeypatch.setattr(gcs_kv, "put_record", records.__setitem__)
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")
     ray.util.get_node_ip_address.return_value = "10.0.0.2"
     context = ray.get_runtime_context.return_value
     context.get_job_id.return_value, context.get_actor_id.return_value = "01", None
     actor_registry.register_actor("engine 2")
-    assert kept == {}
+    assert records == {}
     context.get_actor_id.return_value = "abc"
     actor_registry.register_actor("engine 2")
-    assert kept == {"actor/abc": ENGINE}
+    assert records == {"actor/abc": ENGINE}
     actor_registry.register_rank(Lost("any"), 3)
-    assert kept["actor/abc"]["who"] == "rank 3 of Lost"
+    assert records["actor/abc"]["who"] == "rank 3 of Lost"

@@ -78,13 +78,13 @@ def test_object_store_fits_in_shared_memory_and_in_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "address"),
+    ("options", "address"),
     [(HEAD, "8.8.8.8"), (NODE, "2001:4860:4860::8888"), (replace(HEAD, dashboard="8.8.4.4"), "10.0.0.1")],
 )
-def test_a_public_address_without_a_token_is_refused(asked: StartOptions, address: str) -> None:
+def test_a_public_address_without_a_token_is_refused(options: StartOptions, address: str) -> None:
     with pytest.raises(UserError, match="is a public address"):
-        ray_start_command(asked, replace(HERE, address=address), token=False)
-    assert ray_start_command(asked, replace(HERE, address=address), token=True)
+        ray_start_command(options, replace(HERE, address=address), token=False)
+    assert ray_start_command(options, replace(HERE, address=address), token=True)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_waiting_for_a_port_ends_at_the_deadline() -> None:
 
 
 def test_host_has_memory_and_an_address() -> None:
-    here = host.inspect_host({})
-    assert here.memory > GIB / 4
-    assert here.free_shm > 0
-    assert here.address.count(".") == 3
+    found = host.inspect_host({})
+    assert found.memory > GIB / 4
+    assert found.free_shm > 0
+    assert found.address.count(".") == 3

@@ -44,7 +44,7 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine().request_parameters([1], types.SimpleNamespace(seed=None)).seed is None
 
 
-def test_seed_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_of_the_user_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent may sample with its own seed."""
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     assert engine().request_parameters([1], types.SimpleNamespace(seed=5)).seed == 5

@@ -69,6 +69,6 @@ def test_an_older_openrlhf_trains_all_four_models(layout: str) -> None:
     assert sum(gpus) + int(value(arguments, "--vllm_num_engines")) == 4, "two nodes with two GPUs each"
 
 
-def test_a_layout_that_this_openrlhf_does_not_know_is_refused_with_those_it_knows() -> None:
+def test_a_layout_that_this_openrlhf_lacks_is_refused_with_the_available_ones() -> None:
     with pytest.raises(ValueError, match=r"layout hybrid: this OpenRLHF \(0\.5\.1\) has separate, spread"):
         tiny_run.train_arguments("hybrid", Path("/somewhere"), steps=5, seed=1, release="0.5.1")

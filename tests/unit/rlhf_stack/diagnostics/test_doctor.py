@@ -67,7 +67,7 @@ def bad(findings: list[Finding]) -> list[tuple[str, str]]:
 def test_a_healthy_node_passes_every_check() -> None:
     found = checks.check_node(HEALTHY)
     assert bad(found) == []
-    assert len(found) >= len(checks.CHECKS) - 2  # no driver and no NCCL to speak of
+    assert len(found) >= len(checks.CHECKS) - 2  # neither driver nor NCCL was found
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_equal_nodes_have_no_findings() -> None:
         (answer("b", ray_processes=raylet(A="2")), ("env-nodes", "warning")),
         (answer("b", ray_processes=raylet()), ("env-nodes", "warning")),
     ],
-    ids=["silent", "clock", "versions", "another value", "not set"],
+    ids=["no answer", "clock", "versions", "another value", "not set"],
 )  # fmt: skip
 def test_a_node_that_differs_is_named(other: NodeAnswer, expected: tuple[str, str]) -> None:
     found = comparison.compare_nodes([answer("a", ray_processes=raylet(A="1")), other])
@@ -255,17 +255,17 @@ def test_the_facts_of_this_machine_can_be_collected() -> None:
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main(["doctor", "--json", *arguments])
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return code, told
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, report
 
 
 def test_a_freeze_is_judged_by_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "freeze.txt"
     file.write_text("ray==2.44.0\nvllm==0.8.2\n")
-    code, told = ask(capsys, "--freeze", str(file))
-    assert (code, told["worst"], told["schema"]) == (3, "error", "rlhf-stack/doctor/1")
-    assert told["findings"][0]["id"] == "vllm-ray-2.44"
-    assert told["findings"][0]["sources"] == ["vllm-project/vllm#16622"]
+    code, report = ask(capsys, "--freeze", str(file))
+    assert (code, report["worst"], report["schema"]) == (3, "error", "rlhf-stack/doctor/1")
+    assert report["findings"][0]["id"] == "vllm-ray-2.44"
+    assert report["findings"][0]["sources"] == ["vllm-project/vllm#16622"]
     file.write_text("requests==2.32.0\n")
     assert ask(capsys, "--freeze", str(file))[0] == 0
 
@@ -273,8 +273,8 @@ def test_a_freeze_is_judged_by_the_exit_code(tmp_path: Path, capsys: pytest.Capt
 def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, freeze = tmp_path / "log", tmp_path / "freeze"
     log.write_text("RuntimeError: Device string must not be empty\n")
-    code, told = ask(capsys, "--log", str(log))
-    assert (code, told["findings"][0]["id"]) == (1, "vllm-no-nvml")
+    code, report = ask(capsys, "--log", str(log))
+    assert (code, report["findings"][0]["id"]) == (1, "vllm-no-nvml")
     assert main(["doctor", "--log", str(log)]) == 1
     assert "NVIDIA_VISIBLE_DEVICES=all" in " ".join(capsys.readouterr().out.split())
     log.write_text("'aimv2' is already used by a Transformers config")
@@ -283,7 +283,7 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         (["--log", "/no/such/file"], "/no/such/file: No such file or directory"),
         (["--freeze", "/dev/null"], "no line has a version"),
@@ -291,12 +291,12 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert error.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert printed.count("\n") == 1
 
 
 def test_this_node_is_checked_without_heavy_imports() -> None:

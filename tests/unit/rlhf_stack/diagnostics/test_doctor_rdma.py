@@ -168,7 +168,7 @@ def test_a_probe_that_hangs_or_cannot_start_is_an_error(monkeypatch: pytest.Monk
     ],
 )
 def test_the_plugin_is_the_first_name_that_loads(variables: dict[str, str], expected: str) -> None:
-    """This machine has no plugin; any library stands in for one."""
+    """This machine has no plugin; any library takes its place."""
     assert collect_rdma.net_plugin(variables) == expected
 
 

@@ -35,10 +35,10 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "sync", "index": 0, "backend": "gloo", "gigabytes_per_second": 1.5},
     {"event": "step", "step": 7, "reward": 0.25},
 ]
-ASKED = {"GPU": 4.0, "CPU": 1.0}
+BUNDLE = {"GPU": 4.0, "CPU": 1.0}
 REASON = {"scheduling_state": "NO_RESOURCES"}
 GROUPS: dict[str, dict[str, Any]] = {
-    "aa": {"state": "PENDING", "bundles": {0: ASKED, 1: ASKED}, "stats": REASON},
+    "aa": {"state": "PENDING", "bundles": {0: BUNDLE, 1: BUNDLE}, "stats": REASON},
     "bb": {"state": "CREATED", "bundles": {0: {"GPU": 1.0}}, "stats": {}},
 }
 SAMPLES = list(metrics.parse("10.0.0.2", EXPORTED))
@@ -114,8 +114,8 @@ def test_an_unresponsive_node_exports_nothing(exporter: int) -> None:
 def test_the_dashboard_uses_only_exported_metrics() -> None:
     """tests/cluster/test_sync_metrics.py shows that a node exports these."""
     dashboard = json.loads((ROOT / "images" / "examples" / "grafana.json").read_text(encoding="utf-8"))
-    asked = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
-    names = {name for text in asked for name in re.findall(r"\bray_\w+", text)}
+    queries = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
+    names = {name for text in queries for name in re.findall(r"\bray_\w+", text)}
     assert names == {f"ray_{name}" for name in METRICS}
 
 

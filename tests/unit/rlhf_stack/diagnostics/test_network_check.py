@@ -29,7 +29,7 @@ FLOOR = 0.1
 
 
 def node(number: int, *cards: Interface, used: str = "") -> CheckedNode:
-    """A node whose interfaces end in its number; Ray knows it by its first."""
+    """A node whose interfaces end in its number; the first is its Ray address."""
     own = tuple(replace(card, address=f"{card.address.rpartition('.')[0]}.{number}") for card in cards)
     return CheckedNode(own[0].address, f"host{number}", own, used)
 

@@ -11,7 +11,7 @@ from rlhf_stack.engine import actor, startup, worker_extension
 
 
 class Parameters:
-    """Stands for vllm.SamplingParams."""
+    """Replaces vllm.SamplingParams."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed

@@ -37,7 +37,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return fake
 
 
-def test_all_are_awaited_and_the_deadline_applies_to_engines(
+def test_the_wait_is_for_all_and_its_deadline_for_engines(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")

@@ -82,7 +82,7 @@ def test_a_real_log_is_explained_by_its_row_and_no_other(log: Path) -> None:
 
 
 def test_most_symptoms_are_tested_on_real_text() -> None:
-    """A row whose pattern no log has is not known to match anything; those are few and counted here."""
+    """A pattern without a log is untested; there are few such rows, and this counts them."""
     tried = {log.stem.rpartition(".")[0] for log in LOGS}
     untried = {found.id for found in ROWS if found.symptoms} - tried
     assert len(untried) <= 24, sorted(untried)
@@ -169,9 +169,9 @@ def test_without_a_process_no_condition_on_a_variable_holds() -> None:
 
 
 def test_a_row_is_fixed_only_by_all_its_patches() -> None:
-    mended = row(fixed_by=("a", "b"))
-    assert known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a", "b", "c"})) == []
-    assert ids(known_bad.judge([mended], Environment({"pkg": "1"}, {}, None, {"a"}))) == ["a-row"]
+    fixed = row(fixed_by=("a", "b"))
+    assert known_bad.judge([fixed], Environment({"pkg": "1"}, {}, None, {"a", "b", "c"})) == []
+    assert ids(known_bad.judge([fixed], Environment({"pkg": "1"}, {}, None, {"a"}))) == ["a-row"]
 
 
 def test_an_unchecked_condition_makes_an_error_a_warning() -> None:

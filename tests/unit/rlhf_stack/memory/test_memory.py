@@ -1,4 +1,4 @@
-"""rlhf_stack.memory: sizes of known models, and what holds of any. Tests in the image compare with torch."""
+"""rlhf_stack.memory: sizes of known models, and properties of all. Tests in the image compare with torch."""
 
 import json
 import struct
@@ -70,7 +70,7 @@ MIXTRAL = LLAMA | {
     "num_experts_per_tok": 2,
     "vocab_size": 32000,
 }
-# What their publishers say, to the last parameter.
+# The exact numbers that their publishers state.
 KNOWN = [
     (LLAMA, 8_030_261_248),
     (QWEN, 7_615_616_512),
@@ -142,17 +142,17 @@ def test_stored_weights_are_counted_and_go_before_the_formula(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "error"),
     [
         ("{", "not JSON"),
         (json.dumps(LLAMA | {"hidden_size": None}), "hidden_size is None"),
         (json.dumps({key: value for key, value in LLAMA.items() if key != "vocab_size"}), "vocab_size"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, said: str) -> None:
+def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, error: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(content)
-    with pytest.raises(ShapeError, match=said) as raised:
+    with pytest.raises(ShapeError, match=error) as raised:
         read_shape(file)
     assert str(file) in str(raised.value)
 
@@ -175,7 +175,7 @@ def test_typed_sizes_are_those_of_the_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "error"),
     [
         ("7b", "expected NAME:NUMBER"),
         ("layers:x", "is not a number"),
@@ -184,8 +184,8 @@ def test_typed_sizes_are_those_of_the_config() -> None:
         ("layers:inf", "is not a number"),
     ],
 )
-def test_typed_sizes_that_are_wrong_are_named(text: str, said: str) -> None:
-    with pytest.raises(ShapeError, match=said):
+def test_typed_sizes_that_are_wrong_are_named(text: str, error: str) -> None:
+    with pytest.raises(ShapeError, match=error):
         parse_shape(text)
 
 
@@ -198,11 +198,11 @@ def test_more_ranks_never_need_more(parameters: int, zero: Zero) -> None:
 
 @given(PARAMETERS, ZEROS)
 def test_the_optimiser_is_on_the_gpu_or_on_the_host_and_nothing_is_lost(parameters: int, zero: Zero) -> None:
-    here = model_states(parameters, replace(zero, offload=False))
-    there = model_states(parameters, replace(zero, offload=True))
-    assert here.host == 0
-    assert there.held <= here.held
-    assert there.held + there.host >= here.held
+    on_gpu = model_states(parameters, replace(zero, offload=False))
+    on_host = model_states(parameters, replace(zero, offload=True))
+    assert on_gpu.host == 0
+    assert on_host.held <= on_gpu.held
+    assert on_host.held + on_host.host >= on_gpu.held
 
 
 @given(PARAMETERS, st.integers(2, 64))
@@ -228,9 +228,9 @@ def test_offloaded_weights_are_on_the_host(parameters: int, zero: Zero) -> None:
 @given(SHAPES, PASSES)
 def test_recomputing_saves_memory_and_more_tokens_need_more(shape: Shape, work: Pass) -> None:
     assume(shape.layers > 1)
-    kept, again = replace(work, checkpointing=False), replace(work, checkpointing=True)
-    assert saved_activations(shape, again) < saved_activations(shape, kept)
-    assert training_peak(shape, again) <= training_peak(shape, kept)
+    stored, recomputed = replace(work, checkpointing=False), replace(work, checkpointing=True)
+    assert saved_activations(shape, recomputed) < saved_activations(shape, stored)
+    assert training_peak(shape, recomputed) <= training_peak(shape, stored)
     longer = replace(work, length=work.length + 1)
     assert training_peak(shape, longer) >= training_peak(shape, work)
     assert forward_peak(shape, longer) >= forward_peak(shape, work)

@@ -33,14 +33,14 @@ def test_successful_save_is_unchanged() -> None:
 @pytest.mark.parametrize("kind", [RuntimeError, OSError])
 def test_rank_node_folder_and_free_space_are_named(tmp_path: Path, kind: type[Exception]) -> None:
     error = kind("unexpected pos 128 vs 0\n")
-    with pytest.raises(checkpoint_errors.CheckpointError) as told:
+    with pytest.raises(checkpoint_errors.CheckpointError) as raised:
         save(None, None, str(tmp_path), error=error)
     expected = (
         rf"rank 3 on node node-b \(10\.0\.0\.2\): the checkpoint in {re.escape(str(tmp_path))} is incomplete"
         r", \d+\.\d of \d+\.\d GB are free there: unexpected pos 128 vs 0"
     )
-    assert re.fullmatch(expected, str(told.value))
-    assert told.value.__cause__ is error
+    assert re.fullmatch(expected, str(raised.value))
+    assert raised.value.__cause__ is error
 
 
 def test_free_space_of_a_missing_folder_is_omitted(tmp_path: Path) -> None:
@@ -48,6 +48,6 @@ def test_free_space_of_a_missing_folder_is_omitted(tmp_path: Path) -> None:
         save(None, None, str(tmp_path / "none"), error=PermissionError("denied"))
 
 
-def test_other_errors_are_kept(tmp_path: Path) -> None:
+def test_other_errors_are_unchanged(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not a model"):
         save(None, None, str(tmp_path), error=AssertionError("not a model"))

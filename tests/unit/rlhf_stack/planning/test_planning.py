@@ -33,7 +33,7 @@ def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **
     groups = (Group("actor", 1, actor),)
     request = Request(groups, engines or Engines(2, 2), 1, 1)
     shares = request.engines is not None and request.engines.shares
-    asked = Run(
+    planned = Run(
         release="0.11.2",
         roles=(
             Role("actor", "actor", actor, model, trained=True, value_head=False),
@@ -50,7 +50,7 @@ def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **
         engine_model=model,
         utilization=0.9,
     )
-    return replace(asked, **changes)
+    return replace(planned, **changes)
 
 
 def test_every_rank_and_every_worker_has_a_gpu_of_its_node() -> None:
@@ -63,20 +63,20 @@ def test_every_rank_and_every_worker_has_a_gpu_of_its_node() -> None:
 
 
 def test_engines_that_share_gpus_are_on_those_of_their_group() -> None:
-    asked = run(
+    planned = run(
         "big", engines=Engines(2, 4, "actor"), utilization=0.3, engine_sleeps=True, trainer_sleeps=True
     )
-    found = assess(asked, uniform_machines(1, 8, 80, 64, 2000), SHAPES)
+    found = assess(planned, uniform_machines(1, 8, 80, 64, 2000), SHAPES)
     assert found.gpus_needed == 8
     assert [gpu.holds[-1] for gpu in found.nodes[0].gpus] == ["engine 0"] * 4 + ["engine 1"] * 4
     assert not found.problems
 
 
-def test_awake_engines_beside_the_trainer_take_their_share_of_a_gpu() -> None:
-    asked = run(engines=Engines(2, 4, "actor"), utilization=0.5)
-    awake = assess(asked, uniform_machines(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
+def test_awake_engines_next_to_the_trainer_take_their_share_of_a_gpu() -> None:
+    planned = run(engines=Engines(2, 4, "actor"), utilization=0.5)
+    awake = assess(planned, uniform_machines(1, 8, 80, 64, 500), SHAPES).nodes[0].gpus[0]
     asleep = (
-        assess(replace(asked, engine_sleeps=True), uniform_machines(1, 8, 80, 64, 500), SHAPES)
+        assess(replace(planned, engine_sleeps=True), uniform_machines(1, 8, 80, 64, 500), SHAPES)
         .nodes[0]
         .gpus[0]
     )
@@ -85,9 +85,9 @@ def test_awake_engines_beside_the_trainer_take_their_share_of_a_gpu() -> None:
 
 
 def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
-    asked = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True)
-    awake = assess(asked, uniform_machines(1, 8, 80, 64, 500), SHAPES)
-    asleep = assess(replace(asked, trainer_sleeps=True), uniform_machines(1, 8, 80, 64, 500), SHAPES)
+    planned = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True)
+    awake = assess(planned, uniform_machines(1, 8, 80, 64, 500), SHAPES)
+    asleep = assess(replace(planned, trainer_sleeps=True), uniform_machines(1, 8, 80, 64, 500), SHAPES)
     moved = awake.needs["actor"].optimizer + awake.needs["actor"].gradients
     assert awake.nodes[0].gpus[0].generating - asleep.nodes[0].gpus[0].generating == moved
     assert asleep.nodes[0].memory_running - awake.nodes[0].memory_running == 8 * moved
@@ -116,8 +116,8 @@ def test_heads_that_do_not_divide_are_a_problem() -> None:
 
 
 def test_roles_that_share_gpus_must_be_of_one_size() -> None:
-    asked = run()
-    uneven = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], ranks=4)))
+    planned = run()
+    uneven = replace(planned, roles=(planned.roles[0], replace(planned.roles[1], ranks=4)))
     assert (
         "actor and ref share GPUs but have 8 and 4 ranks"
         in assess(uneven, uniform_machines(2, 8, 80, 64, 0), SHAPES).problems[0]
@@ -132,8 +132,8 @@ def test_an_unknown_memory_is_a_note_and_not_a_verdict() -> None:
 
 
 def test_offloading_below_stage_3_is_reported_to_have_no_effect() -> None:
-    asked = run()
-    offloaded = replace(asked, roles=(asked.roles[0], replace(asked.roles[1], offloaded=True)))
+    planned = run()
+    offloaded = replace(planned, roles=(planned.roles[0], replace(planned.roles[1], offloaded=True)))
     assert any(
         "has no effect below" in note
         for note in assess(offloaded, uniform_machines(2, 8, 80, 0, 0), SHAPES).notes
@@ -141,8 +141,8 @@ def test_offloading_below_stage_3_is_reported_to_have_no_effect() -> None:
 
 
 def test_the_older_generation_is_planned_too() -> None:
-    asked = run(release="0.5.1", engines=Engines(3, 4, separate_groups=True), model="big", actor=2)
-    found = assess(asked, uniform_machines(2, 8, 80, 64, 0), SHAPES)
+    planned = run(release="0.5.1", engines=Engines(3, 4, separate_groups=True), model="big", actor=2)
+    found = assess(planned, uniform_machines(2, 8, 80, 64, 0), SHAPES)
     assert found.ours is not None
     assert found.ours.straddling == ()
 
@@ -151,9 +151,9 @@ def test_the_older_generation_is_planned_too() -> None:
 @pytest.mark.parametrize("shares", [None, "actor"])
 def test_what_is_advised_is_enough(memory: int, shares: str | None) -> None:
     """On GPUs that are too small for it as it is; the flags are those of the run that then fits."""
-    asked = run("big", engines=Engines(2, 4, shares), checkpointing=False, train_batch=4, rollout_batch=8)
+    planned = run("big", engines=Engines(2, 4, shares), checkpointing=False, train_batch=4, rollout_batch=8)
     cluster = uniform_machines(2, 8, memory, 64, 2000)
-    found = assess(asked, cluster, SHAPES)
+    found = assess(planned, cluster, SHAPES)
     assert found.problems
     advice = advise(found, cluster, SHAPES)
     assert advice
@@ -173,9 +173,9 @@ def test_what_fits_needs_no_advice_and_what_nothing_helps_gets_none() -> None:
 def test_a_symmetric_layout_has_the_same_on_every_node() -> None:
     """12 training GPUs and 4 for engines on two nodes: 6 + 2 on each."""
     cluster = uniform_machines(2, 8, 80, 64, 500)
-    asked = run(actor=8, engines=Engines(2, 2))
-    asked = replace(asked, request=replace(asked.request, groups=(Group("actor", 1, 12),)))
-    found = symmetric_layout(asked, cluster, SHAPES)
+    planned = run(actor=8, engines=Engines(2, 2))
+    planned = replace(planned, request=replace(planned.request, groups=(Group("actor", 1, 12),)))
+    found = symmetric_layout(planned, cluster, SHAPES)
     assert found is not None
     assert found.run.request.groups == (Group("actor", 2, 6),)
     assert found.run.request.engines == Engines(2, 2)
@@ -207,13 +207,13 @@ def test_uneven_nodes_have_no_symmetric_layout() -> None:
     st.sampled_from([16, 40, 80]),
     st.integers(1, 3),
 )
-def test_a_report_counts_every_rank_once_and_knows_its_json(
+def test_a_report_counts_every_rank_once_and_documents_its_json(
     actor: int, shares: str | None, stage: int, batch: int, memory: int, nodes: int
 ) -> None:
     engines = Engines(actor, 1, shares)
-    asked = run("small", actor, engines, zero=Zero(stage, 1), train_batch=batch, utilization=0.4)
+    planned = run("small", actor, engines, zero=Zero(stage, 1), train_batch=batch, utilization=0.4)
     cluster = uniform_machines(nodes, 8, memory, 64, 100)
-    found = assess(asked, cluster, SHAPES)
+    found = assess(planned, cluster, SHAPES)
     held = [name for node in found.nodes for gpu in node.gpus for name in gpu.holds]
     if found.ours:
         assert sorted(name for name in held if name.startswith("actor")) == sorted(
@@ -223,10 +223,10 @@ def test_a_report_counts_every_rank_once_and_knows_its_json(
         assert used == found.gpus_needed
     advice = advise(found, cluster, SHAPES)
     values = json.loads(
-        json.dumps(as_json(found, advice, symmetric_layout(asked, cluster, SHAPES)), allow_nan=False)
+        json.dumps(as_json(found, advice, symmetric_layout(planned, cluster, SHAPES)), allow_nan=False)
     )
     assert values["fits"] == (not values["problems"])
-    assert values["gpus_needed"] == asked.request.size
+    assert values["gpus_needed"] == planned.request.size
 
 
 def keys(value: Any) -> set[str]:
@@ -237,14 +237,14 @@ def keys(value: Any) -> set[str]:
 
 def test_help_names_every_field_of_the_json() -> None:
     cluster = uniform_machines(2, 8, 40, 64, 500)
-    asked = run("big", engines=Engines(2, 4))
-    found = assess(asked, cluster, SHAPES)
+    planned = run("big", engines=Engines(2, 4))
+    found = assess(planned, cluster, SHAPES)
     advice = advise(found, cluster, SHAPES)
-    values = json.loads(json.dumps(as_json(found, advice, symmetric_layout(asked, cluster, SHAPES))))
+    values = json.loads(json.dumps(as_json(found, advice, symmetric_layout(planned, cluster, SHAPES))))
     assert values["advice"]
     assert values["engine"]["cache"]
-    told = set(re.findall(r"\w+", (plan_command.__doc__ or "").partition("--json prints")[2]))
-    assert keys(values) - told == set()
+    documented = set(re.findall(r"\w+", (plan_command.__doc__ or "").partition("--json prints")[2]))
+    assert keys(values) - documented == set()
 
 
 def test_the_screen_has_every_gpu_and_the_verdict() -> None:
@@ -252,10 +252,10 @@ def test_the_screen_has_every_gpu_and_the_verdict() -> None:
     found = assess(run("big"), cluster, SHAPES)
     output = io.StringIO()
     print_assessment(Console(file=output, width=120), found, advise(found, cluster, SHAPES), None)
-    told = output.getvalue()
-    assert told.count("GPU ") >= 16
-    assert "this run does not fit" in told
-    assert "try: " in told
+    printed = output.getvalue()
+    assert printed.count("GPU ") >= 16
+    assert "this run does not fit" in printed
+    assert "try: " in printed
 
 
 def test_machines_come_from_yaml(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_machines_come_from_a_running_ray() -> None:
     assert (found[1].gpus, found[1].gpu_memory, found[1].memory) == (8, 80 * GIB, 5)
 
 
-def test_tuning_fills_the_gpus_and_says_why() -> None:
+def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
     cluster = uniform_machines(2, 8, 80, 64, 2000)
     tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
     assert tuned.fits

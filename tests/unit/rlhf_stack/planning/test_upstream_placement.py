@@ -1,4 +1,4 @@
-"""What pristine OpenRLHF on Ray does, foretold; the layouts were measured on Ray 2.9.3, 2.12.0 and 2.55.0.
+"""Predicted placements of pristine OpenRLHF; the layouts were measured on Ray 2.9.3, 2.12.0 and 2.55.0.
 
 ``tests/cluster/test_placement_order.py`` compares with the Ray of each image.
 """

@@ -41,13 +41,13 @@ def test_ranks_of_a_group_follow_its_nodes() -> None:
     assert found.bundles == {"actor": (0, 0, 0, 0, 1, 1, 1, 1)}
 
 
-def test_a_node_that_has_too_few_gpus_left_ends_in_waiting() -> None:
+def test_a_node_with_too_few_free_gpus_leaves_the_group_pending() -> None:
     found = upstream_layout_flat(nodes(4, 4), Request((Group("actor", 1, 8),), Engines(1, 1)))
     assert found.pending == "actor"
     assert found.engines == ()
 
 
-def test_engines_that_do_not_fit_end_in_waiting() -> None:
+def test_engines_that_do_not_fit_are_pending() -> None:
     found = upstream_layout_flat(nodes(2), Request((Group("actor", 1, 1),), Engines(2, 1)))
     assert found.pending == ENGINES
     assert found.engines == ((0,),)

@@ -61,7 +61,7 @@ def engine(answer: str) -> SimpleNamespace:
     return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: answer))
 
 
-def test_the_start_of_engines_is_awaited(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sync_waits_for_the_start_of_engines(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "9")
     sync.wait_for_engine_start([engine("up")])
     ray.get.assert_called_once_with(["up"], timeout=9.0)
@@ -132,9 +132,9 @@ def test_a_dead_trainer_is_an_error_with_an_engines_report(
     simulated(ray, {"rank 0": 1000})
     references = ["rank 0", (1, Dead("killed"))]
     with pytest.raises(
-        actor_registry.PeerError, match=r"^an actor is dead: killed; bucket 3: rank 1 is silent$"
+        actor_registry.PeerError, match=r"^an actor is dead: killed; bucket 3: rank 1 does not answer$"
     ):
-        sync.wait_for_sync(references, [Engine(None, None, "bucket 3: rank 1 is silent")])
+        sync.wait_for_sync(references, [Engine(None, None, "bucket 3: rank 1 does not answer")])
 
 
 def test_queries_about_a_dead_trainer_end(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,6 @@ def test_the_error_of_a_trainers_task_is_unchanged(ray: MagicMock) -> None:
         sync.wait_for_sync([(1, Failed("bucket 3"))], [Engine(None)])
 
 
-def test_trainers_without_engines_are_awaited(ray: MagicMock) -> None:
+def test_trainers_without_engines_are_waited_for(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 3})
     assert sync.wait_for_sync(["rank 0"], None) == ["rank 0 done"]

@@ -37,12 +37,12 @@ def test_cause_is_from_the_failed_step() -> None:
 
 
 def test_cause_prefers_an_error_line() -> None:
-    """A hash that does not match is said in the middle of the output."""
+    """pip reports a hash that does not match in the middle of its output."""
     log = LOG.replace("No module named pip", "x\n#15 0.5 Hash mismatch for torch\n#15 0.6 see above")
     assert cause(log) == "Hash mismatch for torch"
 
 
 def test_cause_before_any_step_is_the_last_line() -> None:
-    """The engine refused, or the command line is wrong."""
+    """Docker refused, or the command line is wrong."""
     assert cause("invalid argument\n") == "invalid argument"
     assert cause("") == "the builder printed no output"

@@ -118,7 +118,7 @@ def test_an_unknown_profile_is_an_error_that_lists_the_known(folder: Path, name:
     )
 
 
-def test_where_there_is_no_profile_the_error_says_none(tmp_path: Path) -> None:
+def test_without_profiles_the_error_lists_none(tmp_path: Path) -> None:
     """As on an accelerator for which the matrix has none."""
     write_environment(
         msgspec.structs.replace(CELL, accelerator=msgspec.structs.replace(CELL.accelerator, profiles=())),

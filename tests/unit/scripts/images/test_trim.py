@@ -34,7 +34,7 @@ def site_packages(tmp_path: Path) -> Path:
 
 
 def test_removed_files_leave_the_record_too(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the package lists is what is there; a like-named neighbour stays."""
+    """RECORD lists exactly the remaining files; a folder with a similar name stays."""
     trim(site_packages, "remove pkg/tests\nremove pkg/nothing*\n", monkeypatch)
     listed = [
         line.split(",")[0] for line in (site_packages / "pkg-1.0.dist-info/RECORD").read_text().splitlines()

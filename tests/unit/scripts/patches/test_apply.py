@@ -92,13 +92,13 @@ def test_record_lists_every_file_with_its_true_hash(tmp_path: Path) -> None:
             assert (digest, size) == (f"sha256={encoded}", str(len(content)))
 
 
-def test_modes_are_kept(tmp_path: Path) -> None:
+def test_modes_are_preserved(tmp_path: Path) -> None:
     with zipfile.ZipFile(build(tmp_path, series(DIFF))) as archive:
         assert archive.getinfo("pkg-1.0+stack.1.data/scripts/tool").external_attr >> 16 == 0o100755
         assert archive.getinfo("pkg/x.py").external_attr >> 16 & 0o777 in (0o600, 0o644)
 
 
-def test_the_manifest_says_what_each_patch_changed(tmp_path: Path) -> None:
+def test_the_manifest_lists_the_changes_of_each_patch(tmp_path: Path) -> None:
     second = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -5,2 +5,2 @@\n five\n-six\n+SIX\n"
     wheel = build(tmp_path, series(DIFF, second))
     manifest = apply.read_manifest(wheel)
@@ -122,7 +122,7 @@ def test_the_date_in_the_wheel_is_source_date_epoch(tmp_path: Path, monkeypatch:
         assert {entry.date_time[:3] for entry in archive.infolist()} == {(2023, 11, 14)}
 
 
-def test_what_is_there_already_is_not_built_again(tmp_path: Path) -> None:
+def test_an_existing_wheel_is_not_rebuilt(tmp_path: Path) -> None:
     first = build(tmp_path, series(DIFF))
     before = first.stat().st_mtime_ns
     assert build(tmp_path, series(DIFF)).stat().st_mtime_ns == before

@@ -51,7 +51,10 @@ def test_a_hunk_at_another_line_is_a_warning(tmp_path: Path) -> None:
     )
     assert errors == []
     assert len(warnings) == 1
-    assert "pkg/1.0/0001-change.patch: hunk 1 applies at line 2, not where it says: review" in warnings[0]
+    assert (
+        "pkg/1.0/0001-change.patch: hunk 1 applies at line 2, not at the line in its header: review"
+        in warnings[0]
+    )
 
 
 def test_the_command_fails_for_one_and_reports_what_it_could_not_check(

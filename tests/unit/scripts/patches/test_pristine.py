@@ -28,7 +28,7 @@ def test_hashes_come_from_the_lock() -> None:
         pristine.locked_hashes("pkg", "1.0", lock)
 
 
-def test_a_kept_wheel_is_taken_only_if_the_lock_allows_it(
+def test_a_cached_wheel_is_used_only_if_the_lock_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel = make_wheel(tmp_path)
@@ -39,7 +39,7 @@ def test_a_kept_wheel_is_taken_only_if_the_lock_allows_it(
         pristine.fetch_pristine("pkg", "1.0", ["0" * 64], tmp_path)
 
 
-def test_a_download_is_checked_by_pip_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_is_checked_by_pip_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_wheel(tmp_path)
     script = (
         "import json, pathlib, shutil, sys\n"
@@ -49,8 +49,8 @@ def test_a_download_is_checked_by_pip_and_kept(tmp_path: Path, monkeypatch: pyte
         f"shutil.copy({str(source)!r}, a[a.index('--dest') + 1])\n"
     )
     monkeypatch.setattr(pristine, "_pip", lambda: [sys.executable, "-c", script])
-    kept = pristine.fetch_pristine("pkg", "1.0", ["abc"], tmp_path / "cache")
-    assert kept == tmp_path / "cache" / source.name
+    cached = pristine.fetch_pristine("pkg", "1.0", ["abc"], tmp_path / "cache")
+    assert cached == tmp_path / "cache" / source.name
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [source.name]
 
 

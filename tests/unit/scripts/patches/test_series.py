@@ -56,7 +56,7 @@ def test_a_field_that_appears_twice_is_refused() -> None:
         parse_patch(NAME, "Bug: 1\n" + text())
 
 
-def test_a_date_is_a_date() -> None:
+def test_an_invalid_date_is_refused() -> None:
     with pytest.raises(UserError, match="Review-By: 'soon': expected a date"):
         parse_patch(NAME, text({"Review-By": "soon"}))
 
@@ -102,7 +102,7 @@ def test_a_series_is_its_revision_and_its_patches() -> None:
         ("Revision: 1\n0002-b.patch\n0001-a.patch\n", ["0001-a.patch", "0002-b.patch"], "order"),
     ],
 )
-def test_a_series_that_does_not_say_what_is_there_is_refused(
+def test_a_series_that_disagrees_with_its_directory_is_refused(
     listing: str, names: list[str], reason: str
 ) -> None:
     with pytest.raises(UserError, match=reason):
