@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.paths import ROOT
 
@@ -54,6 +55,13 @@ class Case(msgspec.Struct, frozen=True):
     afterwards: str = "not tried"
 
 
+class Merged(msgspec.Struct, frozen=True):
+    """The cases of the catalogue, with the sha256 of their JSON, by which an edit is detected."""
+
+    sha256: str
+    cases: tuple[Case, ...]
+
+
 def write(case: Case, cases: Path = CASES) -> None:
     """Write a case; it replaces an older one."""
     name = "-".join(f"{case.fault} {case.phase}".replace("/", " ").split())
@@ -63,13 +71,29 @@ def write(case: Case, cases: Path = CASES) -> None:
 
 
 def load(path: Path = MERGED) -> list[Case]:
-    """Return the catalogue's cases; `UserError` if the file has another structure."""
+    """Return the catalogue's cases; `UserError` if the file was edited or has another structure."""
+    if not path.exists():
+        return []
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Case]) if path.exists() else []
+        merged = msgspec.json.decode(path.read_bytes(), type=Merged)
+        wrong = "" if merged == _merged(merged.cases) else "its cases have another sha256"
     except msgspec.DecodeError as error:
+        wrong = str(error)
+    if wrong:
         raise UserError(
-            f"{path.name}: {error}; it is written by `python -m scripts fault-table`, do not edit it"
-        ) from None
+            f"{path.name}: {wrong}; it is written by `python -m scripts fault-table`, do not edit it"
+        )
+    return list(merged.cases)
+
+
+def save(cases: Iterable[Case], path: Path = MERGED) -> None:
+    """Write the catalogue's cases."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(_merged(cases)), indent=1) + b"\n")
+
+
+def _merged(cases: Iterable[Case]) -> Merged:
+    cases = tuple(cases)
+    return Merged(sha256(msgspec.json.encode(cases)), cases)
 
 
 def merge(known: Iterable[Case], new: Iterable[Case]) -> list[Case]:
@@ -86,5 +110,5 @@ def update() -> int:
     """Merge the new cases into `MERGED` and return the number of cases."""
     new = [msgspec.json.decode(file.read_bytes(), type=Case) for file in sorted(CASES.glob("*/*.json"))]
     cases = merge(load(), new)
-    MERGED.write_bytes(msgspec.json.format(msgspec.json.encode(cases), indent=1) + b"\n")
+    save(cases)
     return len(cases)

@@ -79,6 +79,11 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    current = {
+        cell.id: known[cell.id].image
+        for cell in cells
+        if cell.id in known and facts.is_current(cell, known[cell.id])
+    }
     text = environment.get_template("images.md.j2").render(
         table=table,
         overview_columns=OVERVIEW_COLUMNS,
@@ -86,20 +91,27 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         suites=[(name, suite.title) for name, suite in SUITES.items()],
         suite_columns=SUITE_COLUMNS,
         fault_columns=FAULT_COLUMNS,
-        faults=[fault_table(cell, cases) for cell in dict.fromkeys(case.cell for case in cases)],
+        faults=[
+            fault_table(cell, cases, current.get(cell, ""))
+            for cell in dict.fromkeys(case.cell for case in cases)
+        ],
         cells=[_section(cell, known) for cell in cells],
     )
     return f"{text.rstrip()}\n"
 
 
-def fault_table(cell: str, cases: Iterable[Case]) -> dict[str, Any]:
-    """Return the rows of a cell's table of faults, with the counts above it."""
+def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, Any]:
+    """Return the rows of a cell's table of faults, with the counts above it.
+
+    ``image`` is the id of the image with the inputs that this checkout gives, if it was measured.
+    """
     own = {(case.fault, case.phase): case for case in cases if case.cell == cell}
     return {
         "id": cell,
         "images": ", ".join(sorted({f"`{_short(case.image)}`" for case in own.values()})),
         "tested": len(own),
         "hung": sum(case.outcome == "hangs" for case in own.values()),
+        "outdated": any(case.image != image for case in own.values()),
         "left": sum(bool(case.left) for case in own.values()),
         "rows": [
             (fault, _phase(phase, own.get((fault, phase))), *_outcome(own.get((fault, phase))))

@@ -90,6 +90,22 @@ def test_a_file_that_was_written_by_hand_is_refused(tmp_path: Path) -> None:
     assert fault_cases.load(tmp_path / "none.json") == []
 
 
+def test_a_case_edited_by_hand_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    fault_cases.save([CASE], path)
+    assert fault_cases.load(path) == [CASE]
+    path.write_text(path.read_text(encoding="utf-8").replace("21.4", "2.4"), encoding="utf-8")
+    with pytest.raises(UserError, match="its cases have another sha256"):
+        fault_cases.load(path)
+
+
+def test_cases_of_another_image_than_this_checkouts_are_reported() -> None:
+    note = "Not verified yet on the image of this checkout"
+    assert render.fault_table("a-cell", [CASE])["outdated"]
+    assert not render.fault_table("a-cell", [CASE], CASE.image)["outdated"]
+    assert note in render.page(expand(load()), {}, [CASE])
+
+
 def test_the_page_has_the_table_and_is_stale_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = expand(load())
     readme = f"{render.BEGIN}\n{render.END}"
