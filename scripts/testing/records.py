@@ -148,7 +148,7 @@ def _reason(case: TestCase) -> str:
     """Why a test was skipped. Of a skipped file, pytest writes path, line and reason as a tuple."""
     for result in case.result:
         if isinstance(result, Skipped):
-            of_file = re.search(r"'Skipped: (.*)'\)$", result.text or "", re.DOTALL)
+            of_file = re.search(r"[\"']Skipped: (.*)[\"']\)$", result.text or "", re.DOTALL)
             return " ".join((of_file[1] if of_file else result.message or "").split())
     return ""
 

@@ -95,6 +95,9 @@ def test_a_skipped_file_has_its_own_reason(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import pytest\npytest.skip('no \"x\" (here)', allow_module_level=True)", encoding="utf-8"
     )
+    (tmp_path / "test_c.py").write_text(
+        'import pytest\npytest.skip("vLLM\'s own", allow_module_level=True)', encoding="utf-8"
+    )
     (tmp_path / "test_b.py").write_text(
         "import pytest\n@pytest.mark.skipif(True, reason='not now')\ndef test_b(): pass", encoding="utf-8"
     )
@@ -103,7 +106,7 @@ def test_a_skipped_file_has_its_own_reason(tmp_path: Path) -> None:
     subprocess.run([*command, f"--junitxml={junit}", str(tmp_path)], capture_output=True, check=True)
     tally = records.Tally()
     tally.add(junit, 0)
-    assert tally.skips == {'no "x" (here)': 1, "not now": 1}
+    assert tally.skips == {'no "x" (here)': 1, "not now": 1, "vLLM's own": 1}
 
 
 def test_a_run_that_ended_before_it_could_count_is_a_failure(root: Path, tmp_path: Path) -> None:
