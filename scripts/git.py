@@ -1,7 +1,6 @@
 """The state of the checkout, as git reports it."""
 
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.errors import UserError
@@ -22,12 +21,6 @@ def files() -> list[Path]:
     """Return the files of the repository: tracked ones, and untracked ones that git does not ignore."""
     listing = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout
     return [ROOT / name for name in listing.split("\0") if name]
-
-
-def changed_since(commit: str, paths: Sequence[str]) -> bool:
-    """Return whether ``paths`` differ from a commit; False where git does not know the commit."""
-    # Without a path git would compare the whole tree.
-    return bool(paths) and _git("diff", "--quiet", commit.removesuffix(DIRTY), "--", *paths).returncode == 1
 
 
 def require_clean_tree(root: Path = ROOT) -> None:

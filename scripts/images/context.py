@@ -21,7 +21,6 @@ from scripts.paths import ROOT
 IMAGES = ROOT / "images"
 CONTEXTS = ROOT / "build" / "context"
 PATCHED = ROOT / "build" / "wheels" / "patched"
-LAYERS = ("torch", "vllm", "ray", "openrlhf")  # stages of images/Dockerfile that the matrix fills
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.config.env_vars
 

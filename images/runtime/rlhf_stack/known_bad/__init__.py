@@ -1,7 +1,6 @@
-"""The database of known-bad versions and settings, in ``rows/*.toml``, and its matching.
+"""The database of known-bad versions and settings, in ``rows/*.toml``, matched with versions or a log.
 
-`judge` matches the rows with versions and an environment, `explain` with a log. May import ``cleanup``,
-``accelerator``, ``memory``, ``telemetry``, ``config`` and ``errors``.
+May import ``cleanup``, ``accelerator``, ``memory``, ``telemetry``, ``config`` and ``errors``.
 """
 
 from rlhf_stack.known_bad.matching import Environment, accelerator_of, explain, freeze, judge

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.errors import UserError
-from scripts.images.context import IMAGES, LAYERS, dockerfile, normalise_modes, place, quoted
+from scripts.images.context import IMAGES, dockerfile, normalise_modes, place, quoted
 from scripts.images.pins import source_pin
 from scripts.locks import lockfile, targets
 from scripts.matrix.load import Cell, Setting, expand, load, with_option
 
 CELLS = expand(load())
 DEFAULT = next(cell for cell in CELLS if cell.is_default)
+LAYERS = ("torch", "vllm", "ray", "openrlhf")  # stages of images/Dockerfile that the matrix fills
 
 
 @given(st.text(alphabet=st.characters(codec="ascii", exclude_categories=["Cc"])))
@@ -50,7 +51,7 @@ def test_layers_are_those_of_the_dockerfile(cell: Cell) -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
 def test_the_umask_of_the_checkout_does_not_reach_the_context(tmp_path: Path, umask: int) -> None:
-    """Under 002, Ubuntu's for users, /usr of the image would be writable for its user's group."""
+    """Under umask 002, Ubuntu's for users, the user's group could otherwise write to /usr of the image."""
     folder = tmp_path / "context"
     shutil.copytree(IMAGES / "rootfs", folder)
     for path in [folder, *folder.rglob("*")]:
@@ -75,7 +76,7 @@ def test_a_file_that_others_cannot_read_is_copied_and_keeps_its_mode(tmp_path: P
 
 
 def test_an_option_is_built_into_the_top_layer_under_its_own_tag() -> None:
-    """By its recipe, from exactly the source distribution that the matrix names; the lock stays as it is."""
+    """The recipe builds exactly the source distribution that the matrix names; the lock is unchanged."""
     cell = next(cell for cell in CELLS if cell.optional)
     option = cell.optional[0]
     changed = with_option(cell, option.name)
