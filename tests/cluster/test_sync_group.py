@@ -159,7 +159,7 @@ def test_auto_selects_gloo_on_all_ranks_if_nccl_fails_on_one(monkeypatch, capfd,
 
 @pytest.mark.timeout(120)
 def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
-    """It fails while a sync over gloo is in progress, and closes the group that it still joins."""
+    """The trial fails during a sync over gloo, and closes the group that it is still joining."""
     begun, published, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Late:

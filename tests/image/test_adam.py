@@ -32,7 +32,7 @@ def trained(optimizer_class: Callable[..., Any], seed: int) -> list[Any]:
 def test_torch_s_adamw_equals_deepspeed_s(
     offload: bool, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within single-precision rounding, over many steps, with and without weight decay."""
+    """Both agree within single-precision rounding over many steps, with and without weight decay."""
     import torch
     from rlhf_stack.compat import deepspeed_ops
 

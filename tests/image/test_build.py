@@ -30,7 +30,7 @@ def test_a_compiler_is_present_only_with_a_reason(cell: dict[str, Any]) -> None:
 
 
 def test_cpu_image_has_no_cuda_packages(cell: dict[str, Any], installed: dict[str, Distribution]) -> None:
-    """Except if its torch, the index's only build, does not load without them."""
+    """Exempt is an image whose torch, the index's only build, does not load without them."""
     import torch
 
     if cell["accelerator"]["kind"] != "cpu" or torch.version.cuda:

@@ -8,7 +8,7 @@ import pytest
 
 
 def test_the_command_is_on_the_path() -> None:
-    """It lists its commands."""
+    """The command runs and lists its commands."""
     done = subprocess.run(["rlhf-stack", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "patches" in done.stdout
@@ -27,7 +27,7 @@ def test_a_command_imports_only_what_it_needs(command: str) -> None:
 
 
 def test_json_names_its_schema() -> None:
-    """As every command's does."""
+    """The output of one command stands for all."""
     done = subprocess.run(["rlhf-stack", "patches", "--json"], capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
     assert result["schema"] == "rlhf-stack/patches/1"

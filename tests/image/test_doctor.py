@@ -53,7 +53,7 @@ def stopped() -> Iterator[None]:
 
 
 def test_the_image_has_no_error() -> None:
-    """In its versions, patches and variables; findings about the machine are ignored."""
+    """doctor finds no error in versions, patches and variables; findings about the machine are ignored."""
     found = {
         finding["id"]: finding
         for finding in doctor("--local")["findings"]
@@ -65,7 +65,7 @@ def test_the_image_has_no_error() -> None:
 
 
 def test_it_works_without_slow_imports() -> None:
-    """Without a Ray node, its findings are the same when these packages cannot be imported."""
+    """Without a Ray node, the findings are the same when these packages cannot be imported."""
     command = [sys.executable, "-c", WITHOUT_HEAVY, "doctor", "--local", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""

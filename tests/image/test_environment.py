@@ -39,7 +39,7 @@ def printed_environment(command: list[str], environment: dict[str, str]) -> dict
 
 
 def test_defaults_apply(defaults: dict[str, str]) -> None:
-    """In a process that our entrypoint did not start."""
+    """A process that our entrypoint did not start has the defaults."""
     assert {name: os.environ.get(name) for name in defaults} == defaults
 
 
@@ -57,14 +57,14 @@ def test_defaults_apply(defaults: dict[str, str]) -> None:
 def test_defaults_reach_processes_of_every_shell(
     command: list[str], environment: dict[str, str], defaults: dict[str, str]
 ) -> None:
-    """With and without the entrypoint."""
+    """The defaults apply with and without the entrypoint."""
     for whole in ([ENTRYPOINT, *command], command):
         assert defaults.items() <= printed_environment(whole, environment).items()
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_a_login_shell_restores_them(shell: str, defaults: dict[str, str]) -> None:
-    """If nothing is inherited, as with `env -i` and ssh. Other shells have no source for them."""
+    """A login shell restores them after `env -i` or ssh; other shells read no file that could."""
     assert defaults.items() <= printed_environment([f"/bin/{shell}", "-lc", "env -0"], {}).items()
     assert not defaults.keys() & printed_environment([f"/bin/{shell}", "-c", "/usr/bin/env -0"], {}).keys()
 
@@ -113,7 +113,7 @@ def test_it_is_reported_once(cell: dict[str, Any], environment: dict[str, str]) 
 
 
 def test_each_profile_sets_its_variables(cell: dict[str, Any], environment: dict[str, str]) -> None:
-    """In the entrypoint and in a login shell; the user's own value wins and is reported."""
+    """A profile applies in the entrypoint and in a login shell; the user's own value wins and is reported."""
     profiles = cell["accelerator"]["profiles"]
     if not profiles:
         pytest.skip("the matrix has no profile for this accelerator")
@@ -136,7 +136,7 @@ def test_each_profile_sets_its_variables(cell: dict[str, Any], environment: dict
 def test_an_unknown_profile_is_an_error(
     command: list[str], cell: dict[str, Any], environment: dict[str, str]
 ) -> None:
-    """It lists the known ones; the command does not start."""
+    """The error lists the known profiles, and the command does not start."""
     known = ", ".join(sorted(profile["name"] for profile in cell["accelerator"]["profiles"])) or "none"
     done = run(command, environment | {PROFILE: "no-such"})
     assert (done.returncode, done.stdout) == (2, "")

@@ -107,7 +107,7 @@ def objects(
 
 
 def test_the_loader_reports_what_is_missing(objects: Callable[[str], list[Path]]) -> None:
-    """For an object of vLLM that uses torch, without torch's folder in the search path."""
+    """The loader reports an object of vLLM that uses torch, without torch's folder in the search path."""
     extension = next(path for path in objects("vllm") if b"libc10.so" in path.read_bytes())
     finding = trace([extension], [])
     assert "libc10.so" in finding.libraries
@@ -126,7 +126,7 @@ def test_only_the_driver_s_part_is_ignored() -> None:
 def test_no_library_and_no_symbol_is_missing(
     name: str, objects: Callable[[str], list[Path]], folders: list[Path]
 ) -> None:
-    """For any shared object, except the GPU driver's if torch is built for GPUs."""
+    """Every shared object is complete, except for the GPU driver's part if torch is built for GPUs."""
     import torch
 
     if not (paths := objects(name)):

@@ -63,7 +63,7 @@ def test_added_packages_replace_no_file_of_the_stack(installed: dict[str, Distri
 
 
 def test_constraints_name_what_is_installed(installed: dict[str, Distribution]) -> None:
-    """They hold pip in a derived image to the installed versions, patched ones included."""
+    """The constraints hold pip in a derived image to the installed versions, patched ones included."""
     constraints = dict(PIN.findall(Path("/etc/rlhf-stack/constraints.txt").read_text()))
     stack = {name: found.version for name, found in installed.items() if name not in added(installed)}
     recipes = own() - set(constraints)  # no index has them, so pip cannot change them

@@ -80,7 +80,7 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
 def test_what_a_killed_driver_left_is_removed_and_nothing_else(
     foreign: "subprocess.Popen[bytes]", segment: shared_memory.SharedMemory
 ) -> None:
-    """It removes an engine's process, and a segment that no process has open."""
+    """reap removes an engine's process, and a segment that no process has open."""
     with tempfile.TemporaryDirectory(prefix="r") as folder:  # short: Ray's sockets are below it
         driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER, folder], stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -17,6 +17,6 @@ def test_user_has_a_name_without_a_passwd_entry() -> None:
 
 
 def test_home_is_writable() -> None:
-    """It contains the caches of vLLM, Hugging Face and torch."""
+    """HOME contains the caches of vLLM, Hugging Face and torch."""
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         Path(folder, "file").write_text("content")

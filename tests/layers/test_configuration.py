@@ -23,7 +23,7 @@ def test_processes_have_an_init(image: Image) -> None:
 
 
 def test_labels_name_cell_and_versions(image: Image, cell: Cell) -> None:
-    """They also name what is unverified."""
+    """Labels name the cell, its versions and what is unverified."""
     labels = image.labels
     assert labels[f"{NAMESPACE}.cell"] == cell.id
     assert {name: labels[f"{NAMESPACE}.version.{name}"] for name in cell.versions} == cell.versions

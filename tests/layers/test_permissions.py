@@ -52,7 +52,7 @@ def test_permission_bits_are_understood() -> None:
 
 @pytest.mark.timeout(600)
 def test_users_can_write_to_their_own_folders_alone(client: docker.DockerClient, image: Image) -> None:
-    """Not to /usr, /etc or the entrypoint, whatever umask the checkout was made under."""
+    """Users cannot write to /usr, /etc or the entrypoint, whatever the umask of the checkout was."""
     container = client.containers.create(image)
     try:
         chunks = iter(container.export())  # bytes; docker's stubs say text

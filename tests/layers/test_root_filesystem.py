@@ -22,7 +22,7 @@ def packages(tar: Path) -> str:
 
 @pytest.mark.timeout(600)
 def test_a_rebuilt_root_is_identical(cell: Cell, tmp_path: Path) -> None:
-    """In another folder and later than the one in use; built twice if Debian has newer packages."""
+    """The root is rebuilt in another folder and later; twice if Debian has newer packages."""
     runtime, _ = rootfs.roots(cell)
     first, second = runtime.tar, tmp_path / "second.tar"
     rootfs.make(runtime, second)
@@ -34,7 +34,7 @@ def test_a_rebuilt_root_is_identical(cell: Cell, tmp_path: Path) -> None:
 
 
 def test_root_has_nothing_of_the_build_machine(cell: Cell) -> None:
-    """It contains no host name, resolver, machine id or log."""
+    """The root contains no host name, resolver, machine id or log."""
     runtime, _ = rootfs.roots(cell)
     with tarfile.open(runtime.tar) as archive:
         members = {member.name: member for member in archive}

@@ -31,7 +31,7 @@ def read_chunks(file: io.BufferedIOBase) -> Iterator[bytes]:
 
 
 def test_the_search_finds_a_marker() -> None:
-    """Also across the edge of a chunk, and in a layer as Docker writes it."""
+    """The search finds a marker across the edge of a chunk, and in a layer as Docker writes it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         member = tarfile.TarInfo("run/secrets/ca")
@@ -51,7 +51,7 @@ def test_no_layer_contains_a_build_secret(image: Image) -> None:
 
 
 def test_history_and_configuration_contain_no_secret(image: Image) -> None:
-    """Nor a build argument that could contain one, such as a proxy with a password."""
+    """They contain no build argument that could hold a secret either, such as a proxy with a password."""
     text = json.dumps([image.history(), image.attrs])
     assert LEAK_MARKER not in text
     assert "_proxy=" not in text.lower()

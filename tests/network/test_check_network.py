@@ -82,7 +82,7 @@ def test_healthy_links_pass(cluster: Cluster) -> None:
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_dead_link_is_named_and_the_others_pass(cluster: Cluster, after: ExitStack) -> None:
-    """Between two workers that both reach the head, so Ray detects nothing."""
+    """The link is between two workers that both reach the head, so Ray detects nothing."""
     left, right = cluster.containers[1:]
     for receiver, sender in ((left, "right"), (right, "left")):
         links.block(receiver, address(cluster, sender))
@@ -113,7 +113,7 @@ def test_a_link_blocked_in_one_direction_is_named(cluster: Cluster, after: ExitS
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_slow_node_is_named(cluster: Cluster, after: ExitStack) -> None:
-    """It sends slowly and receives at full speed."""
+    """The node sends slowly and receives at full speed."""
     right = cluster.containers[2]
     links.slow_down(right, SLOW_MEGABITS)
     after.callback(links.speed_up, right)

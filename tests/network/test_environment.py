@@ -62,7 +62,7 @@ def submit(environment: dict[str, str] | None = None) -> list[str]:
 def test_defaults_reach_the_second_node(
     start: Callable[..., Cluster], names: list[str], defaults: dict[str, str]
 ) -> None:
-    """Without our entrypoint's shell; a job has the same, overridden by its runtime_env."""
+    """The defaults apply without our entrypoint's shell and in a job, whose runtime_env overrides them."""
     cluster = start()
     changed = names[0]
     assert on_second_node(cluster, [], names) == defaults

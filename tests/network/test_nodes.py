@@ -47,7 +47,7 @@ def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_doctor_queries_every_node(start: Callable[..., Cluster], cell: Cell) -> None:
-    """It finds no error and no difference between them."""
+    """doctor finds no error and no difference between the nodes."""
     cluster = start()
     command = ["sh", "-c", "rlhf-stack doctor --json --timeout 120 || test $? -ne 2"]
     report = json.loads(cluster.output(cluster.head, command))
@@ -58,7 +58,7 @@ def test_doctor_queries_every_node(start: Callable[..., Cluster], cell: Cell) ->
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
-    """While a command runs on the head, which would otherwise wait for the lost node."""
+    """A node is killed while a command on the head would wait for it."""
     cluster = start()
     worker = cluster.containers[1]
     with pytest.raises(UserError, match=r"node worker ended: it was killed"):
@@ -76,7 +76,7 @@ def test_a_job_that_fails_is_explained(start: Callable[..., Cluster], cell: Cell
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_lost_head_is_reported_to_the_follower_of_a_job(client: docker.DockerClient, cell: Cell) -> None:
-    """On another machine, when the head is restarted: one line names the head and the job."""
+    """On another machine, one line names the restarted head and the job."""
     with Cluster(client, cell.tag, demo.NODES, start=reachable) as cluster:
         submit = ["rlhf-stack", "submit", "--address", SERVER, "--", "sh", "-c", "echo begun; sleep 600"]
         following = subprocess.Popen(
@@ -97,7 +97,7 @@ def test_a_lost_head_is_reported_to_the_follower_of_a_job(client: docker.DockerC
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_nodes_that_do_not_join_are_named(client: docker.DockerClient, cell: Cell) -> None:
-    """After a deadline too short for any node the error names what is missing; nothing is left."""
+    """After a deadline too short for any node the error names what is missing, and nothing is left."""
     with pytest.raises(UserError, match=r"the cluster did not start: .* after \d+ s"):
         Cluster(client, cell.tag, demo.NODES, timeout=1).__enter__()
 
@@ -138,7 +138,7 @@ def test_an_interrupted_demo_leaves_nothing(
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_demo_names_the_node_that_died(client: docker.DockerClient, cell: Cell) -> None:
-    """At any time before its end: one line, exit code 2, nothing left, no record against the image."""
+    """A node may die at any time: one line, exit code 2, nothing left, and no record against the image."""
     before = demos(cell)
     process = start_demo(cell.id)
     until(lambda: len(containers_of(client, process)) == 2, "two nodes")
@@ -155,7 +155,7 @@ def test_a_demo_names_the_node_that_died(client: docker.DockerClient, cell: Cell
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_the_next_process_removes_what_a_killed_one_left(client: docker.DockerClient, cell: Cell) -> None:
-    """After SIGKILL, which prevents any clean-up."""
+    """The process ended by SIGKILL, which prevents any clean-up."""
     process = start_demo(cell.id)
     until(lambda: len(containers_of(client, process)) == 2, "two nodes")
     os.kill(process.pid, signal.SIGKILL)

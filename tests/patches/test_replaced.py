@@ -48,7 +48,7 @@ def test_a_run_reports_a_replaced_package(proves):
 
 @pytest.mark.timeout(120)
 def test_a_starting_container_reports_replaced_packages():
-    """With the pristine packages first on the path, as if pip had installed them over the patched ones."""
+    """The pristine packages are first on the path, as if pip had installed them over the patched ones."""
     pristine = os.environ["RLHF_STACK_PRISTINE"]
     done = subprocess.run(
         ["rlhf-entrypoint", "sh", "-c", "exit 7"],

@@ -33,7 +33,7 @@ exec python -m pytest -p no:cacheprovider -c /dev/null --rootdir=/opt/tests -ra 
 def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
     client: docker.DockerClient, cell: Cell, image: Image
 ) -> None:
-    """Only ZeRO-2 with accumulation fails."""
+    """Of all configurations only ZeRO-2 with accumulation fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         secrets = write_secrets(index_config.load(), Path(folder))

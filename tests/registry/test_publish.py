@@ -78,7 +78,7 @@ def test_publishing_twice_transfers_nothing(
 def test_an_immutable_tag_is_not_overwritten(
     client: docker.DockerClient, repo: str, make: Make, records_folder: Path
 ) -> None:
-    """Neither by the check nor by a push that races another; the published image stays."""
+    """Neither the check nor a push that races another one overwrites it; the published image stays."""
     first, other = make(), make()
     digest = publish.publish(client, repo, [first], CONSOLE)[0].digest
     [reason] = gathered(client, repo, other, records_folder)
@@ -155,7 +155,7 @@ def test_an_image_of_other_inputs_is_refused(
 
 
 def test_the_image_of_a_cell_has_its_inputs_digest(image: Image, cell: Cell) -> None:
-    """As publish requires."""
+    """The label exists, as `publish` requires."""
     assert image.labels[INPUTS] == digest_for(cell)
 
 
@@ -182,7 +182,7 @@ def test_a_cell_that_is_not_built_is_reported(client: docker.DockerClient, repo:
 def test_an_unreachable_registry_is_reported_in_one_line(
     client: docker.DockerClient, make: Make, records_folder: Path
 ) -> None:
-    """By the check and by the push."""
+    """Both the check and the push report it."""
     item = make()
     for attempt in (
         lambda: publish.collect(client, UNREACHABLE, [item.cell], (records_folder,), lambda _: INPUTS_DIGEST),

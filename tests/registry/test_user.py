@@ -36,7 +36,7 @@ def pip_list(client: docker.DockerClient, image: str) -> set[str]:
 def test_an_image_pulled_by_its_digest_passes_the_image_tests(
     client: docker.DockerClient, cell: Cell, image: Image, repo: str
 ) -> None:
-    """It is pushed, deleted locally, and pulled again; its local names are restored.
+    """The image is pushed, deleted locally, and pulled again; its local names are restored.
 
     The builder may have cached its layers: test_publish shows that every byte can come from the registry.
     """
@@ -91,7 +91,7 @@ def built(client: docker.DockerClient, cell: Cell) -> Iterator[Build]:
 def test_an_image_built_from_ours_passes_the_tests_of_its_parent(
     client: docker.DockerClient, cell: Cell, image: Image, built: Build
 ) -> None:
-    """It has one more package, the same pins and the same user."""
+    """The derived image has one more package, the same pins and the same user."""
     tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
     done = built(tag, None, with_secrets=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -106,7 +106,7 @@ def test_an_image_built_from_ours_passes_the_tests_of_its_parent(
 
 @pytest.mark.timeout(600)
 def test_a_package_that_moves_a_pin_fails_the_build(cell: Cell, built: Build) -> None:
-    """Also without secrets, as most users build."""
+    """The build has no secrets, as for most users."""
     done = built(f"rlhf-stacks-tests:{uuid.uuid4().hex}", "ray==2.8.0", with_secrets=False)
     assert done.returncode != 0
     assert (

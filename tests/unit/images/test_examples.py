@@ -68,7 +68,7 @@ def pods() -> tuple[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_takes_the_pods_of_kuberay(version: str) -> None:
-    """By its own schemas, in which a field that it does not know is an error."""
+    """The pods are valid by Kubernetes' own schemas, in which an unknown field is an error."""
     for pod in pods()[1]:
         validate(pod, version, strict=True)
         misspelt = copy.deepcopy(pod)

@@ -18,7 +18,7 @@ with exclusive_lock(Path(sys.argv[1]), "another build"):
 
 
 def test_the_second_process_waits_and_prints_for_what(tmp_path: Path) -> None:
-    """It proceeds as soon as the first is done, also if that was killed."""
+    """The second process proceeds as soon as the first has ended, also if it was killed."""
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
     pipe = subprocess.PIPE
     with (

@@ -132,7 +132,7 @@ def seen(pid: int) -> Process:
 
 @pytest.mark.timeout(60)
 def test_an_exiting_process_has_no_segment_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it exits, only root can read it."""
+    """Only root can read a process that is exiting."""
     child = sleeping()
     one = seen(child.pid)
     (tmp_path / "self").mkdir()

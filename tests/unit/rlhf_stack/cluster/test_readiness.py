@@ -19,7 +19,7 @@ def test_head_comes_first_and_dead_nodes_are_left_out() -> None:
 
 
 def test_restarted_machine_counts_once() -> None:
-    """While Ray still lists the old node as alive."""
+    """Ray still lists the old node as alive."""
     found = parse_nodes([entry("10.0.0.2", 2, head=True), entry("10.0.0.3", 2), entry("10.0.0.3", 2)])
     assert [node.address for node in found] == ["10.0.0.2", "10.0.0.3"]
     assert describe_missing(found, nodes=3, gpus=6) == "2 of 3 nodes joined (10.0.0.2, 10.0.0.3), 4 of 6 GPUs"

@@ -87,7 +87,7 @@ def test_compilations_are_serialized(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_torch_adam_is_selected_by_deepspeeds_own_switch(
     monkeypatch: pytest.MonkeyPatch, kind: str, gpu: bool
 ) -> None:
-    """If the operator is unavailable; the rest of the section stays, and the caller's is unchanged."""
+    """If the operator is unavailable, only the switch changes, and the caller's section is unchanged."""
     monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
     monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: gpu)
     config = {"type": kind, "params": {"lr": 1e-6}}
@@ -111,7 +111,7 @@ def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:
 def test_without_a_compiler_torch_adam_is_used_and_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only rank 0 logs it."""
+    """Only rank 0 logs the replacement."""
     loaded = lacks(monkeypatch, "C++ compiler", "nvcc")
     assert not deepspeed_ops.load_adam_operator(offload=False)
     assert "(no C++ compiler, no nvcc): torch.optim.AdamW is used instead" in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_without_a_compiler_an_offloaded_optimiser_is_an_error(monkeypatch: pyte
 def test_with_a_compiler_the_operator_is_compiled(
     monkeypatch: pytest.MonkeyPatch, offload: bool, name: str
 ) -> None:
-    """Before DeepSpeed loads it."""
+    """The operator is compiled before DeepSpeed loads it."""
     loaded = lacks(monkeypatch)
     assert deepspeed_ops.load_adam_operator(offload)
     assert loaded == [name]

@@ -24,7 +24,7 @@ def test_seeds_follow_from_the_engine_and_its_requests(seed: int, prompts: list[
 
 @given(PROMPTS.filter(lambda prompts: len(prompts) > 1))
 def test_seeds_do_not_depend_on_when_other_prompts_arrive(prompts: list[list[int]]) -> None:
-    """They depend only on how often the same prompt was requested before."""
+    """Seeds depend only on how often the same prompt was requested before."""
     forward, backward = determinism.RequestSeeds(1), determinism.RequestSeeds(1)
     one = sorted((prompt, forward.next(prompt)) for prompt in prompts)
     other = sorted((prompt, backward.next(prompt)) for prompt in reversed(prompts))
@@ -64,7 +64,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_are_taken_in_the_order_of_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regardless of which is ready first."""
+    """The order does not depend on which answer is ready first."""
     fake_ray(monkeypatch)
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     assert determinism.wait_for_answer(["a", "b", "c"]) == (["a"], ["b", "c"])

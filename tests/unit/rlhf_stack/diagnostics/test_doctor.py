@@ -235,7 +235,7 @@ def test_version_and_build_id_are_read_from_a_library(tmp_path: Path) -> None:
 
 
 def test_the_build_id_of_a_system_library_is_read() -> None:
-    """Of a library that every Linux has."""
+    """Every Linux has this library."""
     found = next(Path("/lib/x86_64-linux-gnu").glob("libc.so.6"), None) or Path(sys.executable)
     assert len(libraries.build_id(found)) in (0, 40)
 

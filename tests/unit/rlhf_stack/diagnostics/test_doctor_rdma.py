@@ -143,7 +143,7 @@ def test_a_verbs_library_that_cannot_be_loaded_is_an_error_with_its_reason(
 
 
 def test_the_verbs_library_of_this_machine_lists_its_adapters() -> None:
-    """Without the library None, with it a number; on a machine without adapters it is 0."""
+    """The number of adapters is None without the library, and 0 on a machine without adapters."""
     count, error = collect_rdma.verbs_count()
     assert count is not None or "libibverbs.so.1" in error
 

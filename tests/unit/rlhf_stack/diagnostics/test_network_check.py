@@ -71,7 +71,7 @@ def test_a_link_is_ok_slow_one_way_or_dead() -> None:
 
 
 def test_a_link_far_below_the_median_is_slow() -> None:
-    """Also above the floor."""
+    """The link is slow even if its rate is above the floor."""
     attempts = [sent(a, b) for a, b in ((0, 1), (1, 0), (0, 2), (2, 0))] + [sent(1, 2, 0.4), sent(2, 1, 0.4)]
     assert verdicts(*attempts, nodes=3) == [model.OK, model.OK, model.SLOW]
 
@@ -116,7 +116,7 @@ def infiniband(first: int | None, second: int | None) -> tuple[CheckedNode, Chec
 def test_the_default_floor_comes_from_the_speed_of_the_link(
     machines: tuple[CheckedNode, CheckedNode], backend: str, least: float, why: str
 ) -> None:
-    """Just above it a link is ok, just below it is slow, and the reason has the numbers."""
+    """A link just above the floor is ok, one just below is slow, and the reason has the numbers."""
     above, below = least * 1.01, least * 0.99
     (fast,) = model.judge_links(machines, [sent(0, 1, above), sent(1, 0, above)], None, backend)
     assert fast.verdict == model.OK
@@ -128,7 +128,7 @@ def test_the_default_floor_comes_from_the_speed_of_the_link(
 
 
 def test_a_tenth_of_a_gigabyte_on_400_gigabits_is_slow() -> None:
-    """With both backends; an explicit floor replaces that of the speed."""
+    """The link is slow with both backends; an explicit floor replaces that of the speed."""
     for machines, backend in ((infiniband(400_000, 400_000), "nccl"), (ethernet(400_000), "gloo")):
         attempts = [sent(0, 1, 0.1), sent(1, 0, 0.1)]
         assert model.judge_links(machines, attempts, None, backend)[0].verdict == model.SLOW
@@ -147,7 +147,7 @@ def test_a_tenth_of_a_gigabyte_on_400_gigabits_is_slow() -> None:
     ],
 )
 def test_the_speed_is_that_of_the_used_interface(used: str, expected: str | None) -> None:
-    """By default the interface of the Ray address."""
+    """The default is the interface of the Ray address."""
     found = model.used_interface(node(1, SLOW_CARD, FAST_CARD, used=used))
     assert (found and found.name) == expected
 
@@ -174,7 +174,7 @@ def test_the_speed_is_that_of_the_used_interface(used: str, expected: str | None
 def test_the_remedy_names_the_variable(
     verdict: str, machines: tuple[CheckedNode, CheckedNode], backend: str, expected: str
 ) -> None:
-    """It names the variable of the backend and a common interface."""
+    """The remedy names the variable of the backend and a common interface."""
     assert expected in model.link_remedy(*machines, verdict, backend)
 
 

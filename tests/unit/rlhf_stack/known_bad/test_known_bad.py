@@ -61,7 +61,7 @@ def ids(findings: list[Finding]) -> list[str]:
 
 
 def test_the_most_important_rows_exist() -> None:
-    """By their ids, so that none is lost unnoticed."""
+    """The ids are listed here, so that the loss of a row is noticed."""
     carried = {found.id for found in ROWS}
     assert {
         "deepspeed-zero2-accumulation",
@@ -101,7 +101,7 @@ def test_rows_that_the_versions_exclude_are_omitted() -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_our_own_cells_have_no_error(cell: Cell) -> None:
-    """As they are shipped: their lock, env defaults and patches."""
+    """The cells are judged as shipped: by lock, env defaults and patches."""
     if not lockfile.path(cell).exists():
         pytest.skip("this cell has no lock")
     versions = known_bad.freeze(lockfile.path(cell).read_text(encoding="utf-8"))

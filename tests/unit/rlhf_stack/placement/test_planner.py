@@ -17,7 +17,7 @@ def test_three_nodes_of_six_hold_an_engine_each() -> None:
 
 
 def test_two_colocated_pairs_leave_room_for_three_engines() -> None:
-    """On the emptiest nodes the pairs would leave 6 and 6."""
+    """Placed on the emptiest nodes, the pairs would leave 6 and 6 GPUs."""
     request = Request((Group("actor", 1, 2), Group("critic", 1, 2)), Engines(3, 4))
     found = plan(cluster(8, 8), request)
     assert [set(nodes) for nodes in found.engines] == [{0}, {0}, {1}]

@@ -76,7 +76,7 @@ def test_restarted_machine_is_one_node_once_the_old_one_is_dead(
 
 
 def test_nodes_that_share_an_address_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a `UserError`, so commands print one line."""
+    """The error is a `UserError`, so commands print one line."""
     monkeypatch.setenv("RLHF_STACK_PLACEMENT_TIMEOUT", "0.1")
     monkeypatch.setattr(reservation, "_live_nodes", lambda _: [ONE, ONE, OTHER])
     monkeypatch.setattr(reservation, "POLL_SECONDS", 0)

@@ -150,7 +150,7 @@ def test_the_older_generation_is_planned_too() -> None:
 @pytest.mark.parametrize("memory", [24, 40, 80])
 @pytest.mark.parametrize("shares", [None, "actor"])
 def test_what_is_advised_is_enough(memory: int, shares: str | None) -> None:
-    """On GPUs that are too small for it as it is; the flags are those of the run that then fits."""
+    """The run does not fit on these GPUs, and fits with the advised flags."""
     planned = run("big", engines=Engines(2, 4, shares), checkpointing=False, train_batch=4, rollout_batch=8)
     cluster = uniform_machines(2, 8, memory, 64, 2000)
     found = assess(planned, cluster, SHAPES)

