@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -31,8 +32,9 @@ def image(changed: dict[str, str] | None = None) -> Any:
 
 
 def test_an_image_of_the_current_inputs_needs_its_records(tmp_path: Path) -> None:
-    """From any commit: the catalogue is generated from images, so it is committed after them."""
-    reasons = publish.refusals(CELL, image(), (tmp_path,), digest_for)
+    """A missing one is reported before a build is laid out, which makes root filesystems in a new clone."""
+    lays_out_a_build = MagicMock(side_effect=AssertionError)
+    reasons = publish.refusals(CELL, image(), (tmp_path,), lays_out_a_build)
     assert [reason.partition(": ")[2] for reason in reasons] == [
         f"no record of the suite {suite} on this image: run its tests" for suite in records.required(CELL)
     ]
