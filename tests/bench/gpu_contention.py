@@ -1,6 +1,6 @@
 """Cost of a trainer rank that waits in a collective on the GPU of an engine that generates.
 
-``python -m tests.bench.cotenancy [--plot FILE.png] [--json]``; about 2 minutes.
+``python -m tests.bench.gpu_contention [--plot FILE.png] [--json]``; about 2 minutes.
 
 One container of the default cell, two engines and two ranks; a CPU core takes the place of a GPU that an
 engine and a rank share. A kernel of NCCL busy-waits, and so does the rank here: gloo's own wait uses no
@@ -25,7 +25,7 @@ from scripts.testing.demo import DATA
 from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
 
-SCRIPT = Path(__file__).with_name("cotenancy_engines.py")
+SCRIPT = Path(__file__).with_name("gpu_contention_engines.py")
 INSIDE = "/opt/bench.py"
 LAYERS = 8
 TOKENS = 8 * 64  # per engine and round
@@ -59,7 +59,7 @@ def plot(file: Path, rounds: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Run the command line."""
-    options = parser("cotenancy", __doc__)
+    options = parser("gpu_contention", __doc__)
     options.add_argument("--plot", type=Path, help="also draw a plot, as PNG")
     arguments = options.parse_args()
     matrix, client = load(), connect()

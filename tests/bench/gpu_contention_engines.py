@@ -1,7 +1,7 @@
 """Measures two engines' rounds of generation, with and without a trainer rank that waits on one's GPU.
 
-cotenancy_engines.py MODEL: prints JSON, one object per round: its phase, its start, and the seconds of each
-engine.
+gpu_contention_engines.py MODEL: prints JSON, one object per round: its phase, its start, and the seconds of
+each engine.
 """
 
 import json
