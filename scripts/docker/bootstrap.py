@@ -66,7 +66,7 @@ def install(packages: Sequence[str]) -> None:
     """Install Debian packages, as root or by a sudo that needs no password."""
     if not _is_debian(OS_RELEASE.read_text(encoding="utf-8") if OS_RELEASE.exists() else ""):
         raise UserError(
-            f"this needs, by the names of Debian's packages, {' '.join(packages)}: "
+            f"this needs Debian's packages {' '.join(packages)}, or their equivalents: "
             "install them with your system's tools"
         )
     prefix = _as_root(_instruction(packages))
@@ -77,7 +77,7 @@ def install(packages: Sequence[str]) -> None:
 
 
 def unpack(package: str, folder: Path) -> None:
-    """Unpack a Debian package into ``folder`` without installing it, so that no service of it starts.
+    """Unpack a Debian package into ``folder`` without installing it, so that none of its services starts.
 
     Needs no root where apt has its lists. A `UserError` explains why the package is unavailable.
     """
@@ -103,7 +103,7 @@ def available(packages: Sequence[str], output: Callable[[Sequence[str]], str]) -
 
 
 def _instruction(packages: Sequence[str]) -> str:
-    """The one command with which a user without root's rights gets all ``packages``."""
+    """The command that installs all ``packages``, for a user who may use sudo."""
     names = " ".join(available(packages, output_of))
     joins = "docker.io" in packages and os.geteuid() != 0
     group = " && sudo usermod -aG docker $USER`, then log in again" if joins else "`"

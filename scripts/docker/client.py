@@ -129,7 +129,7 @@ def refuse_podman(commands: Iterable[Path]) -> None:
 
 
 def is_podman(path: Path, output: Callable[[Sequence[str]], str]) -> bool:
-    """Whether a ``docker`` command is Podman's, whose version is taken for that of an old Docker."""
+    """Whether a ``docker`` command is Podman's, whose version looks like that of an old Docker."""
     return "podman" in output([str(path), "--version"]).lower()
 
 
@@ -150,7 +150,7 @@ def need_space(megabytes: int) -> None:
 
 
 def image_store(info: Mapping[str, Any]) -> Path:
-    """The folder in which Docker stores images, from its ``info``; recent releases leave that to containerd.
+    """The folder in which Docker stores images, from its ``info``; in recent releases containerd stores them.
 
     The folder is not on this machine where Docker runs in a virtual one.
     """
@@ -202,7 +202,7 @@ def run_captured(command: Sequence[str], folder: Path | None = None) -> subproce
 
 
 def _causes(error: BaseException | None) -> Iterable[BaseException]:
-    """An exception, what it was raised from, and the exceptions in their arguments, each once."""
+    """Yield an exception, its causes, and the exceptions in their arguments, each once."""
     waiting, seen = [error], set[int]()
     while waiting:
         cause = waiting.pop()
