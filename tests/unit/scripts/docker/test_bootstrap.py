@@ -127,7 +127,9 @@ def test_a_sudo_without_a_password_is_used(bare: Path, monkeypatch: pytest.Monke
 
 def test_on_another_system_the_error_names_the_packages(bare: Path) -> None:
     bootstrap.OS_RELEASE.write_text("ID=fedora\n", encoding="utf-8")
-    with pytest.raises(UserError, match="this needs Debian's packages git, or their equivalents: install them"):
+    with pytest.raises(
+        UserError, match="this needs Debian's packages git, or their equivalents: install them"
+    ):
         bootstrap.install(["git"])
     assert not bare.exists()
 
