@@ -76,13 +76,13 @@ def snapshot(proc: Path = PROC) -> list[Process]:
     return found
 
 
-def descendants(of: Iterable[int], processes: Iterable[Process]) -> set[int]:
-    """The pids ``of`` and those of all their descendants."""
+def descendants(pids: Iterable[int], processes: Iterable[Process]) -> set[int]:
+    """Return ``pids`` and those of all their descendants."""
     below: dict[int, list[int]] = {}
     for process in processes:
         below.setdefault(process.parent, []).append(process.pid)
     found: set[int] = set()
-    pending = list(of)
+    pending = list(pids)
     while pending:
         pid = pending.pop()
         if pid not in found:

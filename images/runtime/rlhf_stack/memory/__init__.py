@@ -6,12 +6,11 @@ May import only ``config`` and ``errors``.
 from rlhf_stack.memory.activations import Pass, forward_peak, saved_activations, training_peak
 from rlhf_stack.memory.engine import EngineSettings, KvCache, kv_cache
 from rlhf_stack.memory.model_shape import Shape, ShapeError, parse_shape, read_shape
-from rlhf_stack.memory.training import ModelStates, Zero, model_states
+from rlhf_stack.memory.training import Zero, model_states
 
 __all__ = [
     "EngineSettings",
     "KvCache",
-    "ModelStates",
     "Pass",
     "Shape",
     "ShapeError",

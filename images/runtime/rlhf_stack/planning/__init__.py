@@ -3,19 +3,8 @@
 May import every package except ``cli``, ``hooks``, ``demo`` and ``diagnostics``.
 """
 
-from rlhf_stack.planning.advice import Advice, advise
-from rlhf_stack.planning.assessment import Assessment, PlannedGpu, PlannedNode, assess
-from rlhf_stack.planning.cluster_spec import Machine, ray_machines, read_machines, uniform_machines
+from rlhf_stack.planning.advice import advise
+from rlhf_stack.planning.assessment import assess
+from rlhf_stack.planning.cluster_spec import Machine, uniform_machines
 
-__all__ = [
-    "Advice",
-    "Assessment",
-    "Machine",
-    "PlannedGpu",
-    "PlannedNode",
-    "advise",
-    "assess",
-    "ray_machines",
-    "read_machines",
-    "uniform_machines",
-]
+__all__ = ["Machine", "advise", "assess", "uniform_machines"]
