@@ -135,8 +135,7 @@ class Cluster:
         try:
             self._start()
             self.wait_for_nodes(self._timeout)
-            for container in self.containers:
-                container.update(cpu_shares=SHARES)
+            self._end_priority()
         except BaseException:
             self._end.close()
             raise
@@ -146,6 +145,14 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end.close()
+
+    def _end_priority(self) -> None:
+        try:
+            for container in self.containers:
+                container.update(cpu_shares=SHARES)
+        except docker.errors.APIError:
+            self.check()  # Docker does not update a container that has stopped, and does not name the node
+            raise
 
     @property
     def head(self) -> Container:
