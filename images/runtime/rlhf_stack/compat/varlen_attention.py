@@ -70,14 +70,14 @@ def forward(
 
     _refuse(query, key, attention_mask, dropout, options)
     batch, heads, length, _ = query.shape
-    kept, starts = _sequences(batch, length, attention_mask, position_ids, query.device)
+    unpadded, starts = _sequences(batch, length, attention_mask, position_ids, query.device)
     causal = module.is_causal if is_causal is None else is_causal
     dtype = _half_precision(module) if query.is_cuda and query.dtype == torch.float32 else query.dtype
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1)[kept].to(dtype) for tensor in (query, key, value))
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1)[unpadded].to(dtype) for tensor in (query, key, value))
     attend = _attend_on_gpu if query.is_cuda else _attend_one_by_one
     answer = attend(q, k, v, starts, scaling, sliding_window, causal).to(query.dtype)
     output = answer.new_zeros(batch * length, heads, value.shape[-1])
-    return output.index_copy(0, kept, answer).unflatten(0, (batch, length)), None
+    return output.index_copy(0, unpadded, answer).unflatten(0, (batch, length)), None
 
 
 def _refuse(
@@ -132,15 +132,15 @@ def _sequences(
 
     rows = torch.arange(batch, device=device).repeat_interleave(length)
     if attention_mask is None:
-        kept = torch.arange(batch * length, device=device)
+        unpadded = torch.arange(batch * length, device=device)
     else:
-        kept = attention_mask.flatten().nonzero().flatten()
-    first = rows[kept].diff(prepend=rows.new_tensor([-1])) != 0
+        unpadded = attention_mask.flatten().nonzero().flatten()
+    first = rows[unpadded].diff(prepend=rows.new_tensor([-1])) != 0
     if position_ids is not None and position_ids.dim() == 2:  # M-RoPE has three, and no packing
-        positions = position_ids.expand(batch, length).flatten()[kept]
+        positions = position_ids.expand(batch, length).flatten()[unpadded]
         first |= positions.diff(prepend=positions.new_tensor([-2])) != 1
     starts = first.nonzero().flatten().to(torch.int32)
-    return kept, torch.cat([starts, starts.new_tensor([len(kept)])])
+    return unpadded, torch.cat([starts, starts.new_tensor([len(unpadded)])])
 
 
 def _attend_on_gpu(
