@@ -9,7 +9,7 @@ from scripts.digests import sha256
 from scripts.patches.apply import build_patched_wheel, read_manifest
 from scripts.patches.pristine import fetch_pristine, locked_hashes
 from scripts.patches.series import Series
-from scripts.patches.wheel_files import Entry, write_wheel
+from scripts.patches.wheel_files import WheelFile, write_wheel
 from scripts.paths import ROOT
 
 RUNTIME = ROOT / "images" / "runtime"
@@ -25,12 +25,12 @@ def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTI
     name, version = project["name"], project["version"]
     info = f"{name}-{version}.dist-info"
     files = {
-        str(path.relative_to(source)): Entry(path.read_bytes(), 0o644)
+        str(path.relative_to(source)): WheelFile(path.read_bytes(), 0o644)
         for path in sorted((source / name).rglob("*"))
         if path.is_file() and path.suffix != ".pyc"
     }
     manifests = json.dumps([read_manifest(wheel) for wheel in patched], indent=1) + "\n"
-    files[f"{name}/{EXPECTED}"] = Entry(manifests.encode(), 0o644)
+    files[f"{name}/{EXPECTED}"] = WheelFile(manifests.encode(), 0o644)
     metadata = [
         "Metadata-Version: 2.1",
         f"Name: {name}",
@@ -45,9 +45,9 @@ def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTI
         *(f"{name} = {function}" for name, function in project["scripts"].items()),
     ]
     wheel = ["Wheel-Version: 1.0", "Generator: rlhf-stacks", "Root-Is-Purelib: true", "Tag: py3-none-any"]
-    files[f"{info}/METADATA"] = Entry(("\n".join(metadata) + "\n").encode(), 0o644)
-    files[f"{info}/WHEEL"] = Entry(("\n".join(wheel) + "\n").encode(), 0o644)
-    files[f"{info}/entry_points.txt"] = Entry(("\n".join(scripts) + "\n").encode(), 0o644)
+    files[f"{info}/METADATA"] = WheelFile(("\n".join(metadata) + "\n").encode(), 0o644)
+    files[f"{info}/WHEEL"] = WheelFile(("\n".join(wheel) + "\n").encode(), 0o644)
+    files[f"{info}/entry_points.txt"] = WheelFile(("\n".join(scripts) + "\n").encode(), 0o644)
     return write_wheel(files, info, out / f"{name}-{version}-py3-none-any.whl")
 
 

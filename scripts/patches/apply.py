@@ -18,7 +18,7 @@ from typing import Any
 from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.patches.series import Patch, Series
-from scripts.patches.wheel_files import Entry, Files, epoch, read_wheel, split_name, write_wheel
+from scripts.patches.wheel_files import Files, WheelFile, epoch, read_wheel, split_name, write_wheel
 
 MANIFEST = "rlhf-stack-patches.json"  # in the dist-info of a patched wheel
 FAILED = re.compile(r"error: patch failed: (\S+):(\d+)")
@@ -65,8 +65,8 @@ def build_patched_wheel(pristine: Path, digest: str, series: Series, out: Path) 
     changed, count = re.subn(rb"(?m)^Version: .*$", f"Version: {local}".encode(), metadata.content, count=1)
     if count != 1:
         raise UserError(f"{pristine.name}: its METADATA has no Version")
-    files[f"{info}/METADATA"] = Entry(changed, metadata.mode)
-    files[f"{info}/{MANIFEST}"] = Entry((json.dumps(manifest, indent=1) + "\n").encode(), 0o644)
+    files[f"{info}/METADATA"] = WheelFile(changed, metadata.mode)
+    files[f"{info}/{MANIFEST}"] = WheelFile((json.dumps(manifest, indent=1) + "\n").encode(), 0o644)
     return write_wheel(files, info, target)
 
 
@@ -125,7 +125,7 @@ def apply(files: Files, prefix: str, patch: Patch) -> Applied:
             after = (root / name).read_bytes()
             if after == before.content:
                 raise UserError(f"{patch.name}: it does not change {name}")
-            files[prefix + name] = Entry(after, before.mode)
+            files[prefix + name] = WheelFile(after, before.mode)
             changes.append({"path": name, "before": sha256(before.content), "after": sha256(after)})
     record: dict[str, object] = {
         "name": patch.name,

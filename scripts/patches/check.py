@@ -13,7 +13,7 @@ from scripts.matrix.load import expand, load
 from scripts.patches.apply import apply, site_packages
 from scripts.patches.pristine import locked_hashes
 from scripts.patches.series import NOT_APPLIED, Patch, Series, series_of
-from scripts.patches.wheel_files import Entry, Files
+from scripts.patches.wheel_files import Files, WheelFile
 from scripts.paths import ROOT
 
 REMEDY = (
@@ -113,7 +113,7 @@ def _patched_files(wheel: Path, series: Series) -> tuple[str, Files]:
         names = archive.namelist()
         prefix = site_packages(wheel.name, names)
         present = [prefix + name for name in changed if prefix + name in names]
-        return prefix, {name: Entry(archive.read(name), 0o644) for name in present}
+        return prefix, {name: WheelFile(archive.read(name), 0o644) for name in present}
 
 
 def _path(series: Series, patch: Patch | None = None) -> str:

@@ -14,21 +14,21 @@ FIRST_ZIP_DATE = 315532800  # 1980-01-01, the oldest that a zip file can express
 
 
 @dataclass(frozen=True)
-class Entry:
+class WheelFile:
     """A file in a wheel; ``mode`` holds its permission bits."""
 
     content: bytes
     mode: int
 
 
-Files = dict[str, Entry]
+Files = dict[str, WheelFile]
 
 
 def read_wheel(wheel: Path) -> Files:
     """The files of a wheel by name."""
     with zipfile.ZipFile(wheel) as archive:
         return {
-            entry.filename: Entry(archive.read(entry), (entry.external_attr >> 16) & 0o777 or 0o644)
+            entry.filename: WheelFile(archive.read(entry), (entry.external_attr >> 16) & 0o777 or 0o644)
             for entry in archive.infolist()
             if not entry.is_dir()
         }
@@ -46,7 +46,7 @@ def write_wheel(files: Files, info: str, target: Path) -> Path:
         if name != record:
             rows.writerow((name, record_hash(entry.content), len(entry.content)))
     rows.writerow((record, "", ""))
-    files = files | {record: Entry(listing.getvalue().encode(), 0o644)}
+    files = files | {record: WheelFile(listing.getvalue().encode(), 0o644)}
     date = time.gmtime(epoch())[:6]
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".part")

@@ -24,12 +24,6 @@ def contains(chunks: Iterator[bytes], marker: bytes) -> bool:
     return False
 
 
-def read_chunks(file: io.BufferedIOBase) -> Iterator[bytes]:
-    """Yield the content of a file in chunks."""
-    while chunk := file.read(CHUNK):
-        yield chunk
-
-
 def test_the_search_finds_a_marker() -> None:
     """The search finds a marker across the edge of a chunk, and in a layer as Docker writes it."""
     packed = io.BytesIO()

@@ -21,7 +21,7 @@ from scripts.locks import commands, index_config, lockfile, preflight, resolver,
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import MATRIX, Cell, expand, find, load, parse, plain_index_cells, stand_ins
 from scripts.matrix.model import PLAIN_INDEX, STAND_IN, Source
-from scripts.patches.wheel_files import Entry, write_wheel
+from scripts.patches.wheel_files import WheelFile, write_wheel
 
 TEXT = MATRIX.read_text(encoding="utf-8")
 ROCM = [cell for cell in expand(load()) if cell.accelerator.kind == "rocm"]
@@ -128,8 +128,10 @@ def wheel(folder: Path, version: str) -> str:
     """Write an empty wheel of `tiny` and return a link to it that has its hash."""
     info = f"tiny-{version}.dist-info"
     files = {
-        f"{info}/METADATA": Entry(f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n".encode(), 0o644),
-        f"{info}/WHEEL": Entry(b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n", 0o644),
+        f"{info}/METADATA": WheelFile(
+            f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n".encode(), 0o644
+        ),
+        f"{info}/WHEEL": WheelFile(b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n", 0o644),
     }
     path = write_wheel(files, info, folder / f"tiny-{version}-py3-none-any.whl")
     return f'<a href="/{path.name}#sha256={sha256_file(path)}">{path.name}</a>'
