@@ -18,7 +18,15 @@ END_SECONDS = 60
 DRIVER = """
 import os, subprocess, sys, time
 import ray
-ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, _temp_dir=sys.argv[1])
+
+for last in (False, False, True):
+    try:
+        ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, _temp_dir=sys.argv[1])
+        break
+    except Exception as error:  # Ray's own limits for the start of a node, which a busy machine exceeds
+        if last or "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
 
 @ray.remote(num_cpus=0)
 class Engine:
@@ -76,7 +84,7 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
     held.unlink()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_what_a_killed_driver_left_is_removed_and_nothing_else(
     foreign: "subprocess.Popen[bytes]", segment: shared_memory.SharedMemory
 ) -> None:
