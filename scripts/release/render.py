@@ -59,7 +59,8 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     if measured is None:
         return RECIPE_ONLY if cell.sources else NO_RECORDS
     failed = sorted(name for name, suite in measured.suites.items() if suite.outcome != "passed")
-    tests = f"{measured.passed} tests passed on a CPU" if measured.passed else "no test"
+    noun = "test" if measured.passed == 1 else "tests"
+    tests = f"{measured.passed} {noun} passed on a CPU" if measured.passed else "no test"
     if failed:
         tests = f"failed: {', '.join(failed)}"
     if not facts.is_current(cell, measured):
