@@ -10,20 +10,9 @@ import pytest
 
 from scripts.docker import bootstrap, client
 from scripts.errors import UserError
+from tests.unit.scripts.docker.test_client import script
 
 OLD_DOCKER = 'case "$1" in --version) echo "Docker version 20.10.24, build x";; *) exit 1;; esac'
-
-
-@pytest.fixture(autouse=True)
-def _no_cached_command() -> None:
-    client.docker_command.cache_clear()
-
-
-def script(path: Path, body: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return path
 
 
 ALL = {"dockerd", "docker", "mmdebstrap", "git", str(bootstrap.KEYRING)}

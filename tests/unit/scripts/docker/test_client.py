@@ -15,11 +15,6 @@ WITH_BUILDX = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_cached_command() -> None:
-    client.docker_command.cache_clear()
-
-
 def script(path: Path, body: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
