@@ -1,5 +1,6 @@
 """Attention without flash-attn: packed and padded samples against each sequence alone."""
 
+import gc
 import importlib.util
 
 import pytest
@@ -94,6 +95,35 @@ def test_padding_is_not_attended_to(served, options, side):
     positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as OpenRLHF computes them
     logits = tried(ids, attention_mask=mask, position_ids=positions).logits
     compared(logits[mask.bool()], tried, options)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask of ones"])
+def test_sequences_are_computed_once_per_pass_and_not_kept_after_it(served, monkeypatch, masked):
+    """Both layers of the model use one computation, also those that gradient checkpointing runs again."""
+    computed = []
+    compute = varlen_attention._sequences
+    monkeypatch.setattr(
+        varlen_attention, "_sequences", lambda *inputs: computed.append(1) or compute(*inputs)
+    )
+    tried = model(MODELS["grouped queries"], served)
+    tried.gradient_checkpointing_enable()
+    tried.train()
+    packed = torch.cat(sequences(), dim=1)
+
+    def passed(positions):
+        mask = torch.ones_like(packed) if masked else None
+        return tried(packed, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+    before = passed(positions)
+    before.sum().backward()
+    assert len(computed) == 1
+    positions.copy_(torch.arange(positions.numel()))  # the same tensor, now one sequence
+    assert not torch.equal(passed(positions), before)
+    assert len(computed) == 2
+    del positions, before
+    gc.collect()
+    assert not len(varlen_attention._passes())
 
 
 def test_half_precision_is_near_the_reference(served):

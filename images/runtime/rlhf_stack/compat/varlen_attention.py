@@ -7,6 +7,7 @@ one row are separated by their position ids. With a mask of ones, transformers' 
 them attend to each other; this does not.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,37 @@ REMEDY = "build an image with flash-attn (`python -m scripts build CELL --with f
 
 class UnsupportedAttentionError(RuntimeError):
     """The model needs a feature of attention that only flash-attn or eager attention has."""
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """The sequences of a batch without padding.
+
+    ``unpadded`` are the indices of their tokens in the flattened batch, ``starts`` are int32 offsets into
+    those tokens with their number at the end (``cu_seqlens``), ``lengths`` are the differences of the starts.
+    """
+
+    unpadded: "torch.Tensor"
+    starts: "torch.Tensor"
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Inputs of a layer: tokens (total, heads, head size); ``window`` counts the token itself."""
+
+    query: "torch.Tensor"
+    key: "torch.Tensor"
+    value: "torch.Tensor"
+    sequences: _Sequences
+    scale: float | None
+    window: int | None
+    causal: bool
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several heads of ``query`` share one of ``key`` and ``value``."""
+        return bool(self.query.shape[1] != self.key.shape[1])
 
 
 def implementation(requested: str) -> str:
@@ -70,14 +102,16 @@ def forward(
 
     _refuse(query, key, attention_mask, dropout, options)
     batch, heads, length, _ = query.shape
-    unpadded, starts = _sequences(batch, length, attention_mask, position_ids, query.device)
+    sequences = _sequences_of_pass(batch, length, attention_mask, position_ids, query.device)
     causal = module.is_causal if is_causal is None else is_causal
     dtype = _half_precision(module) if query.is_cuda and query.dtype == torch.float32 else query.dtype
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1)[unpadded].to(dtype) for tensor in (query, key, value))
+    q, k, v = (
+        tensor.transpose(1, 2).flatten(0, 1)[sequences.unpadded].to(dtype) for tensor in (query, key, value)
+    )
     attend = _attend_on_gpu if query.is_cuda else _attend_one_by_one
-    answer = attend(q, k, v, starts, scaling, sliding_window, causal).to(query.dtype)
+    answer = attend(_Layer(q, k, v, sequences, scaling, sliding_window, causal)).to(query.dtype)
     output = answer.new_zeros(batch * length, heads, value.shape[-1])
-    return output.index_copy(0, unpadded, answer).unflatten(0, (batch, length)), None
+    return output.index_copy(0, sequences.unpadded, answer).unflatten(0, (batch, length)), None
 
 
 def _refuse(
@@ -116,17 +150,57 @@ def _half_precision(module: Any) -> "torch.dtype":
     return dtype
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """What the sequences of a forward pass were computed from, besides the tensor that they are kept with."""
+
+    state: tuple[Any, ...]
+    other: "torch.Tensor | None"
+    sequences: _Sequences
+
+
+@cache
+def _passes() -> Any:
+    """The sequences of the passes whose mask or position ids are alive, by the identity of that tensor."""
+    from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
+    return WeakIdKeyDictionary(ref_type=WeakIdRef)
+
+
+def _sequences_of_pass(
+    batch: int,
+    length: int,
+    attention_mask: "torch.Tensor | None",
+    position_ids: "torch.Tensor | None",
+    device: "torch.device",
+) -> _Sequences:
+    """`_sequences`, computed in the first layer of a forward pass: on a GPU each computation synchronizes.
+
+    It is kept while the mask is alive, or without one the position ids, and computed again if one changes.
+    """
+    key = position_ids if attention_mask is None else attention_mask
+    inputs = [tensor for tensor in (attention_mask, position_ids) if tensor is not None]
+    if key is None or any(tensor.is_inference() for tensor in inputs):  # these do not count their changes
+        return _sequences(batch, length, attention_mask, position_ids, device)
+    state = (batch, length, device, [tensor._version for tensor in inputs])
+    other = None if attention_mask is None else position_ids  # kept alive, so that its identity is its own
+    known: _Pass | None = _passes().get(key)
+    if known is None or known.state != state or known.other is not other:
+        known = _Pass(state, other, _sequences(batch, length, attention_mask, position_ids, device))
+        _passes()[key] = known
+    return known.sequences
+
+
 def _sequences(
     batch: int,
     length: int,
     attention_mask: "torch.Tensor | None",
     position_ids: "torch.Tensor | None",
     device: "torch.device",
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """The indices of the tokens that are not padding, row by row, and the start of each sequence.
+) -> _Sequences:
+    """The tokens that are not padding, row by row, and the sequences that they form.
 
-    The starts are int32 offsets into those tokens, with their number at the end (``cu_seqlens``). A sequence
-    starts with each row, and where a position does not follow from the one before it.
+    A sequence starts with each row, and where a position does not follow from the one before it.
     """
     import torch
 
@@ -140,64 +214,54 @@ def _sequences(
         positions = position_ids.expand(batch, length).flatten()[unpadded]
         first |= positions.diff(prepend=positions.new_tensor([-2])) != 1
     starts = first.nonzero().flatten().to(torch.int32)
-    return unpadded, torch.cat([starts, starts.new_tensor([len(unpadded)])])
+    starts = torch.cat([starts, starts.new_tensor([len(unpadded)])])
+    return _Sequences(unpadded, starts, starts.diff().tolist())
 
 
-def _attend_on_gpu(
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    starts: "torch.Tensor",
-    scale: float | None,
-    window: int | None,
-    causal: bool,
-) -> "torch.Tensor":
+def _attend_on_gpu(layer: _Layer) -> "torch.Tensor":
     """FlashAttention of torch; a head size of ``value`` that differs (MLA) is padded to that of ``query``."""
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    size = value.shape[-1]
-    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
-    longest = int(starts.diff().max())
-    left = -1 if window is None else window - 1
+    head_size, size = layer.query.shape[-1], layer.value.shape[-1]
+    starts, longest = layer.sequences.starts, max(layer.sequences.lengths)
+    left = -1 if layer.window is None else layer.window - 1
     return varlen_attn(
-        query,
-        key,
-        value,
+        layer.query,
+        layer.key,
+        torch.nn.functional.pad(layer.value, (0, head_size - size)),
         starts,
         starts,
         longest,
         longest,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        window_size=(left, 0 if causal else left),
-        enable_gqa=query.shape[1] != key.shape[1],
+        scale=head_size**-0.5 if layer.scale is None else layer.scale,
+        window_size=(left, 0 if layer.causal else left),
+        enable_gqa=layer.grouped,
     )[..., :size]
 
 
-def _attend_one_by_one(
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    starts: "torch.Tensor",
-    scale: float | None,
-    window: int | None,
-    causal: bool,
-) -> "torch.Tensor":
+def _attend_one_by_one(layer: _Layer) -> "torch.Tensor":
     """Exact attention for each sequence; memory grows with the square of the longest, not of the batch."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    groups = query.shape[1] != key.shape[1]
     answers = []
-    lengths = starts.diff().tolist()
-    for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+    split = (tensor.split(layer.sequences.lengths) for tensor in (layer.query, layer.key, layer.value))
+    for sequence in zip(*split, strict=True):
         q, k, v = (tensor.transpose(0, 1) for tensor in sequence)
         mask = None
-        if window is not None and window < q.shape[1]:
+        if layer.window is not None and layer.window < q.shape[1]:
             distance = torch.arange(q.shape[1]).unsqueeze(1) - torch.arange(q.shape[1])
-            mask = (distance < window) & (distance >= 0) if causal else distance.abs() < window
+            near = distance < layer.window
+            mask = near & (distance >= 0) if layer.causal else distance.abs() < layer.window
         answer = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=layer.causal and mask is None,
+            scale=layer.scale,
+            enable_gqa=layer.grouped,
         )
         answers.append(answer.transpose(0, 1))
     return torch.cat(answers)
