@@ -21,7 +21,9 @@ class Suite:
     pytest suite but a command of its own, with the suite's name. A ``strict`` suite runs a second time, with
     fewer rights (see `testing.in_image`). Publishing requires a record of the suite for the accelerators in
     ``required_for``, and for the default cell if ``of_default``; ``skips`` are regular expressions of the
-    reasons for which its tests may then be skipped. ``title`` describes the suite in the catalogue.
+    reasons for which its tests may then be skipped. ``reads`` are paths of the repository that its tests
+    read. A suite that is ``always`` run, also after a pass, depends on today's package index or writes more
+    than a record. ``title`` describes the suite in the catalogue.
     """
 
     title: str
@@ -32,6 +34,8 @@ class Suite:
     required_for: tuple[str, ...] = ()
     of_default: bool = False
     skips: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    always: bool = False
 
 
 SUITES: Mapping[str, Suite] = {
@@ -98,12 +102,14 @@ SUITES: Mapping[str, Suite] = {
         folder="network",
         required_for=("cpu",),
         skips=(OTHER_CELL, OTHER_RAY, "the matrix has no profile for this accelerator"),
+        reads=("images/examples",),
     ),
     "registry": Suite(
         "pushed to a registry and pulled by digest; an image built FROM it",
         place="host",
         folder="registry",
         of_default=True,
+        reads=("images/examples", "tests/cluster"),
     ),
     "demo": Suite(
         "a training run on the CPU, on two containers as nodes", place="command", required_for=("cpu",)
@@ -112,11 +118,13 @@ SUITES: Mapping[str, Suite] = {
         "a training run on four containers into which a fault is injected; its outcomes are listed below",
         place="host",
         folder="faults",
+        always=True,
     ),
     "known-bad": Suite(
         "rows of the known-bad database that still apply: requirements resolved, probes run in the image",
         place="command",
         of_default=True,
         skips=("its sources alone", "elsewhere: .*"),
+        always=True,
     ),
 }

@@ -1,21 +1,17 @@
 """What must be true before an image is published: results of suites, dates, checks, and the catalogue."""
 
 import datetime
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.git import DIRTY
 from scripts.matrix.load import Cell
-from scripts.matrix.suites import SUITES
 from scripts.patches.check import existing_tests, expired
 from scripts.patches.series import series_of
 from scripts.release.facts import Facts
 from scripts.testing import records
+from scripts.testing.acceptance import unproved
 from scripts.testing.records import Record, Subject
 from scripts.testing.suite_digest import suite_digest
-
-MAX_AGE = datetime.timedelta(days=30)
 
 
 def suites(
@@ -33,37 +29,9 @@ def suites(
     reasons = []
     for suite in records.required(cell):
         runs = [record for record in history if record.suite == suite and record.cell == image.cell]
-        if wrong := next(_wrong(image, suite, runs, root, digest(suite)), None):
+        if wrong := unproved(image, suite, runs, root, digest(suite)):
             reasons.append(f"{wrong}: run its tests")
     return reasons
-
-
-def _wrong(image: Subject, suite: str, runs: Sequence[Record], root: Path, tests: str) -> Iterator[str]:
-    """Yield what is wrong with the last record of a suite on an image; ``runs`` are those on all images."""
-    on_inputs = [record for record in runs if record.inputs == image.inputs]
-    on_image = [record for record in on_inputs if record.image == image.image]
-    if not on_image:
-        yield f"no record of the suite {suite} on this image"
-        return
-    record = on_image[-1]
-    if on_inputs[-1].outcome != "passed":
-        yield f"the suite {suite} failed at its last attempt"
-    if not record.passed:
-        yield f"all of the suite {suite} was skipped"
-    if record.revision.endswith(DIRTY):
-        yield f"the suite {suite} ran from a dirty tree"
-    if record.tests != tests:
-        yield f"the tests of the suite {suite} have changed since {record.revision[: records.DIGITS]}"
-    if not datetime.timedelta() <= records.now() - record.when <= MAX_AGE:
-        yield f"the suite {suite} ran on {record.when:%Y-%m-%d}, not in the last {MAX_AGE.days} days"
-    for reason in record.skips:
-        if not any(re.fullmatch(known, reason) for known in SUITES[suite].skips):
-            yield f"the suite {suite} skipped tests for a reason that it does not declare ({reason!r})"
-    best = max(other.passed for other in runs if other.tests == record.tests)
-    if record.passed < best:
-        yield f"only {record.passed} tests of the suite {suite} passed, and {best} of the same tests before"
-    if altered := records.altered_evidence(record, root):
-        yield f"the evidence of the suite {suite} does not support its record: {altered}"
 
 
 def dates(cell: Cell, today: datetime.date) -> list[str]:

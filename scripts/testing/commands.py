@@ -14,6 +14,7 @@ from scripts.testing import demo, in_image, known_bad, on_host, plans, side_by_s
 from scripts.testing.cluster import sweep
 
 PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "command"]
+Again = Annotated[bool, typer.Option("--again", help="Repeat suites that passed before on the same image.")]
 CellId = Annotated[str | None, typer.Argument(metavar="CELL", help="A cell id [the default cell].")]
 
 
@@ -41,8 +42,9 @@ def run_test(
     derived: Annotated[
         bool, typer.Option("--derived", help="The image is made FROM ours and may have more packages.")
     ] = False,
+    again: Again = False,
 ) -> int:
-    """Run a test suite on the image of a cell."""
+    """Run a test suite on the image of a cell, unless the same tests passed before on the same image."""
     if suite not in PYTEST_SUITES:
         raise UserError(f"no test suite {suite!r}: choose from {', '.join(PYTEST_SUITES)}")
     arguments = list(words or ())
@@ -51,10 +53,10 @@ def run_test(
     if SUITES[suite].place == "host":
         if tag or derived:
             raise UserError(f"--tag and --derived are for suites inside the image, which {suite} is not")
-        return on_host.run_suite(client, cell, suite, arguments)
+        return on_host.run_suite(client, cell, suite, arguments, again)
     image = in_image.local_image(client, cell, tag)
     sweep(client)
-    run = in_image.Run(suite, image, tag or cell.tag, derived, tuple(arguments))
+    run = in_image.Run(suite, image, tag or cell.tag, derived, tuple(arguments), again)
     return in_image.run_all(client, cell, run)
 
 
@@ -74,6 +76,7 @@ def run_suites(
     checks: Annotated[
         bool, typer.Option("--checks", help="Lint and unit tests, recorded for the commit.")
     ] = False,
+    again: Again = False,
 ) -> int:
     """Run suites, two at a time; name them, or choose one of the options."""
     if bool(words) + default + ci + release + checks != 1:
@@ -84,9 +87,9 @@ def run_suites(
     if checks:
         return plans.run(plans.for_checks())
     if words:
-        return plans.run_side_by_side(side_by_side.parse(words, matrix))
+        return plans.run_side_by_side(side_by_side.parse(words, matrix), again)
     plan = plans.for_default if default else plans.for_submission if ci else plans.for_release
-    return plans.run(plan(matrix))
+    return plans.run(plan(matrix), again)
 
 
 def run_demo(
@@ -102,10 +105,11 @@ def run_demo(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time limit of the training job.")
     ] = demo.TIMEOUT,
+    again: Again = False,
 ) -> None:
     """Build a cell and train with it on two containers as two nodes; the result is recorded."""
     chosen = _cell(cell) if cell else preflight.default_cell(load())
-    demo.run_demo(chosen, layout, steps, seed, timeout)
+    demo.run_demo(chosen, layout, steps, seed, timeout, again=again)
 
 
 def check_known_bad(cell: CellId = None) -> int:

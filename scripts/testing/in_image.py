@@ -25,7 +25,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.pristine import fetch_pristine, locked_hashes
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
-from scripts.testing import proofs, records
+from scripts.testing import credit, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing"
@@ -46,7 +46,8 @@ class Setting:
 class Run:
     """A suite on an image, named by its id so that a build meanwhile changes nothing.
 
-    ``title`` is the image's name for people, ``arguments`` are for pytest.
+    ``title`` is the image's name for people, ``arguments`` are for pytest. With ``again`` it runs also after
+    a pass.
     """
 
     suite: str
@@ -54,6 +55,7 @@ class Run:
     title: str
     derived: bool = False
     arguments: tuple[str, ...] = ()
+    again: bool = False
 
 
 OWN_USER = Setting("as the image's own user")
@@ -187,10 +189,16 @@ def _run_in_container(
 
 
 def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
-    """Run a suite in each of its settings and record the result; 1 when a test failed."""
+    """Run a suite in each of its settings and record the result; 1 when a test failed.
+
+    A suite that passed before on this image (`testing.credit`) is not repeated.
+    """
     tally: contextlib.AbstractContextManager[records.Tally] = contextlib.nullcontext(records.Tally())
     if not run.arguments and not run.derived:
-        tally = records.recording(records.subject(cell, client.images.get(run.image)), run.suite)
+        tested = records.subject(cell, client.images.get(run.image))
+        if not run.again and credit.passed_before(tested, run.suite):
+            return 0
+        tally = credit.recording(tested, run.suite)
     with tally as counted:
         for setting in (OWN_USER, STRICT) if SUITES[run.suite].strict else (OWN_USER,):
             run_suite(client, cell, run, setting, counted)

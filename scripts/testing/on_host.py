@@ -11,18 +11,26 @@ from scripts.errors import UserError
 from scripts.matrix.load import Cell
 from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
-from scripts.testing import records
+from scripts.testing import credit, records
 from scripts.testing.in_image import local_image
 
 
-def run_suite(client: docker.DockerClient, cell: Cell, suite: str, arguments: Sequence[str]) -> int:
-    """Run a suite; 1 when a test failed. With ``arguments`` for pytest, which may select tests, no record."""
+def run_suite(
+    client: docker.DockerClient, cell: Cell, suite: str, arguments: Sequence[str], again: bool
+) -> int:
+    """Run a suite; 1 when a test failed. With ``arguments`` for pytest, which may select tests, no record.
+
+    A suite that passed before on this image (`testing.credit`) runs only ``again`` or with ``arguments``.
+    """
     image = local_image(client, cell)
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
         if arguments:
             return min(1, _run_pytest(cell, suite, arguments, junit))
-        with records.recording(records.subject(cell, client.images.get(image)), suite) as tally:
+        tested = records.subject(cell, client.images.get(image))
+        if not again and credit.passed_before(tested, suite):
+            return 0
+        with credit.recording(tested, suite) as tally:
             tally.add(junit, _run_pytest(cell, suite, [], junit))
             if local_image(client, cell) != image:
                 raise UserError(f"{cell.tag} was rebuilt while its tests ran: run them again")

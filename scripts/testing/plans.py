@@ -61,16 +61,19 @@ def for_release(matrix: Matrix) -> Plan:
     return Plan((*CHECKS, *builds), tuple(job for job in jobs if job not in alone), alone)
 
 
-def run(plan: Plan) -> int:
-    """Carry out a plan up to the first of its three parts that fails; 1 if one failed."""
-    if any(_recorded(command) for command in plan.commands) or run_side_by_side(plan.jobs):
+def run(plan: Plan, again: bool = False) -> int:
+    """Carry out a plan up to the first of its three parts that fails; 1 if one failed.
+
+    With ``again`` suites run also after a pass.
+    """
+    if any(_recorded(command) for command in plan.commands) or run_side_by_side(plan.jobs, again):
         return 1
-    return int(any(_run(tuple(job.command())) for job in plan.alone))
+    return int(any(_run(tuple(job.command(again))) for job in plan.alone))
 
 
-def run_side_by_side(jobs: Sequence[Job]) -> int:
+def run_side_by_side(jobs: Sequence[Job], again: bool = False) -> int:
     """Run suites, two at a time, and print a table of their results; 1 if one failed."""
-    lanes = Lanes()
+    lanes = Lanes(again)
     lanes.run(jobs, LANES)
     Console().print(table(lanes.outcomes))
     return int(any(code for code, _ in lanes.outcomes.values()))

@@ -96,7 +96,7 @@ class Tally:
     """The tests of a running suite, each once with its worst outcome, also if the suite runs several times.
 
     A test that passed in one run and was skipped in another has passed. ``code`` is the worst exit code of
-    the runs. ``evidence`` are the files that were counted, by name.
+    the runs. ``evidence`` are the files that were counted, by name, ``record`` what was written at the end.
     """
 
     outcomes: dict[str, int] = field(default_factory=dict)
@@ -104,6 +104,7 @@ class Tally:
     evidence: dict[str, bytes] = field(default_factory=dict)
     code: int = 0
     proofs: list[Proof] = field(default_factory=list)
+    record: Record | None = None
 
     def add(self, junit: Path, code: int) -> None:
         """Count one run of pytest by its JUnit file; without the file, by the exit code alone."""
@@ -317,4 +318,4 @@ def recording(tested: Subject, suite: str, roots: Sequence[Path] = ROOTS) -> Ite
                 evidence=tuple(tally.evidence),
                 proofs=tuple(tally.proofs),
             )
-            write(record, tally.evidence, roots)
+            tally.record = write(record, tally.evidence, roots)

@@ -31,16 +31,21 @@ class Job:
     suite: str
     cell: str
 
-    def command(self) -> list[str]:
-        """The command that runs the suite."""
-        suite = [self.suite] if SUITES[self.suite].place == "command" else ["test", self.suite]
-        return [*SCRIPTS, *suite, self.cell]
+    def command(self, again: bool) -> list[str]:
+        """The command that runs the suite, with ``again`` also after a pass."""
+        declared = SUITES[self.suite]
+        suite = [self.suite] if declared.place == "command" else ["test", self.suite]
+        return [*SCRIPTS, *suite, self.cell, *(["--again"] if again and not declared.always else [])]
 
 
 @dataclass
 class Lanes:
-    """Runs jobs, and ends the running ones on an interrupt; ``outcomes`` are exit codes and seconds."""
+    """Runs jobs, ``again`` also after a pass, and ends the running ones on an interrupt.
 
+    ``outcomes`` are exit codes and seconds.
+    """
+
+    again: bool = False
     outcomes: dict[Job, tuple[int, float]] = field(default_factory=dict)
     _running: list[subprocess.Popen[str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -62,7 +67,7 @@ class Lanes:
         with self._lock:
             if self._ended:
                 return
-            process = _start(job.command(), len(job.suite))
+            process = _start(job.command(self.again), len(job.suite))
             self._running.append(process)
         with process:
             for line in process.stdout or ():

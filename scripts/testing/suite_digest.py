@@ -1,9 +1,9 @@
 """The digest of the tests of a suite: a record is about these tests and no others.
 
-It covers the declaration of the suite (folder, marks, strict), every file of its folder,
-``tests/conftest.py``, and the code that starts the suite. A suite on the host runs code of this repository,
-so all modules of ``scripts`` and ``tests`` that its files import are covered, directly or through others. A
-suite inside the image can import only the image's own code, which the inputs digest covers.
+It covers the declaration of the suite (folder, marks, strict), every file of its folder and of what it
+``reads``, ``tests/conftest.py``, and the code that starts the suite. A suite on the host runs code of this
+repository, so all modules of ``scripts`` and ``tests`` that its files import are covered, directly or through
+others. A suite inside the image can import only the image's own code, which the inputs digest covers.
 """
 
 import ast
@@ -26,6 +26,7 @@ def suite_digest(suite: str, root: Path = ROOT) -> str:
     files = {root / (COMMANDS.get(suite) or STARTED_BY[declared.place])}
     if declared.folder:
         files |= {root / "tests" / "conftest.py", *_files(root / "tests" / declared.folder)}
+    files |= {file for path in declared.reads for file in _files(root / path)}
     if declared.place != "image":
         files = closure(files, root)
     content = {str(file.relative_to(root)): sha256_file(file) for file in files}

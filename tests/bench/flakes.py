@@ -43,7 +43,7 @@ def run_suite(suite: str, cell: str, log: Path) -> SuiteRun:
     """Run the suite; `UserError` if it fails without a failed test."""
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        command = [*Job(suite, cell).command(), "-rfE"]
+        command = [*Job(suite, cell).command(again=True), "-rfE"]
         code = subprocess.run(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode

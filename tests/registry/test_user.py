@@ -50,7 +50,7 @@ def test_an_image_pulled_by_its_digest_passes_the_image_tests(
         pulled.tag(*tag.rsplit(":", 1))
     try:
         assert pulled.id == image.id
-        run = in_image.Run("image", str(pulled.id), f"{repo}@{immutable.digest}")
+        run = in_image.Run("image", str(pulled.id), f"{repo}@{immutable.digest}", again=True)
         assert in_image.run_all(client, cell, run) == 0
     finally:
         client.images.remove(f"{repo}@{immutable.digest}", noprune=True)

@@ -21,8 +21,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str]]]:
     """The suites that would have run: cell, suite, arguments."""
     runs: list[tuple[str, str, list[str]]] = []
 
-    def run_suite(client: Any, cell: Any, suite: str, arguments: list[str]) -> int:  # noqa: ARG001
-        runs.append((cell.id, suite, arguments))
+    def run_suite(client: Any, cell: Any, suite: str, arguments: list[str], again: bool) -> int:  # noqa: ARG001
+        runs.append((cell.id, suite, [*arguments, *(["again"] if again else [])]))
         return 1
 
     monkeypatch.setattr(commands, "connect", lambda: None)
@@ -39,6 +39,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str]]]:
         (["-k", "this or that", "-rfE"], DEFAULT, ["-k", "this or that", "-rfE"]),
         ([OTHER, "--timeout=5", "-x"], OTHER, ["--timeout=5", "-x"]),
         ([OTHER, "--", "-k", "this"], OTHER, ["-k", "this"]),
+        (["--again"], DEFAULT, ["again"]),
+        ([OTHER, "--again", "-x"], OTHER, ["-x", "again"]),
     ],
 )
 def test_words_are_a_cell_and_arguments_for_pytest(
@@ -72,11 +74,12 @@ def test_without_torch_of_the_default_cell_the_two_commands_use_its_stand_in(
     """The stand-in from the plain index, which every machine can build; a cell that is named is used."""
     demos: list[str] = []
     planned = MagicMock(return_value=0)
-    monkeypatch.setattr(demo, "run_demo", lambda cell, *_: demos.append(cell.id))
+    monkeypatch.setattr(demo, "run_demo", lambda cell, *_, **__: demos.append(cell.id))
     monkeypatch.setattr(plans, "run", planned)
     for words in (["demo"], ["demo", DEFAULT], ["suites", "--default"]):
         assert CliRunner().invoke(app, words).exit_code == 0
     assert demos == [DEFAULT + PLAIN_INDEX, DEFAULT]
-    (plan,) = planned.call_args.args
+    plan, again = planned.call_args.args
+    assert not again
     assert {job.cell for job in plan.jobs} == {DEFAULT + PLAIN_INDEX}
     assert plan.commands[-1][-1] == DEFAULT + PLAIN_INDEX

@@ -72,7 +72,7 @@ def test_a_plan_ends_with_its_first_part_that_fails(
     def command(name: str) -> tuple[str, ...]:
         return (sys.executable, "-c", f"print('ran {name}'); exit({int(name == fails)})")
 
-    monkeypatch.setattr(Job, "command", lambda job: list(command(job.suite)))
+    monkeypatch.setattr(Job, "command", lambda job, _: list(command(job.suite)))
     code = plans.run(Plan((command("a"),), (Job("b", "cell"),), (Job("c", "cell"),)))
     assert code == bool(fails)
     printed = capfd.readouterr().out.splitlines()

@@ -40,7 +40,7 @@ import sys
 from scripts.errors import run
 from scripts.testing.side_by_side import Job, Lanes
 commands = {"long": ["waits"], "later": ["meets", "never", "never"]}
-Job.command = lambda job: [sys.executable, "-m", *commands[job.suite]]
+Job.command = lambda job, again: [sys.executable, "-m", *commands[job.suite]]
 run(lambda: Lanes().run([Job("long", "one"), Job("later", "one")], lanes=1))
 """
 
@@ -53,7 +53,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         tmp_path.joinpath(f"{name}.py").write_text(text, encoding="utf-8")
 
     def make(**commands: tuple[str, ...]) -> None:
-        def command(job: Job) -> list[str]:
+        def command(job: Job, _: bool) -> list[str]:
             return [sys.executable, "-m", *commands[job.suite], job.cell]
 
         monkeypatch.setattr(side_by_side.Job, "command", command)
@@ -107,5 +107,8 @@ def test_words_are_suites_and_cells() -> None:
 
 
 def test_each_suite_is_a_command_of_scripts() -> None:
-    assert Job("demo", "cell").command()[1:] == ["-m", "scripts", "demo", "cell"]
-    assert Job("network", "cell").command()[1:] == ["-m", "scripts", "test", "network", "cell"]
+    assert Job("demo", "cell").command(again=False)[1:] == ["-m", "scripts", "demo", "cell"]
+    network = ["-m", "scripts", "test", "network", "cell"]
+    assert Job("network", "cell").command(again=False)[1:] == network
+    assert Job("network", "cell").command(again=True)[1:] == [*network, "--again"]
+    assert Job("known-bad", "cell").command(again=True)[1:] == ["-m", "scripts", "known-bad", "cell"]

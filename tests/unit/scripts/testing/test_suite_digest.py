@@ -22,6 +22,7 @@ FILES = {
     "scripts/testing/in_image.py": "",
     "scripts/testing/on_host.py": "",
     "scripts/testing/demo.py": "from scripts.errors import UserError\n",
+    "images/examples/compose.yaml": "",
 }
 
 
@@ -50,6 +51,7 @@ def root(tmp_path: Path) -> Path:
                 "scripts/docker/client.py",
                 "scripts/errors.py",
                 "scripts/testing/on_host.py",
+                "images/examples/compose.yaml",
             },
         ),
         ("demo", {"scripts/testing/demo.py", "scripts/errors.py", "scripts/__init__.py"}),

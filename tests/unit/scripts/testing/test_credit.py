@@ -1,0 +1,152 @@
+"""A suite is not repeated after a pass of the same tests on the same image, and only then."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from scripts.matrix.load import load
+from scripts.testing import credit, records
+from scripts.testing.records import Record, Subject
+
+ON = Subject(load().default, "sha256:" + "a" * 64, "d" * 64)
+TESTS = "e" * 64
+JUNIT = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
+FAILED = JUNIT.replace("/></testsuite>", "><failure>x</failure></testcase></testsuite>")
+
+
+class Machine:
+    """Two checkouts of the same commit, whose suites run an hour after one another."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.shared = folder, folder / "shared"
+        self.tests, self.commit = TESTS, "c" * 40
+        self.hour = records.now() - datetime.timedelta(days=1)
+        monkeypatch.setattr(credit, "suite_digest", lambda _: self.tests)
+        monkeypatch.setattr(records, "suite_digest", lambda _: self.tests)
+        monkeypatch.setattr(records, "revision", lambda: self.commit)
+
+    def run(
+        self, monkeypatch: pytest.MonkeyPatch, checkout: str, junit: str = JUNIT, on: Subject = ON
+    ) -> Record:
+        """Run a suite in a checkout, and return its record."""
+        self.hour += datetime.timedelta(hours=1)
+        file = self.folder / "junit.xml"
+        file.write_text(junit, encoding="utf-8")
+        with monkeypatch.context() as later:
+            later.setattr(records, "now", lambda: self.hour)
+            with credit.recording(on, "image", (self.folder / checkout,), self.shared) as tally:
+                tally.add(file, 0)
+        assert tally.record
+        return tally.record
+
+    def credited(self, checkout: str, on: Subject = ON, suite: str = "image") -> Record | None:
+        """Return the record for which a checkout does not run a suite."""
+        return credit.passed_before(on, suite, (self.folder / checkout,), self.shared)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_a_pass_is_not_repeated_and_named_in_one_line(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert machine.credited("here") is None
+    record = machine.run(monkeypatch, "here")
+    assert machine.credited("here") == record
+    [line] = capsys.readouterr().out.splitlines()
+    assert line == (
+        f"image: passed on this machine at {record.when:%Y-%m-%d %H:%M} UTC, "
+        f"inputs {'d' * 12}, tests {'e' * 12}, record {records.file_name(record)}; run with --again to repeat"
+    )
+
+
+def test_a_pass_in_another_checkout_becomes_a_record_of_this_one_with_its_evidence(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = machine.run(monkeypatch, "there")
+    assert machine.credited("here") == there
+    assert machine.credited("here") == there
+    [record] = records.read(ON.cell, ON.inputs, (machine.folder / "here",))
+    assert records.altered_evidence(record, machine.folder / "here") is None
+
+
+@pytest.mark.parametrize("checkout", ["here", "there"])
+def test_a_later_failure_anywhere_on_the_machine_ends_it(
+    checkout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.run(monkeypatch, "here")
+    machine.run(monkeypatch, checkout, FAILED)
+    assert machine.credited("here") is None
+    again = machine.run(monkeypatch, "there")
+    assert machine.credited("here") == msgspec.structs.replace(again, attempt=3 if checkout == "here" else 2)
+
+
+@pytest.mark.parametrize("of", [{"image": "sha256:" + "b" * 64}, {"inputs": "f" * 64}])
+def test_another_image_is_tested(
+    of: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.run(monkeypatch, "here")
+    other = Subject(**{"cell": ON.cell, "image": ON.image, "inputs": ON.inputs, **of})
+    assert machine.credited("here", other) is None
+    assert machine.credited("there", other) is None
+
+
+@pytest.mark.parametrize("checkout", ["here", "there"])
+def test_changed_tests_run(checkout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.run(monkeypatch, "here")
+    machine.tests = "0" * 64
+    assert machine.credited(checkout) is None
+
+
+@pytest.mark.parametrize("checkout", ["here", "there"])
+def test_what_publish_refuses_is_not_a_pass(
+    checkout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All skipped, from a dirty tree, or a month old."""
+    skipped = JUNIT.replace("/></testsuite>", '><skipped message="no GPU">x</skipped></testcase></testsuite>')
+    machine.run(monkeypatch, "here", skipped)
+    assert machine.credited(checkout) is None
+    machine.commit += "-dirty"
+    machine.run(monkeypatch, "here")
+    assert machine.credited(checkout) is None
+    machine.commit = "c" * 40
+    machine.hour -= datetime.timedelta(days=31)
+    machine.run(monkeypatch, "here")
+    assert machine.credited(checkout) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{}", None])
+def test_a_damaged_cache_repeats_the_suite(
+    damage: str | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that lost the evidence of a record."""
+    machine.run(monkeypatch, "there")
+    for file in (path for path in machine.shared.rglob("*") if path.suffix in (".json", ".xml")):
+        if damage is None and file.suffix == ".xml":
+            file.unlink()
+        elif damage is not None:
+            file.write_text(damage, encoding="utf-8")
+    assert machine.credited("here") is None
+
+
+def test_a_cache_that_cannot_be_written_is_reported_and_fails_no_suite(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.shared.write_text("a file where the folder should be", encoding="utf-8")
+    record = machine.run(monkeypatch, "here")
+    assert capsys.readouterr().err.startswith("warning: the next run repeats image in another checkout: ")
+    assert machine.credited("here") == record
+
+
+def test_a_suite_that_depends_on_the_day_always_runs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = machine.run(monkeypatch, "here")
+    shared = msgspec.structs.replace(record, suite="known-bad")
+    records.write(shared, roots=(machine.folder / "here",))
+    assert machine.credited("here", suite="known-bad") is None
