@@ -2,11 +2,12 @@
 
 On CUDA one variable filters. On ROCm two layers do: ``ROCR_VISIBLE_DEVICES`` first, which renumbers the
 remaining GPUs from 0; then, by the new numbers, ``HIP_VISIBLE_DEVICES``, or ``CUDA_VISIBLE_DEVICES`` where
-HIP's is unset or empty. Sources: AMD's page on GPU isolation (ROCm 6.1), Device::init of ROCm/clr,
-pytorch#142292.
+HIP's is unset or empty. Each runtime reads its list in its own way; the rules and their sources are in
+docs/amd.md, and tests compare these functions with a table of them.
 """
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -18,25 +19,33 @@ NO_GPU = "-1"
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 ON = ("1", "true")  # as newer releases of Ray; older ones accept any text, even "0"
 
+CANONICAL = re.compile(r"0|[1-9][0-9]*")
+LEADING = re.compile(r"\+?([0-9]+)")
+UUIDS = ("GPU-", "MIG-")
+C_BASES = (("0x", 16), ("0", 8), ("", 10))
+
 Kind = Literal["cuda", "rocm"]
 Environment = Mapping[str, str]
 
 
 class VisibleDevicesError(ValueError):
-    """Two variables, or a variable and the GPU that Ray assigned, contradict each other."""
+    """A variable is malformed, or contradicts another one or the GPU that Ray assigned."""
 
 
 def visible_gpus(environment: Environment, kind: Kind, count: int) -> list[str]:
     """Return the physical GPUs that a process sees, in order of its ordinals; the machine has ``count``.
 
-    A GPU is given by its number in the machine, or by the UUID that a variable contains. As in the runtimes,
-    an entry that names no GPU ends the list, and a repeated entry counts once.
+    A GPU is given by its number in the machine, or by the UUID that a variable contains, which is assumed to
+    name a GPU. As in the runtimes, an entry that names no GPU ends the list.
     """
     names = [str(number) for number in range(count)]
-    if kind == "rocm" and (below := _entries(environment, ROCR)) is not None:
+    if kind == "rocm" and (below := _below(environment)) is not None:
         names = _select(below, names)
     variable = _restricting(environment, kind)
-    return names if variable is None else _select(_entries(environment, variable) or [], names)
+    if variable is None:
+        return names
+    value = environment[variable]
+    return _select(_cuda_list(value) if kind == "cuda" else _hip_list(value), names)
 
 
 def ordinal(assigned: str, environment: Environment, kind: Kind, variable: str = CUDA) -> int:
@@ -47,7 +56,8 @@ def ordinal(assigned: str, environment: Environment, kind: Kind, variable: str =
     that contradict each other.
     """
     source = f"GPU {assigned} of Ray"
-    if kind == "rocm" and variable == ROCR and (below := _entries(environment, ROCR)) is not None:
+    if kind == "rocm" and variable == ROCR and (below := _below(environment)) is not None:
+        assigned = assigned.strip()
         if assigned not in below:
             raise VisibleDevicesError(_disagree(_shown(environment, ROCR), source))
         assigned = str(below.index(assigned))
@@ -57,11 +67,11 @@ def ordinal(assigned: str, environment: Environment, kind: Kind, variable: str =
             raise VisibleDevicesError(f"{source} is not a number, and no variable lists it")
         _check(environment, kind, [assigned], source)
         return int(assigned)
-    entries = _entries(environment, chosen) or []
-    _check(environment, kind, entries, _shown(environment, chosen))
-    if assigned in entries:
-        return entries.index(assigned)
-    by_ray = assigned in (_entries(environment, variable) or [])
+    entries = _assignable(environment, kind, chosen)
+    name = assigned.strip() if kind == "cuda" else assigned  # HIP accepts no spaces
+    if name in entries:
+        return entries.index(name)
+    by_ray = assigned in environment.get(variable, "").split(",")
     raise VisibleDevicesError(
         _disagree(_shown(environment, chosen), _shown(environment, variable) if by_ray else source)
     )
@@ -70,17 +80,16 @@ def ordinal(assigned: str, environment: Environment, kind: Kind, variable: str =
 def node_ids(environment: Environment) -> list[str] | None:
     """Return the names of the GPUs that Ray may assign on a ROCm node, or None for all.
 
-    The names are entries for ``CUDA_VISIBLE_DEVICES``, whichever variable restricts the node.
+    The names are entries for ``CUDA_VISIBLE_DEVICES``, whichever variable restricts the node. Raises
+    `VisibleDevicesError` if a variable is malformed, or if two contradict each other.
     """
-    below = _entries(environment, ROCR)
+    below = _below(environment)
     chosen = _restricting(environment, "rocm")
-    if chosen is None and (HIP in environment or CUDA in environment):
+    if chosen is not None:
+        return _assignable(environment, "rocm", chosen)
+    if HIP in environment or CUDA in environment:
         return []  # HIP shows all GPUs then; Ray assigns none, as on CUDA
-    if chosen is None:
-        return None if below is None else [str(number) for number in range(len(below))]
-    entries = _entries(environment, chosen) or []
-    _check(environment, "rocm", entries, _shown(environment, chosen))
-    return entries
+    return None if below is None else [str(number) for number in range(len(below))]
 
 
 def environment_for(ids: Sequence[object], kind: Kind) -> dict[str, str]:
@@ -97,19 +106,6 @@ def noset_enabled(environment: Environment) -> bool:
     return environment.get(NOSET, "").lower() in ON
 
 
-def _entries(environment: Environment, variable: str) -> list[str] | None:
-    """Return the distinct entries of a variable up to a "-1"; None if the variable is unset."""
-    value = environment.get(variable)
-    if value is None:
-        return None
-    named = itertools.takewhile(lambda entry: entry not in ("", NO_DEVICES, NO_GPU), _split(value))
-    return list(dict.fromkeys(named))
-
-
-def _split(value: str) -> list[str]:
-    return [entry.strip() for entry in value.split(",")]
-
-
 def _restricting(environment: Environment, kind: Kind) -> str | None:
     """Return the variable by which the CUDA or HIP runtime filters, if any."""
     if kind == "cuda":
@@ -117,22 +113,85 @@ def _restricting(environment: Environment, kind: Kind) -> str | None:
     return next((variable for variable in (HIP, CUDA) if environment.get(variable)), None)
 
 
-def _select(entries: Sequence[str], names: Sequence[str]) -> list[str]:
-    selected: dict[str, None] = {}
+def _cuda_list(value: str) -> list[str]:
+    """Return the entries that CUDA accepts: numbers, or UUIDs if the first is one; none if one repeats."""
+    entries = value.split(",")
+    prefix = next((uuid for uuid in UUIDS if value.startswith(uuid)), None)
+    if prefix:
+        accepted = list(itertools.takewhile(lambda entry: entry.startswith(prefix), entries))
+    else:
+        numbers = itertools.takewhile(bool, (LEADING.match(entry.strip()) for entry in entries))
+        accepted = [str(int(number[1])) for number in numbers if number]
+    return accepted if len(set(accepted)) == len(accepted) else []
+
+
+def _hip_list(value: str) -> list[str]:
+    """Return the entries that HIP accepts: numbers without spaces and leading zeros, and UUIDs."""
+    entries = value.removesuffix(",").split(",")
+    accepted = itertools.takewhile(
+        lambda entry: CANONICAL.fullmatch(entry) or entry.startswith(UUIDS[0]), entries
+    )
+    return list(dict.fromkeys(accepted))
+
+
+def _below(environment: Environment) -> list[str] | None:
+    """Return the entries that ROCR accepts, up to the first one that is repeated; None if it is unset."""
+    if ROCR not in environment:
+        return None
+    accepted: list[str] = []
+    for entry in map(str.strip, environment[ROCR].split(",")):
+        name = entry if entry.upper().startswith(UUIDS[0]) else _c_number(entry)
+        if name is None or name in accepted:
+            break
+        accepted.append(name)
+    return accepted
+
+
+def _c_number(text: str) -> str | None:
+    """Return the number that C's strtol reads in base 0, in decimal; None if it is none or negative."""
+    digits = text.removeprefix("+").lower()
+    base = next(base for prefix, base in C_BASES if digits.startswith(prefix))
+    try:
+        return str(int(digits, base)) if digits[:1].isdecimal() and digits.isalnum() else None
+    except ValueError:
+        return None
+
+
+def _assignable(environment: Environment, kind: Kind, variable: str) -> list[str]:
+    """Return the GPUs that ``variable`` names; raise if HIP would ignore an entry, or if ROCR admits fewer.
+
+    HIP accepts UUIDs since ROCm 6.2, but its documentation lists numbers alone.
+    """
+    if kind == "cuda":
+        return _cuda_list(environment[variable])
+    listed = environment[variable].removesuffix(",").split(",")
+    entries = list(itertools.takewhile(lambda entry: entry not in (NO_DEVICES, NO_GPU), listed))
     for entry in entries:
-        if entry.isdecimal() and int(entry) < len(names):
-            selected[names[int(entry)]] = None
-        elif entry.startswith(("GPU-", "MIG-")):
-            selected[entry] = None
+        if not CANONICAL.fullmatch(entry):
+            raise VisibleDevicesError(
+                f"{_shown(environment, variable)}: {entry!r} is no GPU's number, and HIP ignores it and all "
+                "that follow: list numbers, separated by commas without spaces"
+            )
+    _check(environment, kind, entries, _shown(environment, variable))
+    return list(dict.fromkeys(entries))
+
+
+def _select(entries: Sequence[str], names: Sequence[str]) -> list[str]:
+    selected: list[str] = []
+    for entry in entries:
+        if not entry.isdecimal():
+            selected.append(entry)
+        elif int(entry) < len(names):
+            selected.append(names[int(entry)])
         else:
             break
-    return list(selected)
+    return selected
 
 
 def _check(environment: Environment, kind: Kind, entries: Sequence[str], source: str) -> None:
     """Raise unless ``ROCR_VISIBLE_DEVICES`` admits every GPU of ``entries``, which ``source`` describes."""
-    below = _entries(environment, ROCR) if kind == "rocm" else None
-    if below is not None and any(not entry.isdecimal() or int(entry) >= len(below) for entry in entries):
+    below = _below(environment) if kind == "rocm" else None
+    if below is not None and any(int(entry) >= len(below) for entry in entries):
         raise VisibleDevicesError(_disagree(_shown(environment, ROCR), source))
 
 

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_stack.accelerator import visible_devices
+
 
 def actor_state(actor: str) -> dict[str, Any]:
     """Return the GCS's record of the actor with hexadecimal id ``actor``; empty if it has none.
@@ -69,5 +71,11 @@ def visible_devices_variable() -> str:
     """
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
-    name: str = get_accelerator_manager_for_resource("GPU").get_visible_accelerator_ids_env_var()
+    manager = get_accelerator_manager_for_resource("GPU")
+    try:
+        name: str = manager.get_visible_accelerator_ids_env_var()
+    except ValueError:
+        # Ray 2.55 on ROCm, where the node has one list in two variables: Ray restricts HIP's alone, and
+        # then refuses the difference that it made.
+        return visible_devices.HIP
     return name

@@ -1,7 +1,6 @@
 """Each combination of the variables selects the GPU that Ray assigned, or is an error that names two.
 
-The machine has 8 GPUs. What HIP shows is the model `visible.seen`, which the first table holds against rows
-that were worked out from ROCm's sources by hand.
+The machine has 8 GPUs. `test_documented_rules` compares what a process sees with the runtimes' own rules.
 """
 
 import itertools
@@ -46,7 +45,7 @@ def environment(**variables: str | None) -> dict[str, str]:
         ("cuda", {"cuda": ""}, ""),
         ("cuda", {"cuda": "NoDevFiles"}, ""),
         ("cuda", {"hip": "1", "rocr": "2"}, ALL),  # not CUDA's
-        ("cuda", {"cuda": "GPU-1f,MIG-2a"}, "GPU-1f MIG-2a"),
+        ("cuda", {"cuda": "GPU-1f,GPU-2a"}, "GPU-1f GPU-2a"),
     ],
 )
 def test_what_a_process_sees(kind: visible_devices.Kind, variables: dict[str, str], shown: str) -> None:
