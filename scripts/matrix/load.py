@@ -13,6 +13,7 @@ from scripts.errors import UserError
 from scripts.matrix.model import (
     PLAIN_INDEX,
     STAND_IN,
+    Accelerator,
     Base,
     Cell,
     CellEntry,
@@ -36,6 +37,7 @@ from scripts.paths import ROOT
 __all__ = [
     "MATRIX",
     "SCHEMA",
+    "Accelerator",
     "Base",
     "Cell",
     "Matrix",

@@ -78,13 +78,33 @@ class Profile(_Struct, frozen=True):
     env: Annotated[tuple[Setting, ...], Meta(description="The variables that the profile sets.")]
 
 
+class Gpus(_Struct, frozen=True):
+    """The GPUs that the compiled code of an accelerator's cells supports."""
+
+    architectures: Annotated[
+        tuple[Name, ...],
+        Meta(
+            min_length=1,
+            description="CUDA: the oldest and the newest compute capability. ROCm: each gfx target.",
+        ),
+    ]
+    models: Annotated[Text, Meta(description="Names of such GPUs, for people.")]
+
+
+class Driver(_Struct, frozen=True):
+    """The driver of the host that an accelerator's cells require."""
+
+    oldest: Annotated[Text, Meta(description="CUDA: the oldest version that runs them. ROCm: in words.")]
+    source: Evidence
+
+
 class Accelerator(_Struct, frozen=True):
     """A device type and the release of its libraries; its name is the last part of a cell id."""
 
     name: Id
     kind: Annotated[Literal["cpu", "cuda", "rocm"], Meta(description="Type of device.")]
-    gpus: Annotated[Text, Meta(description="GPUs that the cells support, as the README's table shows them.")]
-    driver: Annotated[Text, Meta(description="Minimum driver of the host, as the README's table shows it.")]
+    gpus: Annotated[Gpus | None, Meta(description="GPUs that the cells support; none for a CPU.")] = None
+    driver: Annotated[Driver | None, Meta(description="Driver of the host; none for a CPU.")] = None
     env: Annotated[
         tuple[Setting, ...], Meta(description="Environment defaults, in addition to those of every image.")
     ] = ()

@@ -38,6 +38,7 @@ def _bad_names(matrix: Matrix) -> Iterator[tuple[str, str]]:
         yield from _duplicates([item.name for item in base.runtime], f"bases[{index}].runtime")
         yield from _duplicates([item.name for item in base.builder], f"bases[{index}].builder")
     for index, accelerator in enumerate(matrix.accelerators):
+        yield from _bad_device(accelerator, f"accelerators[{index}]")
         yield from _duplicates([item.name for item in accelerator.env], f"accelerators[{index}].env")
         yield from _duplicates(
             [item.name for item in accelerator.profiles], f"accelerators[{index}].profiles"
@@ -49,6 +50,23 @@ def _bad_names(matrix: Matrix) -> Iterator[tuple[str, str]]:
         yield from _duplicates([item.name for item in stack.packages], f"stacks[{index}].packages")
     for index, cell in enumerate(matrix.cells):
         yield from _duplicates([item.name for item in cell.env], f"cells[{index}].env")
+
+
+def _bad_device(accelerator: Accelerator, path: str) -> Iterator[tuple[str, str]]:
+    """Yield what `rlhf-stack doctor --host` could not compare with a machine."""
+    if accelerator.kind == "cpu":
+        return
+    if accelerator.gpus is None or accelerator.driver is None:
+        yield f"{path}.{'driver' if accelerator.gpus else 'gpus'}", "expected for an accelerator with GPUs"
+    elif accelerator.kind == "cuda":
+        versions = accelerator.gpus.architectures
+        if len(versions) != 2 or not all(re.fullmatch(r"\d+\.\d", version) for version in versions):
+            yield (
+                f"{path}.gpus.architectures",
+                "expected the oldest and the newest compute capability, such as 8.0 and 12.0",
+            )
+        if not re.fullmatch(r"\d+(\.\d+){1,2}", accelerator.driver.oldest):
+            yield f"{path}.driver.oldest", f"expected a version, got {accelerator.driver.oldest!r}"
 
 
 def _duplicates(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from scripts.errors import UserError
 from scripts.git import DIRTY
-from scripts.matrix.load import Cell
+from scripts.matrix.load import Accelerator, Cell
 from scripts.matrix.suites import SUITES
 from scripts.release import facts
 from scripts.release.facts import Facts, SuiteResult
@@ -50,7 +50,25 @@ def fill(text: str, cells: Iterable[Cell], known: Mapping[str, Facts]) -> str:
 def row(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:
     """Return the README's row of a cell, in the order of `COLUMNS`."""
     tag = f"`{cell.id}`{' (default)' if cell.is_default else ''}"
-    return cell.accelerator.gpus, cell.accelerator.driver, tag, status(cell, known)
+    return _gpus(cell.accelerator), _driver(cell.accelerator), tag, status(cell, known)
+
+
+def _gpus(accelerator: Accelerator) -> str:
+    """The GPUs of an accelerator's cells, in words."""
+    gpus = accelerator.gpus
+    if gpus is None:
+        return "none"
+    if accelerator.kind == "cuda":
+        return f"NVIDIA, compute capability {' to '.join(gpus.architectures)} ({gpus.models})"
+    return f"AMD {' and '.join(gpus.architectures)} ({gpus.models})"
+
+
+def _driver(accelerator: Accelerator) -> str:
+    """The driver that an accelerator's cells require, in words."""
+    if accelerator.driver is None:
+        return "none"
+    oldest = accelerator.driver.oldest
+    return f"NVIDIA {oldest} or newer" if accelerator.kind == "cuda" else oldest
 
 
 def status(cell: Cell, known: Mapping[str, Facts]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.errors import UserError
-from scripts.matrix import commands
+from scripts.matrix import commands, host_cells
 from scripts.matrix.load import IMAGE, MATRIX, SCHEMA, Cell, Matrix, expand, find, load, parse, schema
 
 TEXT = MATRIX.read_text(encoding="utf-8")
@@ -65,6 +65,13 @@ def error(text: str) -> str:
         ('{vllm: "0.4.3"}', '{vllm: "0.2*"}', f": cells[0]: {DEFAULT} is unsupported: "),
         ('glibc: "2.36"\n    python: "3.11"', 'glibc: "2.36"\n    python: "3.12"', ": variants[0].base: "),
         ("name: vllm, version", "name: vllm2, version", ": stacks[0].packages: expected 'vllm', which is"),
+        ("oldest: 580.65.06", "oldest: R580", ": accelerators[2].driver.oldest: expected a version"),
+        (
+            '["8.0", "12.0"]',
+            '["8.0"]',
+            ": accelerators[2].gpus.architectures: expected the oldest and the newest",
+        ),
+        ("gpus: {architectures: [gfx90a", "# {", ": accelerators[3].gpus: expected for an accelerator with"),
         ("release:", "1: x\nrelease:", ": (top level): expected every key to be text"),
         ("release:", "? [a]\n: b\nrelease:", ":9:3: not valid YAML: found unhashable key"),
         ("release:", "\x01release:", ": not valid YAML: unacceptable character"),
@@ -140,6 +147,18 @@ def test_a_stale_schema_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert commands.write_schema(check=True) == 1
     assert commands.write_schema() == 0
     assert commands.write_schema(check=True) == 0
+
+
+def test_a_stale_table_of_doctor_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drivers and GPUs of `rlhf-stack doctor --host` are those of the matrix."""
+    file = tmp_path / "host_check.py"
+    text = host_cells.FILE.read_text(encoding="utf-8")
+    assert "580.65.06" in text
+    file.write_text(text.replace("580.65.06", "570.26"), encoding="utf-8")
+    monkeypatch.setattr(host_cells, "FILE", file)
+    assert commands.write_host_cells(check=True) == 1
+    assert commands.write_host_cells() == 0
+    assert file.read_text(encoding="utf-8") == text
 
 
 def test_list_prints_an_id_a_line_and_show_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,6 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             {
                 "name": name,
                 "kind": "cpu",
-                "gpus": "g",
-                "driver": "d",
                 "env": settings(draw(VARIABLES), "accelerator"),
             }
             for name in accelerators

@@ -6,15 +6,17 @@ for each entry; --log explains a log with it, --freeze checks the packages of an
 
   rlhf-stack doctor                          this node and its cluster
   rlhf-stack doctor --local --all            only this node, with notes and passed checks
+  rlhf-stack doctor --host                   which images run on this machine, and why the others do not
   ray job logs JOB | rlhf-stack doctor --log -
   rlhf-stack doctor --log job.log --freeze freeze.txt
   ssh NODE pip freeze | rlhf-stack doctor --freeze -
 
 Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage. With --log, 1 if the log matches
-an entry.
+an entry. With --host, 1 if no image runs on the GPUs of this machine.
 
 --json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
-node; id; severity: ok, note, warning or error; what, evidence, remedy and sources).
+node; id; severity: ok, note, warning or error; what, evidence, remedy and sources). With --host it prints
+rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
 """
 
 import argparse
@@ -26,7 +28,7 @@ from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import positive_float
-from rlhf_stack.diagnostics import installed_patches
+from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
@@ -42,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--freeze", metavar="FILE", help="check the output of `pip freeze`; - is standard input"
     )
+    parser.add_argument("--host", action="store_true", help="report which images run on this machine")
     parser.add_argument(
         "--local", action="store_true", help="check only this node, even if it is part of a cluster"
     )
@@ -58,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; the exit code follows the worst severity."""
+    if options.host:
+        return host_check.main(["--json"] if options.json else [])
     if options.log:
         found = _of_log(options.log, options.freeze)
     elif options.freeze:

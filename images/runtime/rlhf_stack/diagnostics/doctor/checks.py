@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from rlhf_stack import known_bad
-from rlhf_stack.diagnostics import installed_patches
+from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.diagnostics.doctor.facts import NodeFacts
 from rlhf_stack.diagnostics.doctor.rdma import check_rdma
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
@@ -12,8 +12,6 @@ GB = 10**9
 MIN_SHM = 1 << 30
 MIN_FILES, ENOUGH_FILES = 4096, 65536
 FULL_DISK, MIN_DISK = 0.95, 10 * GB
-# NVIDIA's table of the oldest driver for each major version of CUDA.
-OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -90,15 +88,14 @@ def driver(node: NodeFacts) -> Iterator[Finding]:
     kind, _, release = node.built_for.partition(" ")
     if kind != "cuda" or not node.driver:
         return
-    oldest = OLDEST_DRIVER.get(int(release.split(".")[0]))
-    have = tuple(int(part) for part in node.driver.split(".")[:2])
-    if oldest and have < oldest:
+    oldest = host_check.oldest_driver(release)
+    if oldest and host_check.numbers(node.driver) < host_check.numbers(oldest):
         yield Finding(
             "driver",
             ERROR,
             f"driver {node.driver} does not support CUDA {release}, which torch was built for",
-            f"the oldest driver for it is {oldest[0]}.{oldest[1]}",
-            "install a newer driver, or use a cell with an older CUDA",
+            f"the oldest driver for it is {oldest}",
+            "install a newer driver, or use an image that `rlhf-stack doctor --host` lists as running here",
         )
     else:
         yield Finding("driver", OK, f"driver {node.driver} supports CUDA {release}")
