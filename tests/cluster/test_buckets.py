@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from dataclasses import astuple
+from math import prod
 
 import pytest
 import torch
@@ -22,18 +23,51 @@ WORLD = 4
 LIMIT = 3 << 20
 FORK = multiprocessing.get_context("fork")
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+SHAPES = [(7, 5), (0,), (), (3,), (1 << 20,), (900, 1000), (1,), (5, 0, 2), ((4 << 20) + 5,)]
+NAMES = ["w", "w.w", "w.weight", "w.weight_scale", "w1", "w10", "w1.w"]
+
+
+def random_bytes(dtype, shape, generator):
+    """A tensor of any bit patterns, among them NaN and subnormal numbers; a bool has two."""
+    size, patterns = prod(shape) * dtype.itemsize, 2 if dtype == torch.bool else 256
+    content = torch.randint(0, patterns, (size,), dtype=torch.uint8, generator=generator)
+    return content.view(dtype).reshape(shape)
 
 
 def weights(dtype, seed=0):
-    """Named tensors of these shapes: empty, scalar, small, not contiguous, larger than a bucket."""
+    """Named tensors; some names are prefixes of others.
+
+    Empty, one element, small, larger than `LARGE`, larger than a bucket; then parts of others: transposed,
+    with an offset, with steps, wide rows, repeated, permuted.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def of(*shape):
-        return torch.randint(0, 2, size=shape, generator=generator).to(torch.float32).to(dtype)
+        return random_bytes(dtype, shape, generator)
 
-    whole = [of(7, 5), of(0), of(), of(3, 1000).t(), of(1 << 20), of(900, 1000), of(4 << 20), of(1)]
-    return [(f"w{index}", tensor) for index, tensor in enumerate(whole)]
+    tensors = [
+        *(of(*shape) for shape in SHAPES),
+        of(3, 1000).t(),
+        of(2000)[3:1502],
+        of(40, 50)[1::3, 2:49:2],
+        of(1200, 1300)[100:, 7:1299],
+        of(3, 1).expand(3, 4),
+        of(4, 5, 6).permute(2, 0, 1),
+    ]
+    names = [*NAMES, *(f"w{index}.bias" for index in range(len(NAMES), len(tensors)))]
+    return list(zip(names, tensors, strict=True))
 
 
 def nothing(_):

@@ -256,3 +256,15 @@ def test_more_elements_than_two_digits_count():
     (location,) = find_layout(model, [("w", (300, 300))])
     assert location.region.bounds == ((0, 300), (0, 300))
     assert location.positions == (0, (300, 300), (300, 1))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool])
+def test_the_last_bit_of_a_large_parameter_counts(dtype):
+    value = torch.zeros((3 << 20) + 1, dtype=torch.uint8)
+    value = value[: len(value) // dtype.itemsize * dtype.itemsize].view(dtype)
+    region = Region.from_flat(tuple(value.shape), np.arange(value.numel()))
+    held = value.clone()
+    held.view(torch.uint8)[-1] ^= 1
+    reported = [digest.digest_region(tensor, "w", region) for tensor in (value, held)]
+    assert digest.differences("w", value, [[[reported[0]]]]) == []
+    assert len(digest.differences("w", value, [[[reported[1]]]])) == 1
