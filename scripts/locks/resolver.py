@@ -22,7 +22,10 @@ from scripts.matrix.load import Base
 
 NEVER = "python_version < '3.0'"
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
-PASSED_ON = ("UV_CACHE_DIR", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS", "UV_KEYRING_PROVIDER")
+PASSED_ON = (
+    *("UV_CACHE_DIR", "UV_HTTP_RETRIES", "UV_HTTP_TIMEOUT"),
+    *("UV_KEYRING_PROVIDER", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS"),
+)
 UNREACHABLE = ("error sending request", "Failed to fetch", "dns error", "Could not connect", "client error")
 LIMIT_SECONDS, FIND_SECONDS = 900, 60
 

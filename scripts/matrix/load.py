@@ -57,7 +57,7 @@ IMAGE = "RLHF_STACKS_IMAGE"  # overrides the image name, so that two checkouts c
 SCHEMA = ROOT / "matrix.schema.json"
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(yaml.CSafeLoader):
     """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import docker
-import pytest
 
 from scripts.errors import UserError
 from scripts.matrix.load import Cell
@@ -39,6 +38,8 @@ def run_suite(
 
 def _run_pytest(cell: Cell, suite: str, arguments: Sequence[str], junit: Path) -> int:
     """Run a suite in this process and return pytest's exit code; an interrupt of pytest is raised again."""
+    import pytest  # noqa: PLC0415  (half a second, which no other command needs)
+
     folder = ROOT / "tests" / SUITES[suite].folder
     code = pytest.main([str(folder), f"--cell={cell.id}", f"--junitxml={junit}", *arguments])
     if code == pytest.ExitCode.INTERRUPTED:

@@ -270,6 +270,7 @@ def test_an_index_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
     nowhere = index_config.PipConfig(index="http://127.0.0.1:9/simple")
     monkeypatch.setattr(index_config, "load", lambda: nowhere)
     monkeypatch.setenv("UV_INDEX", "http://127.0.0.1:10/also-not-queried")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")  # uv waits between attempts, six seconds in all
     with pytest.raises(
         UserError, match=r"^the package index cannot be reached for cell\.in: check the network"
     ) as caught:

@@ -177,6 +177,7 @@ def test_a_locked_wheel_is_found_in_each_place_that_a_build_searches(
 
 def test_an_unreachable_index_is_not_a_missing_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_config, "load", lambda: PipConfig(index="http://127.0.0.1:9/simple"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
     with pytest.raises(UserError, match="the package index cannot be reached for tiny==2"):
         resolver.finds(f"tiny==2 --hash=sha256:{'0' * 64}", "3.11", "x86_64-manylinux_2_36")
 

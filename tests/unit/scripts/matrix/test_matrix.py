@@ -35,7 +35,7 @@ def error(text: str) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('release: "', 'release: ["', ":10:1: not valid YAML: expected"),
+        ('release: "', 'release: ["', ":10:1: not valid YAML: did not find expected ','"),
         ("release:", "release: a\nrelease:", ":10:1: not valid YAML: key 'release' appears twice"),
         ("relea", "rela", ": (top level): unknown key 'relase'; did you mean 'release'?"),
         ("{name: ray,", "{name: ray, extra: 1,", ": cells[0].ray: unknown key 'extra'"),
