@@ -169,6 +169,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
     stack = named(matrix.stacks, variant.stack)
     accelerator = named(matrix.accelerators, variant.accelerator)
     accelerator = msgspec.structs.replace(accelerator, env=_merged(matrix.env, accelerator.env))
+    base = named(matrix.bases, variant.base)
     cell_id = id_of(matrix, entry)
     distributions = {item.package: item for item in variant.distributions}
     packages = tuple(_package(pin, distributions.get(pin.name)) for pin in (*stack.packages, entry.ray))
@@ -182,7 +183,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         python=stack.python,
         source_date_epoch=matrix.source_date_epoch,
         exclude_newer=stack.exclude_newer,
-        base=named(matrix.bases, variant.base),
+        base=msgspec.structs.replace(base, builder=(*base.builder, *variant.builder)),
         accelerator=accelerator,
         packages=packages,
         requirements=stack.requirements,

@@ -300,6 +300,10 @@ class Variant(_Struct, frozen=True):
         tuple[Distribution, ...],
         Meta(description="Headline packages from another distribution than their own."),
     ] = ()
+    builder: Annotated[
+        tuple[SystemPackage, ...],
+        Meta(description="Debian packages of its builder root, in addition to those of the base."),
+    ] = ()
     excluded: Excluded = ()
     overrides: Overrides = ()
     build_from_source: Annotated[

@@ -128,6 +128,8 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
     for index, source in enumerate(variant.sources):
         if (source.image is None) == (source.requirement is None):
             yield f"{path}.sources[{index}]", "expected either `image` or `requirement`"
+    system = [item.name for item in (*base.runtime, *base.builder, *variant.builder)]
+    yield from _duplicates(system, f"{path}.builder (with its base)")
     if variant.plain_index and not any(item.local for item in variant.distributions):
         yield f"{path}.plain_index", "expected `local` in one of `distributions`, which it replaces; got none"
     if variant.stand_in:

@@ -5,6 +5,7 @@ torch's global libraries are loaded, and the folders of the libraries of ``impor
 object does not run, so a machine without a GPU can check libraries for a GPU.
 """
 
+import importlib
 import os
 import re
 import subprocess
@@ -119,6 +120,17 @@ def test_only_the_driver_s_part_is_ignored() -> None:
     printed = f"\t{DRIVER} => not found\n\tlibx.so => not found\nundefined symbol: cuInit\t(a.so)\n"
     assert parse(printed).without_driver() == Finding(frozenset({"libx.so"}), frozenset())
     assert parse("undefined symbol: cuInit\t(a.so)\n").without_driver().symbols == {"cuInit"}
+
+
+def test_triton_has_the_linker_of_amd_kernels() -> None:
+    """Its wheels for ROCm contain ld.lld (triton-lang/triton#3662); newer releases link without a program."""
+    import torch
+
+    if torch.version.hip is None:
+        pytest.skip("this image has no Triton for AMD GPUs")
+    backend = importlib.import_module("triton.backends.amd.compiler").HIPBackend
+    if find := getattr(backend, "path_to_rocm_lld", None):
+        assert Path(find()).is_file()
 
 
 @pytest.mark.timeout(600)

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.errors import UserError
 from scripts.images import rootfs
-from scripts.matrix.load import expand, load
+from scripts.matrix.load import expand, find, load
 
 EPOCH = 1_000_000_000
 DEFAULT = next(cell for cell in expand(load()) if cell.is_default)
@@ -70,6 +70,15 @@ def test_roots_differ_where_their_recipe_does() -> None:
     assert runtime.tar == rootfs.roots(DEFAULT)[0].tar
     assert replace(runtime, epoch=runtime.epoch + 1).tar != runtime.tar
     assert set(runtime.packages) < set(builder.packages)
+
+
+def test_a_variant_s_build_tools_are_in_its_own_builder_root() -> None:
+    """The other cells of the base keep their roots, and the variant's images have no more than theirs."""
+    matrix = load()
+    rocm, cuda = (find(matrix, f"ray2.12.0-vllm0.4.2-{name}") for name in ("rocm6.1", "cuda12.1"))
+    assert rootfs.roots(rocm)[0] == rootfs.roots(cuda)[0]
+    added = set(rootfs.roots(rocm)[1].packages) - set(rootfs.roots(cuda)[1].packages)
+    assert added == {"ninja-build", "patchelf", "perl"}
 
 
 def test_an_unreachable_mirror_is_reported() -> None:
