@@ -2,7 +2,7 @@
 
 import sys
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -48,6 +48,28 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
 def test_gloo_by_ray_is_refused_with_the_reason() -> None:
     with pytest.raises(sync.SyncError, match=r"leave out --vllm\.sync_with_ray"):
         sync.check_backend("gloo", with_ray=True)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.4.2", False), ("0.4.3", True), ("0.6.3.post1", True)])
+def test_nccl_with_a_vllm_whose_workers_block_is_refused(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the installed versions are checked before any engine joins; gloo and CPUs are not refused."""
+    installed = [
+        SimpleNamespace(name="openrlhf", version="0.5.1"),
+        SimpleNamespace(name="vllm", version=version),
+    ]
+    monkeypatch.setattr(backend, "distributions", lambda: installed)
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
+    sync.check_backend("gloo", with_ray=False)
+    if refused:
+        expected = rf"vllm {version}; .*vllm#5477.*; use vLLM 0\.4\.2, or .*, or --vllm\.sync_backend gloo$"
+        with pytest.raises(sync.SyncError, match=expected):
+            sync.check_backend("nccl", with_ray=False)
+    else:
+        sync.check_backend("nccl", with_ray=False)
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    sync.check_backend("nccl", with_ray=False)
 
 
 def test_nccl_on_a_gpu_is_upstreams_communicator(vllm: MagicMock) -> None:
