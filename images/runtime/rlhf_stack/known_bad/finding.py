@@ -8,7 +8,10 @@ SEVERITIES = (OK, NOTE, WARNING, ERROR)  # from best to worst
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding; ``severity`` is one of `SEVERITIES`, ``remedy`` is required for warnings and errors."""
+    """A finding; ``severity`` is one of `SEVERITIES`, ``remedy`` is required for warnings and errors.
+
+    ``line``: the line of the log that ``evidence`` quotes, from 1; negative if it is counted from the end.
+    """
 
     id: str
     severity: str
@@ -16,6 +19,7 @@ class Finding:
     evidence: str = ""
     remedy: str = ""
     sources: tuple[str, ...] = ()
+    line: int | None = None
 
 
 def worst(findings: "list[Finding]") -> str:

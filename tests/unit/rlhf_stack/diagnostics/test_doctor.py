@@ -266,20 +266,46 @@ def test_a_freeze_is_judged_by_the_exit_code(tmp_path: Path, capsys: pytest.Capt
     assert (code, report["worst"], report["schema"]) == (3, "error", "rlhf-stack/doctor/1")
     assert report["findings"][0]["id"] == "vllm-ray-2.44"
     assert report["findings"][0]["sources"] == ["vllm-project/vllm#16622"]
-    file.write_text("requests==2.32.0\n")
-    assert ask(capsys, "--freeze", str(file))[0] == 0
+    file.write_text("requests==2.32.0\nnothing\n")
+    code, report = ask(capsys, "--freeze", str(file))
+    assert (code, report["lines_read"]) == (0, 1)
+    main(["doctor", "--freeze", str(file)])
+    assert "1 lines with a version were read" in capsys.readouterr().out
 
 
 def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, freeze = tmp_path / "log", tmp_path / "freeze"
     log.write_text("RuntimeError: Device string must not be empty\n")
     code, report = ask(capsys, "--log", str(log))
-    assert (code, report["findings"][0]["id"]) == (1, "vllm-no-nvml")
-    assert main(["doctor", "--log", str(log)]) == 1
-    assert "NVIDIA_VISIBLE_DEVICES=all" in " ".join(capsys.readouterr().out.split())
+    assert (code, report["findings"][0]["id"], report["findings"][0]["line"]) == (3, "vllm-no-nvml", 1)
+    assert main(["doctor", "--log", str(log)]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA_VISIBLE_DEVICES=all" in printed
+    assert "seen: line 1: RuntimeError: Device string must not be empty" in printed
     log.write_text("'aimv2' is already used by a Transformers config")
     freeze.write_text("vllm==0.11.0\n")
     assert ask(capsys, "--log", str(log), "--freeze", str(freeze))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("all is well\n", 0),
+        ("[Errno 1] ... Worker exit type: SYSTEM_ERROR\n", 0),
+        ("NCCL INFO Using network Socket\n", 1),
+        ("torch.OutOfMemoryError: CUDA out of memory\n", 3),
+        ("first\nbook.OddError: strange\n", 4),
+    ],
+    ids=["nothing", "a note", "a warning", "an error", "an unexplained error"],
+)
+def test_the_exit_code_says_what_was_found_in_a_log(
+    text: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(text)
+    assert main(["doctor", "--log", str(log)]) == code
+    printed = capsys.readouterr().out
+    assert ("its last error, line 2:\nbook.OddError: strange\n" in printed) == (code == 4)
 
 
 @pytest.mark.parametrize(

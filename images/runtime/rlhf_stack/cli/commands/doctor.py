@@ -11,18 +11,24 @@ for each entry; --log explains a log with it, --freeze checks the packages of an
   rlhf-stack doctor --log job.log --freeze freeze.txt
   ssh NODE pip freeze | rlhf-stack doctor --freeze -
 
-Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage. With --log, 1 if the log matches
-an entry. With --host, 1 if no image runs on the GPUs of this machine.
+--log reads the last 16 MiB of a log, in UTF-8 or UTF-16, and prints the likeliest cause first. --freeze reads
+`pip freeze`, `pip list`, `conda list`, lock files, the collect_env of torch or vLLM, and `docker inspect`.
+
+Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage; with --log also 4: the log has
+an error that no entry explains. With --host, 1 if no image runs on the GPUs of this machine.
 
 --json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
-node; id; severity: ok, note, warning or error; what, evidence, remedy and sources). With --host it prints
-rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
+node; id; severity: ok, note, warning or error; what, evidence, remedy and sources; line: that of the log,
+from 1, or from its end if negative). With --log `last_error` has line and text of its last error, with
+--freeze `lines_read` the number of lines with a version. With --host it prints rlhf-stack/host/1: `machine`,
+and `cells` (id, runs, reasons).
 """
 
 import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
@@ -33,6 +39,7 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
+UNEXPLAINED = 4
 TIMEOUT = 30.0
 STANDARD_INPUT = "-"
 COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
@@ -42,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the input and the output."""
     parser.add_argument("--log", metavar="FILE", help="explain a log or a traceback; - is standard input")
     parser.add_argument(
-        "--freeze", metavar="FILE", help="check the output of `pip freeze`; - is standard input"
+        "--freeze", metavar="FILE", help="check a list of packages with versions; - is standard input"
     )
     parser.add_argument("--host", action="store_true", help="report which images run on this machine")
     parser.add_argument(
@@ -63,30 +70,40 @@ def run(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; the exit code follows the worst severity."""
     if options.host:
         return host_check.main(["--json"] if options.json else [])
+    extra: dict[str, Any] = {}
     if options.log:
-        found = _of_log(options.log, options.freeze)
+        found, extra = _of_log(options.log, options.freeze)
     elif options.freeze:
-        found = _of_freeze(options.freeze)
+        found, extra = _of_freeze(options.freeze)
     else:
         found = _of_this(options.local, options.timeout)
     findings = [finding for _, finding in found]
     if options.json:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
-        print_json("doctor", 1, worst=worst(findings), findings=entries)
+        print_json("doctor", 1, worst=worst(findings), findings=entries, **extra)
+    elif options.log:
+        _show_log(found, extra["last_error"])
     else:
-        _show(found, everything=options.all, is_log=bool(options.log))
-    return min(1, len(findings)) if options.log else CODES[worst(findings)]
+        _show(found, everything=options.all)
+        if extra:
+            print(f"{extra['lines_read']} lines with a version were read")
+    return UNEXPLAINED if not findings and extra.get("last_error") else CODES[worst(findings)]
 
 
-def _of_log(log: str, freeze: str | None) -> list[tuple[str, Finding]]:
+def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
     if log == freeze:
         raise UserError("--log and --freeze cannot both be read from standard input")
     versions = known_bad.freeze(_read(freeze)) if freeze else None
-    return [("", finding) for finding in known_bad.explain(known_bad.load(), _read(log), versions)]
+    read = _read_log(log)
+    found = known_bad.explain(known_bad.load(), read.text, versions, read.complete)
+    last = known_bad.last_error(read.text, read.complete)
+    return [("", finding) for finding in found], {
+        "last_error": {"line": last[0], "text": last[1]} if last else None
+    }
 
 
-def _of_freeze(freeze: str) -> list[tuple[str, Finding]]:
-    versions = known_bad.freeze(_read(freeze))
+def _of_freeze(freeze: str) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
+    versions, lines = known_bad.versions_in(_read(freeze))
     if not versions:
         raise UserError(f"{freeze}: no line has a version in the format of `pip freeze` (name==version)")
     environment = known_bad.Environment(
@@ -97,7 +114,7 @@ def _of_freeze(freeze: str) -> list[tuple[str, Finding]]:
     )
     found = known_bad.judge(known_bad.load(), environment)
     passed = Finding("versions", OK, f"{len(versions)} versions, no known-bad combination")
-    return [("", finding) for finding in found or [passed]]
+    return [("", finding) for finding in found or [passed]], {"lines_read": lines}
 
 
 def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
@@ -120,46 +137,67 @@ def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
 
 
 def _read(name: str) -> str:
+    return _read_log(name).text
+
+
+def _read_log(name: str) -> known_bad.LogText:
     if name == STANDARD_INPUT:
-        return sys.stdin.read()
+        return known_bad.read_log(sys.stdin.buffer, "standard input")
     try:
-        return Path(name).read_text(encoding="utf-8", errors="replace")
+        with Path(name).open("rb") as file:
+            return known_bad.read_log(file, name)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}") from error
 
 
-def _show(found: list[tuple[str, Finding]], everything: bool, is_log: bool) -> None:
-    """Print the findings, the worst first; one that several nodes share is printed once."""
-    from rich.console import Console
-    from rich.table import Table
+def _show_log(found: list[tuple[str, Finding]], last: dict[str, Any] | None) -> None:
+    """Print what explains a log, the likeliest cause first; otherwise its last error."""
+    if found:
+        _print_table([(finding, "") for _, finding in found], with_sources=True)
+    elif last:
+        print(f"no entry of the known-bad database explains this log; its last error, {where(last['line'])}:")
+        print(last["text"])
+    else:
+        print("this log matches no entry of the known-bad database, and has no error")
 
-    shown = SEVERITIES if everything or is_log else (WARNING, ERROR)
+
+def where(line: int) -> str:
+    """How a line of a log is quoted."""
+    return f"line {line}" if line > 0 else f"line {-line} from the end"
+
+
+def _show(found: list[tuple[str, Finding]], everything: bool) -> None:
+    """Print the findings, the worst first; one that several nodes share is printed once."""
+    shown = SEVERITIES if everything else (WARNING, ERROR)
     nodes: dict[Finding, list[str]] = {}
     for node, finding in found:
         nodes.setdefault(finding, []).append(node)
+    rows = [(one, ", ".join(filter(None, nodes[one]))) for one in by_severity(list(nodes))]
+    _print_table([row for row in rows if row[0].severity in shown], with_sources=everything)
+    print(_tally(list(nodes)) + ("" if everything else " (--all shows every one)"))
+
+
+def _print_table(rows: list[tuple[Finding, str]], with_sources: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for finding in by_severity(list(nodes)):
-        if finding.severity in shown:
-            where = ", ".join(filter(None, nodes[finding]))
-            table.add_row(_coloured(finding.severity), _paragraph(finding, where, is_log or everything))
-    console = Console(highlight=False)
-    if table.row_count:
-        console.print(table)
-    if is_log and not found:
-        console.print("this log matches no entry of the known-bad database")
-    if not is_log:
-        console.print(_tally(list(nodes)) + ("" if everything else " (--all shows every one)"))
+    for finding, nodes in rows:
+        table.add_row(_coloured(finding.severity), _paragraph(finding, nodes, with_sources))
+    if rows:
+        Console(highlight=False).print(table)
 
 
-def _paragraph(finding: Finding, where: str, with_sources: bool) -> str:
+def _paragraph(finding: Finding, nodes: str, with_sources: bool) -> str:
     """The lines of one finding: what, evidence, nodes, remedy and sources."""
     from rich.markup import escape
 
+    place = f"{where(finding.line)}: " if finding.line else ""
     lines = [f"[bold]{escape(finding.what)}[/bold] [dim]{finding.id}[/dim]"]
-    lines += [f"seen:   {escape(finding.evidence)}"] if finding.evidence else []
-    lines += [f"nodes:  {where}"] if where else []
+    lines += [f"seen:   {escape(place + finding.evidence)}"] if finding.evidence else []
+    lines += [f"nodes:  {nodes}"] if nodes else []
     lines += [f"remedy: {escape(finding.remedy)}"] if finding.remedy else []
     lines += (
         [f"[dim]source: {escape(', '.join(finding.sources))}[/dim]"]

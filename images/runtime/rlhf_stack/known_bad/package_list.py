@@ -1,0 +1,94 @@
+"""Reads the versions of packages from the formats in which people paste them."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+NAME, VERSION = r"[A-Za-z0-9][\w.-]*", r"\d[\w.!+%-]*"
+START = r"(?:[-*]\s+)?(?:\[(?:pip3?|conda)\]\s+)?"
+# Names that reports write in words, as in "Ray: 2.46.0", "vLLM Version: 0.8.4" or "ray, version 2.40.0".
+SPOKEN = {"pytorch": "torch", "libc": "glibc", "flash attention": "flash-attn"}
+IN_WORDS: tuple[str, ...] = (
+    "deepspeed",
+    "flash-attn",
+    "openrlhf",
+    "python",
+    "ray",
+    "torch",
+    "transformers",
+    "trl",
+)
+IN_WORDS += ("triton", "verl", "vllm", *SPOKEN)
+FORMATS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"(?P<name>{NAME})(?:\[.*?\])? @ \S*?/[\w.]+-(?P<version>[^-/]+)-[^/]+\.whl\b",  # a local wheel
+        rf"{START}(?P<name>{NAME})(?:\[.*?\])?\s*={{2,3}}\s*(?P<version>[^\s;\\#,]+)",
+        rf"-\s+(?P<name>{NAME})=(?P<version>{VERSION})",  # an environment of conda
+        rf"{START}(?P<name>{NAME})\s+(?P<version>\d+\.{VERSION})(?:\s+\S+){{0,3}}$",  # columns
+        rf"{START}(?i:(?P<name>{'|'.join(IN_WORDS)}))(?i:[ _]version)?\s*[:=,]?\s*(?i:version)?\s*"
+        rf"(?:glibc-)?v?(?P<version>{VERSION})",
+    )
+)
+FILLER = re.compile(r"[`|\"'*]|^> ?")
+UV_PACKAGE = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.MULTILINE)
+
+
+def freeze(text: str) -> dict[str, str]:
+    """The versions by canonical name; `versions_in` without the number of lines."""
+    return versions_in(text)[0]
+
+
+def versions_in(text: str) -> tuple[dict[str, str], int]:
+    """The versions by canonical name, and the number of lines or entries that named one.
+
+    Understands ``pip freeze``, ``pip list`` in columns or JSON, ``conda list``, hashed locks, ``uv.lock``,
+    the collect_env of torch and vLLM, versions in words, and the labels in the output of ``docker inspect``.
+    Other lines are ignored.
+    """
+    found = list(_from_json(text)) or UV_PACKAGE.findall(text)
+    if not found:
+        found = [pair for line in text.splitlines() for pair in _from_line(line.strip())]
+    return {str(canonicalize_name(name)): version for name, version in found}, len(found)
+
+
+def _from_line(line: str) -> Iterator[tuple[str, str]]:
+    plain = FILLER.sub("", line).strip()
+    match = next((hit for hit in (pattern.match(plain) for pattern in FORMATS) if hit), None)
+    if match and _is_version(match["version"].replace("%2B", "+")):
+        yield SPOKEN.get(match["name"].lower(), match["name"]), match["version"].replace("%2B", "+")
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
+
+
+def _from_json(text: str) -> Iterator[tuple[str, str]]:
+    """Entries with name and version anywhere in a JSON document, and versions in labels of an image."""
+    if not text.lstrip().startswith(("{", "[")):
+        return
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    pending = [document]
+    while pending:
+        value: Any = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, dict):
+            name, version = value.get("name"), value.get("version")
+            if isinstance(name, str) and isinstance(version, str):
+                yield name, version
+            for key, item in value.items():
+                if isinstance(item, dict | list):
+                    pending.append(item)
+                elif isinstance(item, str) and ".version." in key and _is_version(item):
+                    yield key.rpartition(".version.")[2], item

@@ -1,0 +1,89 @@
+"""rlhf_stack.known_bad.log_file: large, long-lined, UTF-16, compressed and binary logs."""
+
+import gzip
+import io
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from rlhf_stack import known_bad
+from rlhf_stack.errors import UserError
+from rlhf_stack.known_bad import log_file
+
+ERROR = "ValueError: No available memory for the cache blocks.\n"
+ROWS = known_bad.load()
+
+
+class Pipe(io.BytesIO):
+    """A stream that cannot seek, as standard input in a pipeline."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_file, "MAX_BYTES", 1 << 16)
+    monkeypatch.setattr(log_file, "CHUNK", 1 << 12)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", [io.BytesIO, Pipe])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("lines", [0, 1, 5000, 5001])
+def test_the_end_of_a_log_is_read(kind: type[io.BytesIO], encoding: str, lines: int) -> None:
+    """An error near the end is found, and its line is counted from the end if the start was not read."""
+    text = "".join(f"INFO step {number} of ten thousand steps\n" for number in range(lines)) + ERROR + "bye\n"
+    data = text.encode(encoding)
+    read = known_bad.read_log(kind(data), "job.log")
+    assert read.complete == (len(data) <= log_file.MAX_BYTES)
+    (found,) = known_bad.explain(ROWS, read.text, complete=read.complete)
+    assert (found.id, found.line) == ("vllm-no-cache-memory", lines + 1 if read.complete else -2)
+    assert text.endswith(read.text)
+    assert read.complete or len(read.text) > log_file.MAX_BYTES // 4
+
+
+def test_utf_16_without_a_mark_and_windows_lines_are_read() -> None:
+    data = ("INFO all is well\r\n" * 20 + ERROR).encode("utf-16-le")
+    assert known_bad.read_log(io.BytesIO(data), "x").text == "INFO all is well\n" * 20 + ERROR
+
+
+def test_a_long_line_is_cut_in_its_middle() -> None:
+    data = b"start" + b"x" * (1 << 20) + ERROR.encode()
+    text = known_bad.read_log(io.BytesIO(data), "x").text
+    assert len(text) < 2 * log_file.MAX_LINE
+    assert text.startswith("startx")
+    assert text.endswith(ERROR)
+
+
+@pytest.mark.parametrize("data", [b"x", b"a b=", b"wandb: ERROR ", b"\r\x1b[0m", b"NCCL WARN \n"])
+def test_a_large_log_is_explained_in_bounded_time_and_memory(data: bytes, tmp_path: Path) -> None:
+    """A gigabyte of which most is sparse: only the end is read."""
+    path = tmp_path / "job.log"
+    with path.open("wb") as file:
+        file.seek(1 << 30)
+        file.write(data * (20_000_000 // len(data)) + b"\n" + ERROR.encode())
+    tracemalloc.start()
+    before = time.process_time()
+    with path.open("rb") as file:
+        read = known_bad.read_log(file, "job.log")
+    seconds, (_, peak) = time.process_time() - before, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (seconds, peak) < (5.0, 10 * log_file.MAX_BYTES)
+    assert [one.id for one in known_bad.explain(ROWS, read.text)][:1] == ["vllm-no-cache-memory"]
+    assert time.process_time() - before < 30
+
+
+def test_a_compressed_log_is_refused_with_the_command_that_reads_it() -> None:
+    with pytest.raises(UserError, match=r"`zcat job.log.gz \| rlhf-stack doctor --log -`"):
+        known_bad.read_log(io.BytesIO(gzip.compress(b"text")), "job.log.gz")
+
+
+def test_a_binary_file_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^model.bin is not a text file$"):
+        known_bad.read_log(io.BytesIO(bytes(range(8)) * 1000), "model.bin")
+
+
+def test_a_few_null_bytes_do_not_make_a_log_binary() -> None:
+    assert known_bad.read_log(io.BytesIO(b"INFO ok\n\0\0\nINFO still ok\n"), "x").complete

@@ -1,0 +1,104 @@
+"""rlhf_stack.known_bad.package_list: versions in the formats in which people paste them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rlhf_stack.known_bad.package_list import versions_in
+
+COLLECT_ENV = """\
+PyTorch version              : 2.7.0+cu126
+Libc version                 : glibc-2.34
+Python version               : 3.12.6 (main, Mar  2 2025, 12:20:51) [GCC 11.4.1] (64-bit runtime)
+CMake version: version 3.31.1
+Stepping:                    7
+[pip3] numpy==1.26.4
+[conda] triton                    3.1.0                   pypi_0    pypi
+vLLM Version                 : 0.10.0
+ROCM Version                 : Could not collect
+        GPU0    CPU Affinity    NUMA Affinity
+"""
+PIP_LIST = """\
+Package            Version      Editable project location
+------------------ ------------ -------------------------
+openrlhf           0.5.1        /src/OpenRLHF
+ray                2.9.3
+vllm               0.4.2+stack.1
+"""
+CONDA_LIST = """\
+# packages in environment at /opt/conda:
+# Name                    Version                   Build  Channel
+pytorch                   2.5.1           py3.10_cuda12.4_cudnn9.1.0_0    pytorch
+"""
+UV_LOCK = """\
+version = 1
+requires-python = ">=3.11"
+
+[[package]]
+name = "ray"
+version = "2.46.0"
+source = { registry = "https://index.example/simple" }
+dependencies = [
+    { name = "click" },
+]
+"""
+INSPECT = json.dumps(
+    [{"Config": {"Labels": {"io.rlhf-stacks.version.ray": "2.55.0", "org.image.version": "main"}, "Env": []}}]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "versions", "lines"),
+    [
+        (
+            COLLECT_ENV,
+            {
+                "torch": "2.7.0+cu126",
+                "glibc": "2.34",
+                "python": "3.12.6",
+                "numpy": "1.26.4",
+                "triton": "3.1.0",
+                "vllm": "0.10.0",
+            },
+            6,
+        ),
+        (PIP_LIST, {"openrlhf": "0.5.1", "ray": "2.9.3", "vllm": "0.4.2+stack.1"}, 3),
+        ('[{"name": "ray", "version": "2.9.3"}]', {"ray": "2.9.3"}, 1),
+        (CONDA_LIST, {"torch": "2.5.1"}, 1),
+        ("dependencies:\n  - pytorch=2.5.1=py3.10\n  - pip:\n    - vllm==0.8.5\n", None, 2),
+        (UV_LOCK, {"ray": "2.46.0"}, 1),
+        (INSPECT, {"ray": "2.55.0"}, 1),
+        ("ray[default]==2.42.0\nray[default,serve]==2.43.0\n", {"ray": "2.43.0"}, 2),
+        ("- Ray: 2.46.0\n* **vLLM** version: `v0.8.4`\nray, version 2.40.0\n", None, 3),
+        ("torch==2.13.0 \\\n    --hash=sha256:00\nray==2.55.0 ; python_version > '3'\n", None, 2),
+        ("ray==2.55.0\nstep 12 of 28, loss 0.3\nGPU 0: NVIDIA H100\nlr=1.0e-6\n", {"ray": "2.55.0"}, 1),
+        ("[" * 100_000, {}, 0),
+    ],
+    ids=[
+        "collect_env",
+        "pip list",
+        "pip list --format json",
+        "conda list",
+        "conda env export",
+        "uv.lock",
+        "docker inspect",
+        "extras",
+        "words",
+        "a hashed lock",
+        "prose",
+        "deep JSON",
+    ],
+)
+def test_versions_are_read_from_what_people_paste(
+    text: str, versions: dict[str, str] | None, lines: int
+) -> None:
+    found = versions_in(text)
+    assert found[1] == lines
+    assert versions is None or found[0] == versions
+
+
+@given(st.text(max_size=300))
+def test_any_text_can_be_read(text: str) -> None:
+    versions, lines = versions_in(text)
+    assert len(versions) <= lines
