@@ -4,11 +4,6 @@
 set -eu
 root=$1
 
-# mmdebstrap resolves "usrmerge | usr-is-merged" to the first, a one-time converter that requires perl.
-# The root is already merged, so the empty package is sufficient.
-chroot "$root" apt-get --yes --quiet install usr-is-merged usrmerge-
-chroot "$root" apt-get --yes --quiet autopurge
-
 # The user of an image can write to its own folders and the temporary ones alone.
 chmod 755 "$root/run/lock"
 

@@ -18,7 +18,6 @@ from scripts.errors import UserError
 
 LOG = Path("/var/log/rlhf-stacks-dockerd.log")
 OS_RELEASE = Path("/etc/os-release")
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 START_SECONDS = 60
 INSTALL_SECONDS = 900
 # Packages of releases that ship Docker's client and builder separately; older ones have both in docker.io.
@@ -57,8 +56,6 @@ def missing_packages(has: Callable[[str], bool], answers: bool, can_build: bool,
     packages += [name for name in ("mmdebstrap", "git") if not has(name)]
     if not is_root and not has("newuidmap"):
         packages.append("uidmap")
-    if not has(str(KEYRING)):
-        packages.append("debian-archive-keyring")
     return packages
 
 

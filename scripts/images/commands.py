@@ -23,18 +23,11 @@ def register(app: typer.Typer) -> None:
     app.command("build")(build_image)
 
 
-def build_roots(
-    cells: Cells = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Rebuild them with the packages that Debian has today.")
-    ] = False,
-) -> None:
+def build_roots(cells: Cells = None) -> None:
     """Build the base root filesystems of cells from Debian packages."""
     matrix = load()
     wanted = {root for name in cells or [matrix.default] for root in rootfs.roots(find(matrix, name))}
     for root in sorted(wanted, key=lambda root: root.name):
-        if refresh:
-            root.tar.unlink(missing_ok=True)
         tag = rootfs.image(root)
         print(f"{tag}  {root.tar.stat().st_size / 1e6:.0f} MB  sha256:{sha256_file(root.tar)}")
 

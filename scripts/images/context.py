@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from scripts.images import wheels
+from scripts.images import rootfs, wheels
 from scripts.images.pins import local_wheels, pinned, repin, source_pin
 from scripts.locks import lockfile, targets
 from scripts.locks.index_config import PipConfig
@@ -57,6 +57,8 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     pins = [block.split()[0] for text in texts.values() for block in lockfile.blocks(text)]
     write(folder / "etc" / "constraints.txt", "".join(f"{pin}\n" for pin in pins))
     shutil.copy(lock_file, folder / "etc" / "lock.txt")
+    debs = rootfs.roots(cell)[0].locked
+    write(folder / "etc" / "debian.txt", "".join(f"{deb.line}\n" for deb in debs))
     cell_json = msgspec.json.format(msgspec.json.encode(cell), indent=2).decode()
     write(folder / "etc" / "cell.json", cell_json + "\n")
     write_environment(cell, folder / "etc")

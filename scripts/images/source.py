@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.digests import sha256, sha256_file
-from scripts.locks import lockfile
+from scripts.locks import debian, lockfile
 from scripts.matrix.load import Cell
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
@@ -46,9 +46,7 @@ def _files(cell: Cell) -> Iterator[Path]:
     images, scripts = ROOT / "images", ROOT / "scripts"
     recipes = [f"sources/{build.recipe}" for build in cell.build_from_source if build.recipe]
     vendor = ["vendor"] if any(source.image for source in cell.sources) else []
-    yield from (
-        file for file in (lockfile.path(cell), lockfile.LOCKS / f"{cell.base.name}.txt") if file.exists()
-    )
+    yield from (file for file in (lockfile.path(cell), debian.path(cell.base)) if file.exists())
     for top in (
         *(images / name for name in (*ALWAYS, *recipes, *vendor)),
         *(scripts / name for name in CODE),

@@ -1,4 +1,4 @@
-"""Hashed locks of the cells and of the host's tools: how they are resolved, written, checked and read.
+"""Hashed locks of cells, bases and the host's tools: how they are resolved, written, checked and read.
 
 May import ``matrix`` and the modules at the top of ``scripts``.
 """

@@ -10,7 +10,8 @@ from scripts.locks import preflight, targets
 from scripts.matrix.load import expand, find, load, plain_index_cells
 
 Cells = Annotated[
-    list[str] | None, typer.Argument(metavar="CELL", help="Cell ids [all, and the host's tools].")
+    list[str] | None,
+    typer.Argument(metavar="CELL|BASE", help="Cell ids and bases [all, and the host's tools]."),
 ]
 
 
@@ -25,21 +26,24 @@ def lock(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit 1 if a lock is out of date.")
     ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="With --check: do not query the index.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="With --check: query no index.")] = False,
 ) -> int:
-    """Write the hashed locks of cells and of the host's tools."""
+    """Write the hashed locks of cells, of the bases' Debian packages and of the host's tools."""
     if offline and not check:
         raise UserError("--offline requires --check: a lock cannot be written without the index")
     matrix = load()
     everything = not (cells or host)
+    bases = [base for base in matrix.bases if everything or base.name in (cells or [])]
+    names = {base.name for base in bases}
     chosen = (
         [*expand(matrix), *plain_index_cells(matrix)]
         if everything
-        else [find(matrix, name) for name in cells or []]
+        else [find(matrix, name) for name in cells or [] if name not in names]
     )
     unlocked = [cell for cell in chosen if everything and targets.unlocked(cell)]
     chosen = [cell for cell in chosen if cell not in unlocked]
     items = [targets.target(cell) for cell in chosen]
+    items += [targets.base_target(matrix, base) for base in bases]
     if everything or host:
         items.append(targets.host_target(matrix))
     if check:

@@ -41,6 +41,11 @@ def parse(text: str) -> tuple[Entry, ...]:
     return tuple(_entry(chunk) for chunk in re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:])
 
 
+def versions(text: str) -> dict[str, str]:
+    """Return the locked versions by package."""
+    return {entry.name: entry.version for entry in parse(text)}
+
+
 def blocks(text: str) -> list[str]:
     """Return the requirement of each package of a lock or layer, with its hashes and without comments."""
     return [entry.block for entry in parse(text)]

@@ -6,14 +6,14 @@ detects a manual edit and a changed matrix.
 
 import textwrap
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.digests import sha256
 from scripts.errors import UserError
-from scripts.locks import lockfile, preflight, resolver
-from scripts.matrix.load import Cell, Matrix
+from scripts.locks import debian, lockfile, preflight, resolver
+from scripts.matrix.load import Base, Cell, Matrix
 from scripts.paths import ROOT
 
 PYPROJECT = ROOT / "pyproject.toml"
@@ -23,12 +23,19 @@ HEADER = "# Written by `{command}`. Input sha256: {source}. Content sha256: {con
 
 @dataclass(frozen=True)
 class Target:
-    """A lock: its path, the command that writes it, its input as text, and the resolver's question."""
+    """A lock: its path, the command that writes it, its input as text, and how its content is resolved.
+
+    ``versions`` parses a lock into versions by package, and ``lost`` names what the first of two texts has
+    and nobody offers any more. ``listed`` is whether a file next to the lock has its input.
+    """
 
     path: Path
     command: str
     source: str
-    question: resolver.Question
+    resolve: Callable[[], str]
+    versions: Callable[[str], Mapping[str, str]]
+    lost: Callable[[str, str], Sequence[str]] = lambda *_: ()
+    listed: bool = False
 
 
 def target(cell: Cell) -> Target:
@@ -44,7 +51,27 @@ def target(cell: Cell) -> Target:
         platform=resolver.platform(cell.base),
         exclude_newer=cell.exclude_newer,
     )
-    return Target(lockfile.path(cell), f"{COMMAND} {cell.lock}", requirements(cell), question)
+    return Target(
+        lockfile.path(cell),
+        f"{COMMAND} {cell.lock}",
+        requirements(cell),
+        lambda: resolver.answer(question),
+        lockfile.versions,
+        listed=True,
+    )
+
+
+def base_target(matrix: Matrix, base: Base) -> Target:
+    """Return the lock of a base's Debian packages."""
+    wanted = debian.roots(matrix, base)
+    return Target(
+        debian.path(base),
+        f"{COMMAND} {base.name}",
+        debian.question(base, wanted),
+        lambda: debian.resolve(base, wanted),
+        debian.versions,
+        debian.removed,
+    )
 
 
 def host_target(matrix: Matrix) -> Target:
@@ -58,7 +85,13 @@ def host_target(matrix: Matrix) -> Target:
         exclude_newer=matrix.host.exclude_newer,
     )
     source = f"{wanted}{matrix.host.python} {matrix.host.exclude_newer}"
-    return Target(lockfile.HOST, f"{COMMAND} --host", source, question)
+    return Target(
+        lockfile.HOST,
+        f"{COMMAND} --host",
+        source,
+        lambda: resolver.answer(question),
+        lockfile.versions,
+    )
 
 
 def requirements(cell: Cell) -> str:
@@ -109,8 +142,20 @@ def require(cell: Cell) -> None:
         raise UserError(
             f"{cell.id} is not locked: run {item.command} where {preflight.packages(cell)} are available"
         )
-    if why := stale(item, _read(item.path)):
+    _require_current(item)
+
+
+def locked_debs(matrix: Matrix, base: Base) -> tuple[debian.Deb, ...]:
+    """Return the locked packages of a base; `UserError` unless its lock matches the matrix."""
+    return debian.parse(_require_current(base_target(matrix, base)))
+
+
+def _require_current(item: Target) -> str:
+    """Return the text of a lock; `UserError` if it is missing or does not match the matrix."""
+    text = _read(item.path)
+    if why := stale(item, text):
         raise UserError(f"{item.path.relative_to(ROOT)} {why}: run {item.command}")
+    return text
 
 
 def unlocked(cell: Cell) -> bool:
@@ -123,34 +168,37 @@ def findings(targets: Sequence[Target], offline: bool) -> Iterator[str]:
     for item in targets:
         name, text = item.path.relative_to(ROOT), _read(item.path)
         listing = item.path.with_suffix(".in")
-        if item.path != lockfile.HOST and _read(listing) != item.source:
+        if item.listed and _read(listing) != item.source:
             yield f"{listing.relative_to(ROOT)} does not match matrix.yaml: run {item.command}"
         elif why := stale(item, text):
             yield f"{name} {why}: run {item.command}"
-        elif not offline and (new := render(item, resolver.answer(item.question))) != text:
-            yield f"{name} is stale ({differences(text, new)}): run {item.command}"
+        elif not offline and (new := render(item, item.resolve())) != text:
+            yield f"{name} is stale ({differences(item, text, new)}): run {item.command}"
 
 
 def write(item: Target) -> None:
     """Resolve and write a lock; a failed resolution changes no file."""
-    text = render(item, resolver.answer(item.question))
-    if item.path != lockfile.HOST:
+    text = render(item, item.resolve())
+    if item.listed:
         item.path.with_suffix(".in").write_text(item.source, encoding="utf-8")
     item.path.write_text(text, encoding="utf-8")
-    print(f"{item.path.relative_to(ROOT)}: {len(lockfile.parse(text))} packages")
+    print(f"{item.path.relative_to(ROOT)}: {len(item.versions(text))} packages")
 
 
-def differences(old: str, new: str) -> str:
-    """Summarize the changes of a new lock: the first packages by name and version."""
-    before = {entry.name: entry.version for entry in lockfile.parse(old)}
-    after = {entry.name: entry.version for entry in lockfile.parse(new)}
+def differences(item: Target, old: str, new: str) -> str:
+    """Summarize the changes of a new lock: the first packages by name and version, and the lost ones."""
+    before, after = item.versions(old), item.versions(new)
     changed = [
         f"{name} {before.get(name, '(absent)')} -> {after.get(name, '(absent)')}"
-        for name in sorted(before | after)
+        for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     ]
-    listed = ", ".join(changed[:3]) or "hashes or requirers only"
-    return listed + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    lost = [f"no longer available: {name}" for name in item.lost(old, new)]
+    return "; ".join([_first(changed) or "hashes or requirers only", *([_first(lost)] if lost else [])])
+
+
+def _first(items: Sequence[str], shown: int = 3) -> str:
+    return ", ".join(items[:shown]) + (f" and {len(items) - shown} more" if len(items) > shown else "")
 
 
 def _reasoned(line: str, reason: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def test_everything_locked_is_installed_in_that_version(installed: dict[str, Dis
     """No locked package is missing or has another version."""
     found = {name: released(distribution.version) for name, distribution in installed.items()}
     assert {name: found.get(name) for name in locked()} == locked()
+
+
+@pytest.mark.skipif(DERIVED, reason="this image is built FROM ours and adds packages")
+def test_the_debian_packages_are_those_of_their_lock() -> None:
+    """None is missing, none was added, and each has the locked version."""
+    query = ["dpkg-query", "--show", "--showformat", "${Package}=${Version}\n"]
+    found = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()
+    lock = Path("/etc/rlhf-stack/debian.txt").read_text()
+    assert sorted(found) == sorted(re.findall(r"^runtime (\S+) sha256:[0-9a-f]{64} ", lock, re.MULTILINE))
 
 
 def added(installed: dict[str, Distribution]) -> set[str]:

@@ -15,9 +15,9 @@ from tests.unit.scripts.docker.test_client import script
 OLD_DOCKER = 'case "$1" in --version) echo "Docker version 20.10.24, build x";; *) exit 1;; esac'
 
 
-ALL = {"dockerd", "docker", "mmdebstrap", "git", str(bootstrap.KEYRING)}
+ALL = {"dockerd", "docker", "mmdebstrap", "git"}
 DOCKER = ["docker.io", "iptables"]
-TOOLS = ["mmdebstrap", "git", "debian-archive-keyring"]
+TOOLS = ["mmdebstrap", "git"]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ TOOLS = ["mmdebstrap", "git", "debian-archive-keyring"]
         (ALL - {"mmdebstrap"}, True, True, ["mmdebstrap"]),
         (ALL - {"dockerd"}, False, False, [*DOCKER, "docker-buildx"]),
         (set(), False, False, [*DOCKER, "docker-cli", "docker-buildx", *TOOLS]),
-        ({"docker", "git"}, False, True, [*DOCKER, "mmdebstrap", "debian-archive-keyring"]),
+        ({"docker", "git"}, False, True, [*DOCKER, "mmdebstrap"]),
     ],
 )
 def test_only_what_is_missing_is_installed(
@@ -61,7 +61,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commands, log = tmp_path / "bin", tmp_path / "apt.log"
     body = f"""echo "$@" >>{log}
 case " $* " in *" install "*)
-    for name in docker dockerd mmdebstrap git keyring; do
+    for name in docker dockerd mmdebstrap git; do
         printf '%s\\n' '#!/bin/sh' '{OLD_DOCKER.replace("'", "")}' >{commands}/$name
         chmod +x {commands}/$name
     done
@@ -75,7 +75,6 @@ esac"""
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(client, "system_path", lambda: str(commands))
     monkeypatch.setattr(client, "SYSTEM_DOCKER", commands / "docker")
-    monkeypatch.setattr(bootstrap, "KEYRING", commands / "keyring")
     monkeypatch.setattr(bootstrap, "OS_RELEASE", release)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     return log

@@ -1,14 +1,22 @@
 """Root filesystems: the same tar from different tools, their tags, and mmdebstrap's errors."""
 
 import io
+import shutil
+import subprocess
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from scripts.digests import sha256
 from scripts.errors import UserError
-from scripts.images import rootfs
+from scripts.images import repository, rootfs
+from scripts.locking import exclusive_lock
+from scripts.locks import debian
 from scripts.matrix.load import expand, find, load
 
 EPOCH = 1_000_000_000
@@ -64,12 +72,14 @@ def test_missing_user_namespaces_are_explained() -> None:
 
 
 def test_roots_differ_where_their_recipe_does() -> None:
-    """Another package or date is another tar; the same recipe is the same file."""
+    """Another package, lock or date is another tar; the same recipe is the same file."""
     runtime, builder = rootfs.roots(DEFAULT)
     assert runtime.tar != builder.tar
     assert runtime.tar == rootfs.roots(DEFAULT)[0].tar
     assert replace(runtime, epoch=runtime.epoch + 1).tar != runtime.tar
     assert set(runtime.packages) < set(builder.packages)
+    newer = replace(runtime.locked[0], sha256="0" * 64)
+    assert replace(runtime, locked=(newer, *runtime.locked[1:])).tar != runtime.tar
 
 
 def test_a_variant_s_build_tools_are_in_its_own_builder_root() -> None:
@@ -79,15 +89,62 @@ def test_a_variant_s_build_tools_are_in_its_own_builder_root() -> None:
     assert rootfs.roots(rocm)[0].tar == rootfs.roots(cuda)[0].tar
     added = set(rootfs.roots(rocm)[1].packages) - set(rootfs.roots(cuda)[1].packages)
     assert added == {"ninja-build", "patchelf", "perl"}
+    locked = [{deb.name for deb in rootfs.roots(cell)[1].locked} for cell in (rocm, cuda)]
+    assert added <= locked[0] - locked[1]
+    assert locked[1] < locked[0]
 
 
-def test_an_unreachable_mirror_is_reported() -> None:
-    """The message that a user can act on, out of mmdebstrap's many lines."""
-    output = (
-        "I: running apt-get update...\nE: Failed to fetch http://x  Could not resolve\nW: hook\nE: second\n"
-    )
-    assert rootfs.reason(output).startswith("E: Failed to fetch")
-    assert "check the network" in rootfs.reason(output)
+def test_mmdebstrap_installs_from_the_locked_packages_alone(tmp_path: Path) -> None:
+    """Its only source is their repository; users of the image install from Debian's archive."""
+    runtime, _ = rootfs.roots(DEFAULT)
+    *_, hook, suite, target, source = rootfs.command(runtime, tmp_path / "root.tar", tmp_path)
+    assert (suite, target) == (runtime.base.suite, str(tmp_path / "root.tar"))
+    assert source == f"deb [trusted=yes] copy:{tmp_path} ./"
+    (tmp_path / "etc" / "apt").mkdir(parents=True)
+    subprocess.run(["sh", "-c", hook.partition("=")[2], "hook", str(tmp_path)], check=True)
+    assert (tmp_path / "etc" / "apt" / "sources.list").read_text() == debian.sources(runtime.base)
+
+
+def test_a_root_that_differs_from_its_lock_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example one without a locked package that no other package requires any more."""
+    runtime, _ = rootfs.roots(DEFAULT)
+    runtime = replace(runtime, locked=runtime.locked[:2])
+    manifest = f"{runtime.locked[0].name}={runtime.locked[0].version}\n".encode()
+
+    def debootstrap(arguments: list[str], _: dict[str, str]) -> tuple[int, str]:
+        with tarfile.open(arguments[-2], "w") as archive:
+            member = tarfile.TarInfo(rootfs.MANIFEST)
+            member.size = len(manifest)
+            archive.addfile(member, io.BytesIO(manifest))
+        return 0, ""
+
+    monkeypatch.setattr(shutil, "which", lambda _: "mmdebstrap")
+    monkeypatch.setattr(rootfs, "_run_until_cleaned_up", debootstrap)
+    for name in ("fetch", "write"):
+        monkeypatch.setattr(repository, name, lambda *_: None)
+    lacking = f"{runtime.locked[1].name}={runtime.locked[1].version}"
+    with pytest.raises(UserError, match=f"differ in {lacking}: run python -m scripts lock"):
+        rootfs.make(runtime, tmp_path / "root.tar")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_another_process_builds_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two sessions of nox would otherwise build the same root at the same time."""
+    runtime, _ = rootfs.roots(DEFAULT)
+    monkeypatch.setattr(rootfs, "DOWNLOADS", tmp_path)
+    monkeypatch.setattr(rootfs, "make", MagicMock(side_effect=AssertionError("built twice")))
+    monkeypatch.setattr(rootfs, "connect", MagicMock)
+    with ThreadPoolExecutor(1) as pool:
+        with exclusive_lock(tmp_path, "this test"):
+            second = pool.submit(rootfs.image, runtime)
+            while not second.done() and "waiting for" not in capsys.readouterr().out:
+                threading.Event().wait(0.01)
+            runtime.tar.write_bytes(b"root")
+        assert second.result(timeout=60).endswith(f":{runtime.name}-{sha256(b'root')[:12]}")
 
 
 def test_a_missing_mmdebstrap_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
