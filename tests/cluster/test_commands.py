@@ -21,7 +21,7 @@ from rlhf_stack.demo import tiny_model, tiny_run
 SECONDS = 400
 SECOND_ADDRESS = "127.0.1.2"
 GPUS = 4
-REFUSED = 3
+REFUSED = 120
 
 
 def documented(result):

@@ -1,4 +1,4 @@
 """GPUs of this process and machine: device calls, visible-device variables, and AMD detection.
 
-May import ``config`` and ``errors``.
+May import ``config``, ``inputs`` and ``errors``.
 """

@@ -1,46 +1,111 @@
 """rlhf-stack: plan, start, check and repair RLHF runs on a Ray cluster."""
 
 import argparse
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhf_stack import __version__
 from rlhf_stack.cli import commands
+from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cluster import auth_token
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import one_line, shortened, suggestion
 
 EPILOG = """
-`rlhf-stack COMMAND --help` explains a command with examples. Every command accepts --json. Exit codes: 0 no
-problem, 1 the command found a problem, 2 wrong usage; the help of a command lists further codes.
+`rlhf-stack COMMAND --help` explains a command with examples. Every command accepts --json; an error is then
+JSON too (rlhf-stack/error/1: `error`, `code`). Exit codes of every command but submit: 0 no problem, 1 the
+command found a problem, 2 wrong usage, 3 a serious problem, 70 a defect of rlhf-stack (RLHF_STACK_TRACEBACK=1
+shows where), 74 the output could not be written, 130 interrupted, 141 closed pipe. submit ends with the code
+of the job, or with 120 to 122, which it reserves (see its help).
 """
-WRONG_USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+WRONG_USAGE, DEFECT, NO_OUTPUT, INTERRUPTED, BROKEN_PIPE = 2, 70, 74, 130, 141
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a `UserError` is printed as one line on stderr."""
-    words = _current_name(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(words).parse_args(words)
-    os.environ.update(auth_token.client_environment(os.environ))  # Ray reads it when it is imported
+    """Run one command and return its exit code; an error is one line on stderr, and JSON with --json."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = commands.load(options.command).run(options)
+        words = _current_name(words)
+        if sys.stdout is None:
+            raise UserError("standard output is closed", NO_OUTPUT)
+        code = _run(words)
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USAGE
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("rlhf_stack"):
-            raise
-        print(f"error: {error.name} is not installed: run this in an image of the stack", file=sys.stderr)
-        return WRONG_USAGE
+        return _failed(words, str(error), error.code or _usage_code(words))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    except Exception as error:
+        return _unexpected(words, error)
     return code
+
+
+def _unexpected(words: Sequence[str], error: Exception) -> int:
+    """Report an error that no command explains: of the output, of a file, or a defect of this program."""
+    if isinstance(error, BrokenPipeError):  # the reader, such as `head`, closed the pipe
+        _discard_output()
+        return BROKEN_PIPE
+    if isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS:
+        _discard_output()
+        return _failed((), f"the output could not be written: {error.strerror}", NO_OUTPUT)
+    if os.environ.get(env_vars.TRACEBACK):
+        raise error
+    if isinstance(error, OSError) and error.filename is not None:
+        return _failed(words, f"{error.filename}: {error.strerror}", WRONG_USAGE)
+    what = f"{type(error).__name__}: {error}"
+    return _failed(words, f"a defect of rlhf-stack: {what} ({env_vars.TRACEBACK}=1 shows where)", DEFECT)
+
+
+def _usage_code(words: Sequence[str]) -> int:
+    """The exit code of wrong usage, which a command whose other codes are those of a job changes."""
+    command = commands.load(words[0]) if words and words[0] in commands.NAMES else None
+    return int(getattr(command, "WRONG_USAGE", WRONG_USAGE))
+
+
+def _run(words: Sequence[str]) -> int:
+    """Parse and run the command; `UserError` for wrong usage."""
+    if wrong := next((word for word in _own(words) if word.startswith("--") and word.endswith("=--")), None):
+        raise UserError(f"{wrong}: expected a value")  # argparse would drop it
+    try:
+        options = _parser(words).parse_args(words)
+    except SystemExit:  # after --help and --version
+        sys.stdout.flush()
+        raise
+    os.environ.update(auth_token.client_environment(os.environ))  # Ray reads it when it is imported
+    try:
+        return commands.load(options.command).run(options)
+    except ModuleNotFoundError as error:
+        if (error.name or "rlhf_stack").startswith("rlhf_stack"):
+            raise
+        raise UserError(f"{error.name} is not installed: run this in an image of the stack") from None
+
+
+def _own(words: Sequence[str]) -> Sequence[str]:
+    """The words before the command line of a run."""
+    return words[: words.index("--")] if "--" in words else words
+
+
+def _failed(words: Sequence[str], message: str, code: int) -> int:
+    """Report an error and return its exit code."""
+    line = one_line(message)
+    with contextlib.suppress(OSError):
+        if "--json" in _own(words) and sys.stdout is not None:
+            print_json("error", 1, error=line, code=code)
+            sys.stdout.flush()
+    print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _discard_output() -> None:
+    """Let the interpreter flush what is left of the output at its end without another error."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _current_name(arguments: Sequence[str]) -> list[str]:
@@ -52,15 +117,27 @@ def _current_name(arguments: Sequence[str]) -> list[str]:
             file=sys.stderr,
         )
         return [name, *arguments[1:]]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.NAMES:
+        meant = suggestion(arguments[0], commands.NAMES)
+        raise UserError(
+            f"no command {shortened(arguments[0], 60)!r}{meant}; the commands are {', '.join(commands.NAMES)}"
+        )
     return list(arguments)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, as for a `UserError`."""
+    """A parser whose errors are a `UserError`, and which accepts no abbreviations of options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or version; the overridden method ignores an output that cannot be written."""
+        print(message, end="", file=file)
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and where to find help, and exit with code 2."""
-        self.exit(WRONG_USAGE, f"error: {message} (see {self.prog} --help)\n")
+        """Raise the error with the place of the help."""
+        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -1,60 +1,87 @@
 """Types of numeric options for argparse, whose errors state the expected range."""
 
 import argparse
-import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 from rlhf_stack.cluster.ports import LAST_PORT
+from rlhf_stack.errors import UserError
+from rlhf_stack.inputs import numbers
+from rlhf_stack.inputs.text import shortened
+
+_Value = TypeVar("_Value")
+MEGABYTE = 10**6
 
 
 def positive_int(text: str) -> int:
-    """An integer of at least 1."""
-    return _whole(text, 1, math.inf, "a whole number of at least 1")
+    """An integer of at least 1, and at most the number of GPUs of the largest cluster."""
+    return _checked(numbers.whole, text, 1, numbers.GPUS)
 
 
 def non_negative_int(text: str) -> int:
-    """An integer of at least 0."""
-    return _whole(text, 0, math.inf, "a whole number of at least 0")
+    """An integer of at least 0, and at most the number of GPUs of the largest cluster."""
+    return _checked(numbers.whole, text, 0, numbers.GPUS)
+
+
+def node_count(text: str) -> int:
+    """A number of machines."""
+    return _checked(numbers.whole, text, 1, numbers.NODES)
 
 
 def port(text: str) -> int:
     """A TCP port number."""
-    return _whole(text, 1, LAST_PORT, f"a port from 1 to {LAST_PORT}")
+    try:
+        return numbers.whole(text, 1, LAST_PORT)
+    except UserError:
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text, 60)!r}: expected a port from 1 to {LAST_PORT}"
+        ) from None
+
+
+def seconds(text: str) -> float:
+    """A time in seconds, greater than 0 and at most a year."""
+    return _checked(numbers.decimal, text, 0, numbers.SECONDS, True)
 
 
 def positive_float(text: str) -> float:
     """A finite number greater than 0."""
-    number = _finite(text)
-    if not number > 0:
-        raise _unexpected(text, "a number greater than 0")
-    return number
+    return _checked(numbers.decimal, text, 0, numbers.BYTES, True)
 
 
 def non_negative_float(text: str) -> float:
     """A finite number of at least 0."""
-    number = _finite(text)
-    if not number >= 0:
-        raise _unexpected(text, "a number of at least 0")
-    return number
+    return _checked(numbers.decimal, text, 0, numbers.BYTES)
 
 
-def _whole(text: str, least: int, most: float, expected: str) -> int:
+def gibibytes(text: str) -> float:
+    """A size in GiB, given as a number of them or with a unit, such as 80GB."""
+    return _checked(numbers.size, text) / numbers.GIB
+
+
+def byte_count(text: str) -> int:
+    """A size of at least one byte, given as a number of bytes or with a unit, such as 2GiB."""
+    found = _checked(numbers.size, text, 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size of at least 1 byte")
+    return found
+
+
+def megabytes(text: str) -> int:
+    """A size of at least one byte, given in 10^6 bytes or with a unit; returned in bytes."""
+    _checked(numbers.decimal, text.rstrip("KMGTPiBkmgtpb "), 0, numbers.BYTES, True)
+    return max(1, _checked(numbers.size, text, MEGABYTE))
+
+
+def path(text: str) -> Path:
+    """A path of a file, which must not be empty."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{shortened(text, 60)!r}: expected the path of a file")
+    return Path(text)
+
+
+def _checked(parse: Callable[..., _Value], text: str, *limits: object) -> _Value:
     try:
-        number = int(text)
-    except ValueError:
-        raise _unexpected(text, expected) from None
-    if not least <= number <= most:
-        raise _unexpected(text, expected)
-    return number
-
-
-def _finite(text: str) -> float:
-    """The number in ``text``, or NaN if it is not a finite number."""
-    try:
-        number = float(text)
-    except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
-def _unexpected(text: str, expected: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+        return parse(text, *limits)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_stack.cli.option_types import non_negative_float, non_negative_int, positive_int
+from rlhf_stack.cli.option_types import gibibytes, node_count, non_negative_float, non_negative_int, path
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
@@ -14,23 +15,22 @@ from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
 CONFIG = "config.json"
+GPUS_PER_NODE = 8
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the machines: numbers, a file, or a running Ray cluster."""
-    parser.add_argument("--nodes", type=positive_int, metavar="N", help="number of identical machines")
-    parser.add_argument("--gpus", type=non_negative_int, default=8, metavar="N", help="GPUs per machine (8)")
+    parser.add_argument("--nodes", type=node_count, metavar="N", help="number of identical machines")
+    parser.add_argument("--gpus", type=non_negative_int, metavar="N", help="GPUs per machine (8)")
     parser.add_argument(
-        "--gpu-memory", type=non_negative_float, default=0.0, metavar="GIB", help="memory per GPU"
+        "--gpu-memory", type=gibibytes, metavar="GIB", help="memory per GPU, in GiB or as 80GB"
+    )
+    parser.add_argument("--cpus", type=non_negative_float, metavar="N", help="CPUs per machine (enough)")
+    parser.add_argument(
+        "--memory", type=gibibytes, metavar="GIB", help="host memory per machine, in GiB or as 2TB"
     )
     parser.add_argument(
-        "--cpus", type=non_negative_float, default=0.0, metavar="N", help="CPUs per machine (enough)"
-    )
-    parser.add_argument(
-        "--memory", type=non_negative_float, default=0.0, metavar="GIB", help="host memory per machine"
-    )
-    parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="a YAML file of machines, instead of the above"
+        "--cluster", type=path, metavar="FILE", help="a YAML file of machines, instead of the above"
     )
     parser.add_argument(
         "--ray", metavar="ADDRESS", help="use the machines of a running Ray cluster: auto, or its address"
@@ -77,13 +77,18 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     ways = [options.nodes is not None, options.cluster is not None, options.ray is not None]
     if sum(ways) != 1:
         raise UserError("describe the machines by exactly one of --nodes N, --cluster FILE and --ray ADDRESS")
+    own = ("gpu_memory",) if options.ray is not None else ()
+    for name in ("gpus", "gpu_memory", "cpus", "memory"):
+        if options.nodes is None and name not in own and getattr(options, name) is not None:
+            source = "--cluster" if options.cluster else "--ray"
+            raise UserError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out")
     if options.cluster:
         return cluster_spec.read_machines(options.cluster)
-    if options.ray:
-        return ray_machines(options.ray, options.gpu_memory)
-    return cluster_spec.uniform_machines(
-        options.nodes, options.gpus, options.gpu_memory, options.cpus, options.memory
-    )
+    if options.ray is not None:
+        return ray_machines(options.ray, options.gpu_memory or 0.0)
+    gpus = GPUS_PER_NODE if options.gpus is None else options.gpus
+    sizes = (options.gpu_memory or 0.0, options.cpus or 0.0, options.memory or 0.0)
+    return cluster_spec.uniform_machines(options.nodes, gpus, *sizes)
 
 
 def ray_machines(address: str, gpu_memory: float) -> list[Machine]:
@@ -94,7 +99,10 @@ def ray_machines(address: str, gpu_memory: float) -> list[Machine]:
 
 def read_shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:
     """Return the shape of each model of ``run`` by its name."""
-    typed = dict(_typed(text) for text in options.model)
+    typed: dict[str, Shape] = {}
+    for name, shape in map(_typed, options.model):
+        if typed.setdefault(name, shape) is not shape:
+            raise UserError(f"--model {shortened(name)} is given twice")
     names = dict.fromkeys([run.engine_model, *(role.model for role in run.roles)])
     if unknown := typed.keys() - names.keys():
         raise UserError(f"--model {', '.join(unknown)}: the run has {', '.join(names)}")
@@ -111,9 +119,19 @@ def write_file(path: Path, text: str) -> None:
 
 def _typed(text: str) -> tuple[str, Shape]:
     name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--model {text}: expected NAME=config.json or NAME=layers:28,hidden:...")
-    return name, read_shape(Path(value)) if Path(value).exists() else parse_shape(value)
+    if not name or not equals:
+        raise UserError(f"--model {shortened(text)}: expected NAME=config.json or NAME=layers:28,hidden:...")
+    if "/" in value or value.endswith(".json") or _exists(value):
+        return name, read_shape(Path(value))
+    return name, parse_shape(value)
+
+
+def _exists(name: str) -> bool:
+    """Whether there is a file or folder of that name, which may be too long or invalid for one."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _read(name: str) -> Shape:
@@ -122,7 +140,7 @@ def _read(name: str) -> Shape:
         raise UserError(
             "the run names no model: give its model_name_or_path (before OpenRLHF 0.9: --pretrain)"
         )
-    if Path(name).exists():
+    if _exists(name):
         return read_shape(Path(name))
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -134,7 +152,7 @@ def _read(name: str) -> Shape:
     if isinstance(cached, str):
         return read_shape(Path(cached))
     raise ShapeError(
-        f"{name} is neither a local folder nor in the Hugging Face cache: give its config.json with --model "
-        f"{name}=CONFIG.JSON, or its sizes with --model "
-        f"{name}=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064"
+        f"{shortened(name)} is neither a local folder nor in the Hugging Face cache: give its config.json "
+        f"with --model {shortened(name)}=CONFIG.JSON, or its sizes with --model "
+        f"{shortened(name)}=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064"
     )

@@ -1,15 +1,20 @@
 """The token that a Ray cluster requires of each client, with Ray 2.52 and later."""
 
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_stack.compat import ray_private
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.files import read_config
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 DEFAULT = Path(".ray", "auth_token")  # below the home directory
+LEAST_LENGTH = 32  # characters
+VALID = re.compile(r"[\x21-\x7e]*")
+ADVICE = "remove it, and `rlhf-stack start --head` creates one; or make one with `openssl rand -hex 32`"
 REMEDY = f"copy it to ~/{DEFAULT} of this machine, or start the container with -e {TOKEN}=..."
 
 
@@ -24,8 +29,35 @@ def path(environment: Mapping[str, str]) -> Path:
 
 
 def is_available(environment: Mapping[str, str]) -> bool:
-    """Report whether this machine has a token."""
-    return bool(environment.get(TOKEN)) or path(environment).is_file()
+    """Report whether this machine has a token; `UserError` if it has one that is unusable."""
+    if not _is_given(environment):
+        return False
+    file = path(environment)
+    if TOKEN in environment:
+        name, text = TOKEN, environment[TOKEN]
+    elif not file.is_file():
+        raise UserError(f"the token's path {file} is not a file: {ADVICE}")
+    else:
+        name, text = f"the token in {file}", read_config(file)
+    if problem := weakness(text):
+        raise UserError(f"{name} {problem}: {ADVICE}")
+    return True
+
+
+def _is_given(environment: Mapping[str, str]) -> bool:
+    return TOKEN in environment or path(environment).exists()
+
+
+def weakness(token: str) -> str:
+    """Why ``token`` cannot be used, such as "is empty"; "" if it can."""
+    stripped = token.removesuffix("\n")
+    if not stripped.strip():
+        return "is empty"
+    if not VALID.fullmatch(stripped):
+        return "contains white space or other characters that an HTTP header cannot have"
+    if len(stripped) < LEAST_LENGTH:
+        return f"has {len(stripped)} characters, of which at least {LEAST_LENGTH} are required"
+    return ""
 
 
 def ensure(environment: Mapping[str, str]) -> bool:
@@ -50,6 +82,6 @@ def ensure(environment: Mapping[str, str]) -> bool:
 
 def client_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what a client adds to its environment: the token mode, if this machine has a token."""
-    if MODE in environment or not is_supported() or not is_available(environment):
+    if MODE in environment or not is_supported() or not _is_given(environment):
         return {}
     return {MODE: "token"}

@@ -1,5 +1,6 @@
 """Connections of commands to a running Ray cluster."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ def connect(address: str = "auto") -> None:
     """
     import ray
 
+    auth_token.is_available(os.environ)  # an unusable one is an error here, and a riddle in Ray
     if address != "auto":  # Ray itself would retry for minutes
         wait_for_port(with_port(address), ANSWER_SECONDS)
     try:

@@ -17,8 +17,8 @@ from rlhf_stack.errors import UserError
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max"))
-# An address for documentation: the kernel selects the outgoing interface for it, and nothing is sent.
-PROBE_ADDRESS = "192.0.2.1"
+# Addresses for documentation: the kernel selects the outgoing interface for them, and nothing is sent.
+PROBE_ADDRESSES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 POLL_SECONDS = 0.2
 
 
@@ -50,6 +50,19 @@ def is_public(address: str) -> bool:
         return False
 
 
+def is_ipv6(address: str) -> bool:
+    """Report whether ``address`` is an IPv6 address, without brackets and port."""
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
+
+
+def endpoint(address: str, port: int) -> str:
+    """Return ``address:port``, with an IPv6 address in brackets."""
+    return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"
+
+
 def wait_for_port(address: str, seconds: float) -> None:
     """Wait until a server listens at ``address`` (HOST:PORT); `UserError` after ``seconds``."""
     host, _, port = address.rpartition(":")
@@ -67,9 +80,10 @@ def wait_for_port(address: str, seconds: float) -> None:
 
 def own_address() -> str:
     """Return the address by which this machine reaches others, or 127.0.0.1 without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((PROBE_ADDRESS, 9))
-        return str(probe.getsockname()[0])
+    for family, target in PROBE_ADDRESSES.items():
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 

@@ -1,17 +1,23 @@
 """The ``ray start`` command of a machine: a pure function of the requested options and the host."""
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
-from rlhf_stack.cluster.host import SHARED_MEMORY, Host, is_public
+from rlhf_stack.cluster.host import SHARED_MEMORY, Host, is_ipv6, is_public
 from rlhf_stack.cluster.ports import LAST_PORT
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import shortened
 
 MIN_OBJECT_STORE = 78_643_200  # bytes: Ray's own limit
 MAX_OBJECT_STORE = 200_000_000_000  # bytes: Ray's own limit for a default size
 MEMORY_FRACTION, SHM_FRACTION = 0.3, 0.9  # Ray's own default of the memory; the usable part of /dev/shm
 PORT = 6379
-ADDRESS = re.compile(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d+))?")  # [...] is IPv6
+LABEL = "[A-Za-z0-9](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
+HOST_NAME = re.compile(rf"{LABEL}(?:\.{LABEL}){{0,40}}\.?")
+ADDRESS = re.compile(
+    rf"(?:{HOST_NAME.pattern}|\[[0-9a-fA-F:.]+\])(?::(?P<port>[0-9]{{1,5}}))?"
+)  # [...] is IPv6
 LOOPBACK = "127.0.0.1"
 GIB = 1 << 30
 
@@ -38,7 +44,8 @@ def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[st
 
     Raises `UserError` if an option is impossible on ``host``, with the remedy.
     """
-    address = options.address or host.address
+    address = host.address if options.address is None else _node_address("--node-ip-address", options.address)
+    _node_address("--dashboard-host", options.dashboard, any_interface=True)
     _refuse_public_address(options, address, token)
     command = ["ray", "start", "--node-ip-address", address]
     if options.join is None:
@@ -54,10 +61,29 @@ def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[st
 
 def with_port(address: str) -> str:
     """Return the head's ``address`` with Ray's default port if it has none; `UserError` if malformed."""
+    if is_ipv6(address):
+        return f"[{address}]:{PORT}"
     found = ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"] or PORT) <= LAST_PORT:
-        raise UserError(f"{address!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1")
+        raise UserError(
+            f"{shortened(address, 80)!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1 or "
+            "[fd00::1]:6379"
+        )
     return address if found["port"] else f"{address}:{PORT}"
+
+
+def _node_address(name: str, address: str, any_interface: bool = False) -> str:
+    """Return ``address``; `UserError` unless it is an IP address or a host name that others can reach."""
+    shown = f"{name} {shortened(address, 80)!r}"
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        if not HOST_NAME.fullmatch(address) or not re.search("[A-Za-z]", address):
+            raise UserError(f"{shown}: expected an IP address or a host name, such as 10.0.0.1") from None
+        return address
+    if parsed.is_multicast or (parsed.is_unspecified and not any_interface):
+        raise UserError(f"{shown}: no machine has this address; expected one such as 10.0.0.1")
+    return address
 
 
 def gpus_to_declare(requested: int | None, host: Host) -> int:

@@ -1,4 +1,4 @@
 """Environment variables that configure the runtime.
 
-May import ``errors``.
+May import ``inputs`` and ``errors``.
 """

@@ -1,6 +1,6 @@
 """The database of known-bad versions and settings, in ``rows/*.toml``, matched with versions or a log.
 
-May import ``cleanup``, ``accelerator``, ``memory``, ``telemetry``, ``config`` and ``errors``.
+May import ``cleanup``, ``accelerator``, ``memory``, ``telemetry``, ``config``, ``inputs`` and ``errors``.
 """
 
 from rlhf_stack.known_bad.log_file import LogText, read_log

@@ -1,6 +1,6 @@
 """Estimates the bytes that a run needs on each GPU and host: pure functions of shapes, lengths and settings.
 
-May import only ``config`` and ``errors``.
+May import only ``config``, ``inputs`` and ``errors``.
 """
 
 from rlhf_stack.memory.activations import Pass, forward_peak, saved_activations, training_peak

@@ -4,7 +4,7 @@ The supported families are decoders with gated MLPs and RMS norms. For any other
 parameters is read from the safetensors files next to the config.json, or given in the text.
 """
 
-import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs import numbers
+from rlhf_stack.inputs.files import parse_json_object, read_json_object
+from rlhf_stack.inputs.text import shortened
 
 BIASED = ("qwen2", "qwen2_moe")  # query, key and value have a bias, even if the config has no attention_bias
 NORMED = ("qwen3", "qwen3_moe")  # query and key are normalised per head
@@ -19,6 +22,7 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("mixtral", "qwen3_moe")
 TIED = ("gemma", "gemma2", "gemma3_text")  # if the config does not say; other families are untied by default
 HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
+MOST_PARAMETERS, MOST_SIZE = 10**15, 10**9  # of a model, and of one of its dimensions
 LIMIT = 100_000_000  # bytes: maximum length of the header
 
 
@@ -87,12 +91,10 @@ def read_shape(path: Path) -> Shape:
     """Read the shape from a model folder or a config.json; `ShapeError` if it cannot be determined."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShapeError(f"{file}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ShapeError(f"{file}: not JSON ({error})") from None
-    stored = sum(_stored(weights) for weights in sorted(file.parent.glob("*.safetensors")))
+        config = read_json_object(file)
+        stored = sum(_stored(weights) for weights in sorted(file.parent.glob("*.safetensors")))
+    except UserError as error:
+        raise ShapeError(str(error)) from None
     return shape_from_config(config, str(file), stored)
 
 
@@ -104,7 +106,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
     config = config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ShapeError(f"{name}: text_config is not an object")
-    family = str(config.get("model_type", ""))
+    family = shortened(str(config.get("model_type", "")), 60)
     if family not in (*DENSE, *EXPERTS) and not stored:
         raise ShapeError(
             f"{name}: model type {family or 'unknown'} is not supported, and there are no weights "
@@ -113,19 +115,21 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         )
     heads = _size(config, name, "num_attention_heads")
     hidden = _size(config, name, "hidden_size")
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    expert_width = experts and config.get("moe_intermediate_size")
+    experts = _optional(config, name, "num_experts") or _optional(config, name, "num_local_experts")
+    expert_width = experts and _optional(config, name, "moe_intermediate_size")
+    if stored > MOST_PARAMETERS:
+        raise ShapeError(f"{name}: {stored} parameters, more than {MOST_PARAMETERS:.0e}")
     return Shape(
         layers=_size(config, name, "num_hidden_layers"),
         hidden=hidden,
-        intermediate=int(expert_width or _size(config, name, "intermediate_size")),
+        intermediate=expert_width or _size(config, name, "intermediate_size"),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        kv_heads=_optional(config, name, "num_key_value_heads") or heads,
+        head_dim=_optional(config, name, "head_dim") or max(1, hidden // heads),
         vocabulary=_size(config, name, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", family in TIED)),
         experts=experts,
-        active=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        active=_optional(config, name, "num_experts_per_tok") if experts else 0,
         qkv_bias=bool(config.get("attention_bias", family in BIASED)),
         head_norm=family in NORMED,
         parameters=stored,
@@ -145,13 +149,22 @@ def parse_shape(text: str) -> Shape:
     for part in text.split(","):
         name, _, value = part.partition(":")
         if name not in known:
-            raise ShapeError(f"{part!r}: expected NAME:NUMBER with NAME one of {', '.join(known)}")
+            raise ShapeError(
+                f"{shortened(part, 60)!r}: expected NAME:NUMBER with NAME one of {', '.join(known)}"
+            )
+        if name in values:
+            raise ShapeError(f"{shortened(text)!r}: {name} appears twice")
+        if value.startswith("-"):
+            raise ShapeError(f"{shortened(part, 60)!r}: a dimension must not be negative")
         try:
-            values[name] = int(float(value))
-        except (ValueError, OverflowError):
-            raise ShapeError(f"{part!r}: {value!r} is not a number") from None
-        if values[name] < 0:
-            raise ShapeError(f"{part!r}: a dimension must not be negative")
+            number = numbers.decimal(value, 0, MOST_PARAMETERS if name == "parameters" else MOST_SIZE)
+        except UserError:
+            raise ShapeError(
+                f"{shortened(part, 60)!r}: {shortened(value, 60)!r} is not a number of at most {MOST_SIZE:,}"
+            ) from None
+        if not number.is_integer():
+            raise ShapeError(f"{part!r}: {value!r} is not a whole number")
+        values[name] = int(number)
     values.setdefault("kv_heads", values.get("heads", 0))
     if values.get("heads") and "hidden" in values:
         values.setdefault("head_dim", values["hidden"] // values["heads"])
@@ -177,27 +190,39 @@ def parse_shape(text: str) -> Shape:
 
 def _size(config: Mapping[str, Any], name: str, key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ShapeError(f"{name}: {key} is {value!r}, expected a positive integer. {REMEDY}")
+    if type(value) is not int or not 0 < value <= MOST_SIZE:
+        shown = shortened(repr(value)[:200], 60)
+        raise ShapeError(f"{name}: {key} is {shown}, expected a positive integer. {REMEDY}")
     return value
+
+
+def _optional(config: Mapping[str, Any], name: str, key: str) -> int:
+    """A dimension that a config may omit, or have as null or 0; then 0."""
+    return _size(config, name, key) if config.get(key) else 0
 
 
 def _stored(file: Path) -> int:
     """The number of parameters in a safetensors file, from its header."""
-    with file.open("rb") as opened:
-        start = opened.read(HEADER.size)
-        length = HEADER.unpack(start)[0] if len(start) == HEADER.size else LIMIT + 1
-        if length > LIMIT:
-            raise ShapeError(f"{file}: not a safetensors file")
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError:
-            raise ShapeError(f"{file}: invalid safetensors header") from None
-    count = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            numbers = 1
-            for size in tensor["shape"]:
-                numbers *= size
-            count += numbers
+    try:
+        if not file.is_file():
+            raise ShapeError(f"{file}: not a file")
+        with file.open("rb") as opened:
+            start = opened.read(HEADER.size)
+            length = HEADER.unpack(start)[0] if len(start) == HEADER.size else LIMIT + 1
+            if length > min(LIMIT, file.stat().st_size):
+                raise ShapeError(f"{file}: not a safetensors file")
+            header = parse_json_object(opened.read(length), f"{file}: header of safetensors")
+    except OSError as error:
+        raise ShapeError(f"{file}: {error.strerror or error}") from None
+    return sum(_elements(tensor, name, file) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _elements(tensor: Any, name: str, file: Path) -> int:
+    """The number of elements of a tensor in the header of ``file``."""
+    shape = tensor.get("shape") if isinstance(tensor, dict) else None
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ShapeError(f"{file}: the header has no valid shape of {shortened(name, 60)}")
+    count = math.prod(shape)
+    if count > MOST_PARAMETERS:
+        raise ShapeError(f"{file}: {shortened(name, 60)} has more than {MOST_PARAMETERS:.0e} elements")
     return count

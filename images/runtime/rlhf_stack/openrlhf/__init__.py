@@ -1,5 +1,5 @@
 """OpenRLHF's arguments: parsed, and turned into a placement request and a run specification.
 
 May import ``sync``, ``engine``, ``placement``, ``cluster``, ``compat``, ``accelerator``, ``memory``,
-``telemetry``, ``config`` and ``errors``.
+``telemetry``, ``config``, ``inputs`` and ``errors``.
 """

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import shortened
+from rlhf_stack.openrlhf.run_limits import check_words
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
@@ -38,20 +40,31 @@ class Parsed:
 
 
 def extract_arguments(command: Sequence[str]) -> list[str]:
-    """Return the arguments of ``train_ppo_ray`` in ``command``, which may consist of them only."""
-    for index in range(len(command) - 1, -1, -1):
-        if command[index].removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:
-            return list(command[index + 1 :])
+    """Return the arguments of ``train_ppo_ray`` in ``command``, which may consist of them only.
+
+    The program is the first module after ``-m``, or the first file of Python; a value may end as it does.
+    """
+    for index, word in enumerate(command):
+        is_module = index > 0 and command[index - 1] in ("-m", "--module")
+        if is_module or word.endswith(".py"):
+            if word.removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:
+                return list(command[index + 1 :])
+            raise _not_a_run(word)
     if command and not command[0].startswith("-"):
-        raise ArgumentsError(
-            f"{command[0]!r} does not start a run that can be planned: give the command line of {NAME}, "
-            f"such as -- python -m {MODULE} ARGUMENTS"
-        )
+        raise _not_a_run(command[0])
     return list(command)
+
+
+def _not_a_run(word: str) -> ArgumentsError:
+    return ArgumentsError(
+        f"{shortened(word)!r} does not start a run that can be planned: give the command line of {NAME}, "
+        f"such as -- python -m {MODULE} ARGUMENTS"
+    )
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
     """Parse ``arguments`` with the installed OpenRLHF; `ArgumentsError` if it rejects them."""
+    check_words(arguments)
     release, source = _installed()
     recorded: list[Any] = []
     code, scope = _main_block(source, recorded.append)

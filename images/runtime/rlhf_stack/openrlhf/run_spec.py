@@ -1,11 +1,14 @@
 """The specification of an OpenRLHF run, in one form for all releases, from its parsed arguments."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.request import DIGITS, request_of, upstream_order
+from rlhf_stack.openrlhf.run_limits import check_values
 from rlhf_stack.placement.model import ENGINES, PlacementError, Request
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
@@ -83,16 +86,35 @@ class Run:
 
 def is_flat(release: str) -> bool:
     """Report whether the flags of this OpenRLHF have no sections."""
-    major, minor = (int(part) for part in release.split(".")[:2])
-    return (major, minor) < (0, 9)
+    found = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", release)
+    if not found:
+        raise UserError(f"OpenRLHF {shortened(release, 40)!r}: not a version that is known")
+    return (int(found[1]), int(found[2])) < (0, 9)
 
 
 def run_of(release: str, values: Any) -> Run:
-    """Return the run that the parsed arguments ``values`` of OpenRLHF ``release`` request."""
+    """Return the run that the parsed arguments ``values`` of OpenRLHF ``release`` request.
+
+    `UserError` if one of them is out of range, or if they contradict each other.
+    """
+    check_values(values, is_flat(release))
     try:
-        return _flat(release, values) if is_flat(release) else _sections(release, values)
+        run = _flat(release, values) if is_flat(release) else _sections(release, values)
     except PlacementError as error:
         raise UserError(str(error)) from None
+    _check_ranks(run)
+    return run
+
+
+def _check_ranks(run: Run) -> None:
+    """Raise `UserError` if ring attention and tensor parallelism do not divide the ranks of a role."""
+    together = run.ring * run.tensor_parallel
+    for role in run.roles:
+        if role.ranks % together:
+            raise UserError(
+                f"{role.name} has {role.ranks} ranks, which must be a multiple of {together}: ring attention "
+                f"of {run.ring} times tensor parallelism of {run.tensor_parallel}"
+            )
 
 
 def _sections(release: str, args: Any) -> Run:

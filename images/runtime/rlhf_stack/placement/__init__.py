@@ -1,6 +1,6 @@
 """Placement of trainer ranks and engines: planned before anything starts, then reserved in Ray.
 
-May import ``cluster``, ``compat``, ``accelerator``, ``telemetry``, ``config`` and ``errors``.
+May import ``cluster``, ``compat``, ``accelerator``, ``telemetry``, ``config``, ``inputs`` and ``errors``.
 """
 
 from rlhf_stack.placement.model import Engines, FreeNode, Group, PlacementError, Plan, Request

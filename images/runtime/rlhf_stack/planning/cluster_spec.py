@@ -1,15 +1,21 @@
 """The machines to plan on: from options, from a YAML file, or from a running Ray cluster."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs import numbers
+from rlhf_stack.inputs.files import read_yaml
+from rlhf_stack.inputs.text import one_line, shortened
 from rlhf_stack.placement.model import FreeNode
 
-GIB = 1 << 30
-SIZES = {"count": 1.0, "gpus": 8.0, "gpu_memory": 0.0, "cpus": 0.0, "memory": 0.0}
+GIB = numbers.GIB
+SIZES = {"count": 1, "gpus": 8, "gpu_memory": 0, "cpus": 0, "memory": 0}
+ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 EXAMPLE = "nodes: [{count: 2, gpus: 8, gpu_memory: 80, cpus: 96, memory: 1000}]"
 
 
@@ -42,18 +48,16 @@ def uniform_machines(count: int, gpus: int, gpu_memory: float, cpus: float, memo
 
 def read_machines(path: Path) -> list[Machine]:
     """Read machines from a YAML file such as `EXAMPLE`, memory in GiB; `UserError` if it is invalid."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    content = read_yaml(path)
     entries = content.get("nodes") if isinstance(content, Mapping) else None
+    name = shortened(str(path))
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise UserError(f"{path}: expected a list of nodes, such as {EXAMPLE}")
-    return _machines(entries, str(path))
+        raise UserError(f"{name}: expected a list of nodes, such as {EXAMPLE}")
+    if unknown := [repr(key) for key in content if key != "nodes"]:
+        raise UserError(
+            f"{name}: unknown {one_line(', '.join(unknown))}; expected only nodes, such as {EXAMPLE}"
+        )
+    return _machines(entries, name)
 
 
 def machines_of_nodes(
@@ -97,28 +101,62 @@ def ray_machines(gpu_memory: float) -> list[Machine]:
 def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]:
     found: list[Machine] = []
     for entry in entries:
-        if unknown := entry.keys() - SIZES.keys() - {"address"}:
+        if unknown := [str(key) for key in entry if key not in SIZES and key != "address"]:
             raise UserError(
                 f"{where}: unknown {', '.join(unknown)}; a node has {', '.join(SIZES)} and address"
             )
-        sizes = {}
-        for name, default in SIZES.items():
-            value = entry.get(name, default)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise UserError(f"{where}: {name} is {value!r}, expected a number of at least 0")
-            sizes[name] = float(value)
+        sizes = {name: _size(entry.get(name, default), name, where) for name, default in SIZES.items()}
         count, gpus = int(sizes["count"]), int(sizes["gpus"])
-        for _ in range(count):
-            address = entry.get("address") if count == 1 else None
-            found.append(
-                Machine(
-                    address=str(address or f"node-{len(found) + 1}"),
-                    gpus=gpus,
-                    cpus=sizes["cpus"] or 2.0 * gpus + 8,
-                    gpu_memory=int(sizes["gpu_memory"] * GIB),
-                    memory=int(sizes["memory"] * GIB),
-                )
+        if "address" in entry and count != 1:
+            raise UserError(
+                f"{where}: address {entry['address']!r} is that of one node, and count is {count}"
             )
+        if len(found) + count > numbers.NODES or sum(one.gpus for one in found) + count * gpus > numbers.GPUS:
+            raise UserError(
+                f"{where}: more than {numbers.NODES:,} nodes or {numbers.GPUS:,} GPUs, which is the limit"
+            )
+        machine = Machine(
+            address="",
+            gpus=gpus,
+            cpus=sizes["cpus"] or 2.0 * gpus + 8,
+            gpu_memory=int(sizes["gpu_memory"]),
+            memory=int(sizes["memory"]),
+        )
+        address = _address(entry.get("address"), where)
+        found += [
+            replace(machine, address=address or f"node-{len(found) + number}")
+            for number in range(1, count + 1)
+        ]
     if not found:
         raise UserError(f"{where}: no nodes")
+    addresses = Counter(machine.address for machine in found)
+    if twice := [address for address, times in addresses.items() if times > 1]:
+        raise UserError(f"{where}: address {twice[0]!r} appears twice")
     return found
+
+
+def _size(value: object, name: str, where: str) -> float:
+    """The value of a key of a node; memory in bytes. `UserError` names the key."""
+    text = (
+        str(value)
+        if isinstance(value, int | float | str) and not isinstance(value, bool)
+        else repr(value)[:60]
+    )
+    try:
+        if name in ("gpu_memory", "memory"):
+            return float(numbers.size(text))
+        if name == "cpus":
+            return numbers.decimal(text, 0, numbers.CPUS_PER_NODE)
+        most = numbers.NODES if name == "count" else numbers.GPUS_PER_NODE
+        return float(numbers.whole(text, 1 if name == "count" else 0, most))
+    except UserError as error:
+        raise UserError(f"{where}: {name} is {error}") from None
+
+
+def _address(value: object, where: str) -> str:
+    """The address of a node; "" if it has none."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not ADDRESS.fullmatch(value):
+        raise UserError(f"{where}: address is {repr(value)[:60]}, expected a host name or an IP address")
+    return value

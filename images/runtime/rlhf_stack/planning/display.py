@@ -90,7 +90,7 @@ def _node(node: PlannedNode) -> Panel:
         host = f"{machine.cpus:g} CPUs, host memory {gib(machine.memory)} GiB"
     else:
         host = f"CPUs {node.cpus_needed:g} of {machine.cpus:g}, host memory {gib(node.memory_needed)}{of} GiB"
-    return Panel(table, title=title, title_align="left", subtitle=host, subtitle_align="left")
+    return Panel(table, title=Text(title), title_align="left", subtitle=Text(host), subtitle_align="left")
 
 
 def _holds(gpu: PlannedGpu) -> Text:

@@ -1,4 +1,4 @@
 """Events, log lines and throughput of a run.
 
-May import ``config`` and ``errors``.
+May import ``config``, ``inputs`` and ``errors``.
 """

@@ -149,7 +149,7 @@ def test_wrong_usage_is_reported_in_one_line(
     except SystemExit as ended:
         code = int(ended.code or 0)
     output = capsys.readouterr()
-    assert code == 2
+    assert code == (121 if name == "submit" else 2)
     assert output.out == ""
     assert output.err.startswith("error: ")
     assert output.err.count("\n") == 1
@@ -167,16 +167,34 @@ def test_a_missing_package_is_named(
     fail(monkeypatch, ModuleNotFoundError("No module named 'ray'", name="ray"))
     assert main(["patches"]) == 2
     assert capsys.readouterr().err.startswith("error: ray is not installed:")
-    fail(monkeypatch, ModuleNotFoundError("No module named 'rlhf_stack.x'", name="rlhf_stack.x"))
-    with pytest.raises(ModuleNotFoundError):
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ModuleNotFoundError("No module named 'rlhf_stack.x'", name="rlhf_stack.x"), ZeroDivisionError("x")],
+)
+def test_a_defect_is_one_line_with_a_code_of_its_own(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(monkeypatch, error)
+    assert main(["patches"]) == 70
+    expected = capsys.readouterr().err
+    assert expected.startswith(f"error: a defect of rlhf-stack: {type(error).__name__}: ")
+    assert expected.count("\n") == 1
+    monkeypatch.setenv("RLHF_STACK_TRACEBACK", "1")
+    with pytest.raises(type(error)):
         main(["patches"])
 
 
-def test_an_unknown_command_is_reported_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctr"])
-    assert ended.value.code == 2
+@pytest.mark.parametrize(
+    ("word", "near"), [("doctr", "; did you mean 'doctor'?"), ("frobnicate", "'frobnicate';")]
+)
+def test_an_unknown_command_is_reported_with_the_known_ones(
+    word: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 2
     expected = capsys.readouterr().err
+    assert near in expected
     assert all(name in expected for name in commands.NAMES)
 
 

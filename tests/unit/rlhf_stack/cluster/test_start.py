@@ -13,6 +13,7 @@ from rlhf_stack.errors import UserError
 
 GIB = 1 << 30
 HERE = Host(visible_gpus=tuple("01234567"), memory=1000 * GIB, free_shm=100 * GIB, address="10.0.0.1")
+GOOD = "0123456789abcdef" * 4
 HEAD, NODE = StartOptions(join=None), StartOptions(join="10.0.0.1")
 
 
@@ -36,17 +37,64 @@ def test_node_joins_rays_default_port_unless_another_is_given() -> None:
     assert "--dashboard-host" not in ray_start_command(NODE, HERE, token=True)
 
 
-@pytest.mark.parametrize("address", ["", "10.0.0.1:x", "a:b:1", "head:0", "head:65536", "fe80::1", "a head"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "10.0.0.1:x", "a:b:1", "head:0", "head:65536", "a head", "[red]", "h\n", "h:\u0661"],
+)
 def test_malformed_head_address_is_an_error(address: str) -> None:
     with pytest.raises(UserError, match="HOST or HOST:PORT"):
         ray_start_command(replace(NODE, join=address), HERE, token=True)
 
 
-def test_ipv6_address_is_in_brackets() -> None:
-    assert (
-        value(ray_start_command(replace(NODE, join="[fe80::1]"), HERE, token=True), "--address")
-        == "[fe80::1]:6379"
-    )
+@pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1", "[fd00::1]:6379"])
+def test_ipv6_address_is_in_brackets(address: str) -> None:
+    words = ray_start_command(replace(NODE, join=address), HERE, token=True)
+    assert value(words, "--address") == "[fd00::1]:6379"
+    assert host.endpoint("fd00::1", 80) == "[fd00::1]:80"
+
+
+@pytest.mark.parametrize(
+    "address", ["", "::", "224.0.0.1", "10.0.0", "10.0.0.256", "a b", "[/red]", "h" * 300]
+)
+def test_bad_address_of_a_node_is_an_error(address: str) -> None:
+    with pytest.raises(UserError, match=r"--node-ip-address .*: (expected an IP address|no machine has)"):
+        ray_start_command(replace(HEAD, address=address), HERE, token=True)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1", "node-1.cluster.local"])
+def test_address_of_a_node_is_declared(address: str) -> None:
+    words = ray_start_command(replace(HEAD, address=address), HERE, token=True)
+    assert value(words, "--node-ip-address") == address
+
+
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        ("", "is empty"),
+        ("\n", "is empty"),
+        ("x" * 31, "has 31 characters"),
+        ("x" * 20 + "\n" + "y" * 20, "white space"),
+        ("ü" * 40, "white space or other characters"),
+    ],
+)
+def test_unusable_token_is_an_error(tmp_path: Path, token: str, problem: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(token)
+    for environment in ({auth_token.TOKEN: token}, {auth_token.TOKEN_PATH: str(file)}):
+        with pytest.raises(UserError, match=problem) as raised:
+            auth_token.ensure({"HOME": str(tmp_path), **environment})
+        assert "openssl rand -hex 32" in str(raised.value)
+
+
+def test_token_that_is_a_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a file"):
+        auth_token.ensure({"HOME": str(tmp_path), auth_token.TOKEN_PATH: str(tmp_path)})
+
+
+def test_token_may_end_with_a_line_break(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(GOOD + "\n")
+    assert not auth_token.ensure({"HOME": str(tmp_path), auth_token.TOKEN_PATH: str(file)})
 
 
 def test_only_visible_gpus_are_declared() -> None:
@@ -107,9 +155,9 @@ def test_token_is_created_once_and_readable_by_its_owner_only(tmp_path: Path) ->
 
 
 def test_existing_token_is_used(tmp_path: Path) -> None:
-    assert not auth_token.ensure({"HOME": str(tmp_path), auth_token.TOKEN: "x"})
+    assert not auth_token.ensure({"HOME": str(tmp_path), auth_token.TOKEN: GOOD})
     other = tmp_path / "other"
-    other.write_text("x")
+    other.write_text(GOOD)
     assert not auth_token.ensure({"HOME": str(tmp_path), auth_token.TOKEN_PATH: str(other)})
     assert not (tmp_path / ".ray").exists()
 
@@ -121,7 +169,7 @@ def test_unwritable_home_is_an_error_with_remedy(tmp_path: Path) -> None:
 
 
 def test_clients_use_a_token_if_ray_supports_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"HOME": str(tmp_path), auth_token.TOKEN: "x"}
+    environment = {"HOME": str(tmp_path), auth_token.TOKEN: GOOD}
     monkeypatch.setattr(auth_token, "is_supported", lambda: True)
     assert auth_token.client_environment(environment) == {auth_token.MODE: "token"}
     assert auth_token.client_environment({"HOME": str(tmp_path)}) == {}

@@ -276,7 +276,7 @@ def test_machines_come_from_yaml(tmp_path: Path) -> None:
         ("[1]", "expected a list of nodes"),
         ("nodes: [{gpu: 8}]", "unknown gpu"),
         ("nodes: [{gpus: many}]", "gpus is 'many'"),
-        ("nodes: [{gpus: -1}]", "gpus is -1"),
+        ("nodes: [{gpus: -1}]", "gpus is '-1'"),
         ("nodes: []", "no nodes"),
         ("nodes: [", "not YAML"),
     ],

@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING
 
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import positive_float
+from rlhf_stack.cli.option_types import megabytes, positive_float, seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rlhf_stack.diagnostics.network_check import Attempt, NetworkReport
-
-MEGA = 10**6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--size",
-        type=positive_float,
-        default=64.0,
+        type=megabytes,
+        default=64 * 10**6,
         metavar="MB",
-        help="size of the bucket in 10^6 bytes (64)",
+        help="size of the bucket, in 10^6 bytes or as 64MiB (64)",
     )
     parser.add_argument(
         "--floor",
@@ -62,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=positive_float,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
         help="for each rendezvous and each transfer (30)",
@@ -87,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     with connected():
         report = check_network(
             options.backend or env_vars.sync_backend("nccl" if devices.is_gpu() else "gloo"),
-            int(options.size * MEGA),
+            options.size,
             options.floor,
             options.timeout,
             ranks,

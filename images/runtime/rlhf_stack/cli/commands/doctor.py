@@ -33,9 +33,10 @@ from typing import Any
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import positive_float
+from rlhf_stack.cli.option_types import seconds
 from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.files import open_input
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
@@ -58,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
         "--timeout",
-        type=positive_float,
+        type=seconds,
         default=TIMEOUT,
         metavar="SECONDS",
         help="for all nodes to respond (30)",
@@ -71,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
     if options.host:
         return host_check.main(["--json"] if options.json else [])
     extra: dict[str, Any] = {}
-    if options.log:
+    if options.log is not None:
         found, extra = _of_log(options.log, options.freeze)
-    elif options.freeze:
+    elif options.freeze is not None:
         found, extra = _of_freeze(options.freeze)
     else:
         found = _of_this(options.local, options.timeout)
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
         print_json("doctor", 1, worst=worst(findings), findings=entries, **extra)
-    elif options.log:
+    elif options.log is not None:
         _show_log(found, extra["last_error"])
     else:
         _show(found, everything=options.all)
@@ -91,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
-    if log == freeze:
+    if log == freeze == STANDARD_INPUT:
         raise UserError("--log and --freeze cannot both be read from standard input")
-    versions = known_bad.freeze(_read(freeze)) if freeze else None
+    versions = known_bad.freeze(_read(freeze)) if freeze is not None else None
     read = _read_log(log)
     found = known_bad.explain(known_bad.load(), read.text, versions, read.complete)
     last = known_bad.last_error(read.text, read.complete)
@@ -143,11 +144,8 @@ def _read(name: str) -> str:
 def _read_log(name: str) -> known_bad.LogText:
     if name == STANDARD_INPUT:
         return known_bad.read_log(sys.stdin.buffer, "standard input")
-    try:
-        with Path(name).open("rb") as file:
-            return known_bad.read_log(file, name)
-    except OSError as error:
-        raise UserError(f"{name}: {error.strerror}") from error
+    with open_input(Path(name)) as file:
+        return known_bad.read_log(file, name)
 
 
 def _show_log(found: list[tuple[str, Finding]], last: dict[str, Any] | None) -> None:

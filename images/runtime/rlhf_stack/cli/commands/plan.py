@@ -25,10 +25,12 @@ upstream's placement would leave pending).
 """
 
 import argparse
-from pathlib import Path
 
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import path
+from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.files import require_writable
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run_options.add_cluster_options(parser)
     run_options.add_run_options(parser)
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/plan/1 (see above)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the output as an SVG image")
+    parser.add_argument("--svg", type=path, metavar="FILE", help="write the output as an SVG image")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,6 +49,10 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.planning.advice import symmetric_layout
     from rlhf_stack.planning.display import as_json, print_assessment
 
+    if options.svg and options.json:
+        raise UserError("--svg and --json exclude each other: the image is that of the printed plan")
+    if options.svg:
+        require_writable(options.svg)
     run, notes = run_options.parse_run(options)
     machines = run_options.read_machines(options)
     shapes = run_options.read_shapes(run, options)

@@ -31,11 +31,12 @@ from typing import Any
 
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import (
+    byte_count,
+    node_count,
     non_negative_float,
     non_negative_int,
     port,
-    positive_float,
-    positive_int,
+    seconds,
 )
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.host import inspect_host, wait_for_port
@@ -61,7 +62,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--num-cpus", type=non_negative_int, metavar="N", help="CPUs to declare (default: all)"
     )
     parser.add_argument(
-        "--object-store-memory", type=positive_int, metavar="BYTES", help="default: what fits in /dev/shm"
+        "--object-store-memory",
+        type=byte_count,
+        metavar="BYTES",
+        help="in bytes or as 20GiB; default: what fits in /dev/shm",
     )
     parser.add_argument(
         "--node-ip-address", metavar="ADDRESS", help="address of this machine for the other nodes"
@@ -74,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--auth", choices=("auto", "token", "none"), default="auto", help="auto: a token if Ray supports it"
     )
     parser.add_argument(
-        "--expect-nodes", type=positive_int, metavar="N", help="wait for N nodes, including this one"
+        "--expect-nodes", type=node_count, metavar="N", help="wait for N nodes, including this one"
     )
     parser.add_argument(
         "--expect-gpus",
@@ -85,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=positive_float,
+        type=seconds,
         default=300.0,
         metavar="SECONDS",
         help="for the nodes to join, and for the head to respond (300)",

@@ -2,7 +2,8 @@
 
 Plans the run with the free resources of the cluster, and refuses it with the reason if it cannot be placed or
 does not fit. Otherwise submits the unchanged command line to Ray's job server, prints the job's output, and
-exits with the job's exit code (1 if Ray reports none). A command other than an OpenRLHF run is not planned.
+exits with the job's exit code (1 if Ray reports none, or one of the codes below). A command other than an
+OpenRLHF run is not planned.
 
   rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
   rlhf-stack submit --gpu-memory 80 --env WANDB_API_KEY --env NCCL_DEBUG=INFO -- python -m ...
@@ -11,9 +12,10 @@ Ray's workers inherit the environment of their machine, not of this shell. The r
 the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
 Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
 
-Exit code 3: the run does not fit and was not submitted; --force submits it anyway. --json prints
+Exit codes of submit itself: 120 the run does not fit and was not submitted (--force submits it anyway), 121
+wrong usage, or the job could not be submitted, 122 the connection to the running job was lost. --json prints
 rlhf-stack/submit/1 when the job has ended, with the job's output on stderr: `submitted`, `job`, `status`,
-`code`, `problems`.
+`code` (that of the job, unchanged), `problems`.
 """
 
 import argparse
@@ -27,14 +29,14 @@ from typing import Any
 
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import non_negative_float
+from rlhf_stack.cli.option_types import gibibytes
 from rlhf_stack.cluster.connect import summarize_ray_error
 from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 
-REFUSED = 3
+REFUSED, WRONG_USAGE, LOST = 120, 121, 122  # exit codes that are never those of the job
 PREFIX = "RLHF_STACK_"
 OF_THE_IMAGE = (env_vars.ACCELERATOR, "RLHF_STACK_TOLD")  # set by the image on every machine
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -59,10 +61,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-memory",
-        type=non_negative_float,
+        type=gibibytes,
         default=0.0,
         metavar="GIB",
-        help="memory per GPU; required to check it",
+        help="memory per GPU, in GiB or as 80GB; required to check it",
     )
     parser.add_argument(
         "--env",
@@ -100,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
             code=ended.code,
             problems=problems,
         )
-    return ended.code
+    return 1 if ended.code in (REFUSED, WRONG_USAGE, LOST) else ended.code
 
 
 def runtime_env(
@@ -172,7 +174,8 @@ def _lost(job: str, address: str, why: str) -> UserError:
     return UserError(
         f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
         "too, and a restarted head does not know them: submit the command again, with the flag that loads "
-        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}"
+        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}",
+        LOST,
     )
 
 

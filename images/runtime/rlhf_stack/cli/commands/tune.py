@@ -32,6 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Choose the settings and print them; return 1 if the run does not fit."""
+    if options.apply and options.json:
+        raise UserError("--apply and --json exclude each other: JSON has the command line too")
     run, _ = run_options.parse_run(options)
     machines = run_options.read_machines(options)
     if not all(machine.gpu_memory for machine in machines if machine.gpus):

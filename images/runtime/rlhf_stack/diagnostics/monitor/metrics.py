@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from rlhf_stack.cluster.host import endpoint
+
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+MOST_REQUESTS = 64  # at the same time
 TAG = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -36,13 +39,15 @@ def parse(node: str, text: str) -> Iterator[Sample]:
 def scrape(endpoints: Sequence[tuple[str, int]], seconds: float) -> list[Sample]:
     """Fetch the samples of nodes (address, port); none from a node that does not respond in ``seconds``."""
 
-    def fetch(endpoint: tuple[str, int]) -> list[Sample]:
-        address, port = endpoint
+    def fetch(target: tuple[str, int]) -> list[Sample]:
+        address, port = target
         try:
-            with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=seconds) as answer:
+            with urllib.request.urlopen(
+                f"http://{endpoint(address, port)}/metrics", timeout=seconds
+            ) as answer:
                 return list(parse(address, answer.read().decode(errors="replace")))
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return []
 
-    with ThreadPoolExecutor(max_workers=max(1, len(endpoints))) as pool:
+    with ThreadPoolExecutor(max_workers=MOST_REQUESTS) as pool:
         return [sample for samples in pool.map(fetch, endpoints) for sample in samples]

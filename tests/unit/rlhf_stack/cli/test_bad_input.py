@@ -1,0 +1,482 @@
+"""Bad input to every command: one line and an exit code that is not 0; no traceback, nothing is ignored."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rlhf_stack.cli import commands
+from rlhf_stack.cli.main import main
+from rlhf_stack.inputs import files
+from rlhf_stack.openrlhf import command_line
+
+RUNTIME = Path(commands.__file__).parents[3]
+EXAMPLES = int(os.environ.get("RLHF_STACK_FUZZ", "200"))
+SIZES = "layers:2,hidden:64,intermediate:128,heads:4,vocabulary:1000"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+CLUSTER = ["--nodes", "2", "--gpu-memory", "80"]
+MODEL = ["--model", f"m={SIZES}"]
+# Flags of OpenRLHF 0.11, with their defaults; the parser turns their sections into attributes.
+FLAGS = {
+    **{f"{role}.num_nodes": 1 for role in ("actor", "ref", "critic", "reward")},
+    **{f"{role}.num_gpus_per_node": 4 for role in ("actor", "ref", "critic", "reward")},
+    **{f"{role}.model_name_or_path": "" for role in ("critic", "reward")},
+    "actor.model_name_or_path": "m",
+    "actor.adam.lr": 1e-6,
+    "algo.kl.init_coef": 0.01,
+    "data.max_len": 2048,
+    "ds.attn_implementation": "sdpa",
+    "ds.grad_accum_dtype": "bf16",
+    "ds.lora.rank": 0,
+    "ds.ring_attn_size": 1,
+    "ds.tensor_parallel_size": 1,
+    "ds.zero_stage": 2,
+    "ds.zpg": 1,
+    "reward.remote_url": "http://judge",
+    "rollout.max_tokens_per_gpu": 16384,
+    "rollout.micro_batch_size": 1,
+    "rollout.temperature": 1.0,
+    "train.batch_size": 128,
+    "train.max_epochs": 1,
+    "train.max_tokens_per_gpu": 16384,
+    "train.micro_batch_size": 1,
+    "vllm.gpu_memory_utilization": 0.8,
+    "vllm.num_engines": 2,
+    "vllm.sync_backend": "nccl",
+    "vllm.tensor_parallel_size": 2,
+    "actor.gradient_checkpointing_enable": True,
+    **{
+        f"{name}": False
+        for name in (
+            "critic.offload",
+            "ds.adam_offload",
+            "ds.enable_sleep",
+            "ds.load_in_4bit",
+            "ds.overlap_comm",
+            "ref.offload",
+            "reward.offload",
+            "train.async_enable",
+            "train.colocate_actor_ref",
+            "train.colocate_all",
+            "train.colocate_critic_reward",
+            "train.dynamic_batch_enable",
+            "train.enable_ema",
+            "vllm.enable_sleep",
+        )
+    },
+}
+PARSER = f"""
+import argparse
+from types import SimpleNamespace
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name, default in {FLAGS!r}.items():
+        if isinstance(default, bool):
+            parser.add_argument("--" + name, action="store_true", default=default)
+        else:
+            parser.add_argument("--" + name, type=type(default), default=default)
+    args = SimpleNamespace()
+    for name, value in vars(parser.parse_args()).items():
+        *sections, last = name.split(".")
+        place = args
+        for section in sections:
+            if not hasattr(place, section):
+                setattr(place, section, SimpleNamespace())
+            place = getattr(place, section)
+        setattr(place, last, value)
+    train(args)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _upstream(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An OpenRLHF with these flags, pipes that are given up soon, and no cluster on this machine."""
+    file = tmp_path_factory.mktemp("openrlhf") / "train_ppo_ray.py"
+    file.write_text(PARSER)
+    monkeypatch.setattr(command_line, "_installed", lambda: ("0.11.2", file))
+    monkeypatch.setattr(files, "IDLE_SECONDS", 0.05)
+
+
+def run_of(*words: str) -> list[str]:
+    return ["--", "python", "-m", "openrlhf.cli.train_ppo_ray", *words]
+
+
+def call(words: list[str], standard_input: bytes = b"") -> tuple[int, str, str]:
+    """The exit code and the output of a command in this process."""
+    output, errors = io.StringIO(), io.StringIO()
+    given_input = io.TextIOWrapper(io.BytesIO(standard_input))
+    before, sys.stdin = sys.stdin, given_input
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                code = main(words)
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+    finally:
+        sys.stdin = before
+    return code, output.getvalue(), errors.getvalue()
+
+
+def require_refusal(words: list[str], standard_input: bytes = b"") -> str:
+    """The error of a command, which must be one line, also as JSON if that was requested."""
+    code, output, errors = call(words, standard_input)
+    shown = f"{words} ended with {code}, {output[:500]!r} and {errors[:500]!r}"
+    assert code not in (0, 1, 70), shown
+    assert errors.startswith("error: "), shown
+    assert errors.count("\n") == 1, shown
+    assert len(errors) < 3000, shown
+    assert errors.isprintable() or errors[:-1].isprintable(), shown
+    own = words[: words.index("--")] if "--" in words else words
+    if "--json" in own:
+        assert json.loads(output)["schema"] == "rlhf-stack/error/1", shown
+        assert json.loads(output)["code"] == code, shown
+    else:
+        assert output == "", shown
+    return errors
+
+
+def test_the_run_of_these_tests_is_planned() -> None:
+    """Otherwise every refusal below could be for another reason."""
+    code, output, errors = call(["plan", *CLUSTER, *MODEL, *run_of()])
+    assert (code, errors) == (0, ""), output
+    assert "this run fits" in output
+
+
+DEEP = "[" * 200_000
+CONFIGS = {
+    "list": b"[]",
+    "number": b"3",
+    "null": b"null",
+    "empty": b"",
+    "nan": json.dumps(CONFIG | {"x": float("nan")}).encode(),
+    "infinity": b'{"vocab_size": 1e999}',
+    "deep": DEEP.encode(),
+    "binary": b"\x00\xff\xfe\x01" * 100,
+    "utf-16": json.dumps(CONFIG).encode("utf-16"),
+    "text for a number": json.dumps(CONFIG | {"hidden_size": "64"}).encode(),
+    "float": json.dumps(CONFIG | {"hidden_size": 64.5}).encode(),
+    "bool": json.dumps(CONFIG | {"hidden_size": True}).encode(),
+    "negative": json.dumps(CONFIG | {"num_key_value_heads": -1}).encode(),
+    "huge": json.dumps(CONFIG | {"vocab_size": 10**30}).encode(),
+    "a long number": b'{"vocab_size": ' + b"9" * 6000 + b"}",
+    "text_config is a list": b'{"text_config": [1]}',
+    "experts are a list": json.dumps(CONFIG | {"num_experts": [1]}).encode(),
+    "too large": b'{"a": "' + b"x" * (5 << 20) + b'"}',
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_bad_config_of_a_model_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(CONFIGS[name])
+    line = require_refusal(["plan", *CLUSTER, "--model", f"m={file}", *run_of()])
+    assert str(file) in line
+
+
+HEADERS = {
+    "list": b"[]",
+    "number": b"1",
+    "deep": DEEP.encode(),
+    "no tensor": b'{"a": 1}',
+    "no shape": b'{"a": {}}',
+    "text": b'{"a": {"shape": "x"}}',
+    "negative": b'{"a": {"shape": [-1]}}',
+    "float": b'{"a": {"shape": [1.5]}}',
+    "bool": b'{"a": {"shape": [true]}}',
+    "huge": b'{"a": {"shape": [1000000000, 1000000000, 1000000000]}}',
+    "binary": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_bad_header_of_safetensors_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    header = HEADERS[name]
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    line = require_refusal(["plan", *CLUSTER, "--model", f"m={tmp_path}/config.json", *run_of()])
+    assert "model.safetensors" in line
+
+
+CLUSTERS = {
+    "empty": "",
+    "scalar": "3",
+    "deep": DEEP,
+    "infinite": "nodes: [{gpus: .inf}]",
+    "nan": "nodes: [{gpu_memory: .nan}]",
+    "a fraction of a node": "nodes: [{count: 1.5}]",
+    "no node": "nodes: [{count: 0}]",
+    "too many nodes": "nodes: [{count: 1000000000}]",
+    "too many nodes together": "nodes: [{count: 60000}, {count: 60000}]",
+    "too many GPUs": "nodes: [{count: 100000, gpus: 1024}]",
+    "bool": "nodes: [{gpus: true}]",
+    "date": "nodes: [{gpus: 2026-99-99}]",
+    "null": "nodes: [{gpus: null}]",
+    "Unicode digits": "nodes: [{gpus: '\u0663'}]",
+    "unknown unit": "nodes: [{gpu_memory: 80 bananas}]",
+    "ambiguous unit": "nodes: [{gpu_memory: 80G}]",
+    "unknown key": "nodes: [{gpu: 8}]",
+    "unknown key at the top": "nodes: [{gpus: 8}]\nmode: x",
+    "key that is no text": "nodes: [{8: 8}]",
+    "markup": "nodes: [{address: '[/red]'}]",
+    "escapes": 'nodes: [{address: "a\\e[31mb"}]',
+    "address of two": "nodes: [{count: 2, address: a}]",
+    "address twice": "nodes: [{address: a}, {address: a}]",
+    "number as address": "nodes: [{address: 7}]",
+    "many aliases": "a: &a [x,x,x,x,x,x,x,x]\n"
+    + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12))
+    + "nodes: [{gpus: *m}]",
+    "a cycle": "nodes: [{gpus: &a [*a]}]",
+    "tag": "nodes: !!python/object/apply:os.system [true]",
+    "tab": "nodes:\n\t- gpus: 8",
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_bad_cluster_file_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text(CLUSTERS[name])
+    start = time.monotonic()
+    require_refusal(["plan", "--cluster", str(file), *MODEL, *run_of()])
+    assert time.monotonic() - start < 5
+
+
+def test_sizes_have_the_same_units_everywhere(tmp_path: Path) -> None:
+    """In options and in files; 80GB are 80e9 bytes."""
+    file = tmp_path / "nodes.yaml"
+    file.write_text("nodes: [{count: 2, gpu_memory: 80GB, memory: 1TiB}]")
+    options = ["--nodes", "2", "--gpu-memory", "80GB", "--memory", "1TiB"]
+    found = [
+        json.loads(call(["plan", *words, "--json", *MODEL, *run_of()])[1])["nodes"][0]
+        for words in (["--cluster", str(file)], options)
+    ]
+    assert found[0] == found[1]
+    assert found[0]["gpu_memory"] == 80 * 10**9
+    assert found[0]["memory"] == 1 << 40
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "long name", "null character", "empty"])
+@pytest.mark.parametrize("where", ["--cluster", "--model", "--log", "--freeze"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, where: str) -> None:
+    names = {"long name": "x/" + "y" * 5000, "null character": "a/\0b", "empty": ""}
+    name = names.get(kind, str(tmp_path / "it"))
+    if kind == "folder":
+        Path(name).mkdir()
+    elif kind == "fifo":
+        os.mkfifo(name)
+    words = {
+        "--cluster": ["plan", "--cluster", name, *MODEL, *run_of()],
+        "--model": ["plan", *CLUSTER, "--model", f"m={name}", *run_of()],
+        "--log": ["doctor", "--log", name],
+        "--freeze": ["doctor", "--freeze", name],
+    }
+    require_refusal(words[where])
+
+
+def test_a_pipe_with_a_writer_is_read() -> None:
+    """As `<(pip freeze)` is."""
+    reading, writing = os.pipe()
+    os.write(writing, b"torch==2.9.0\n")
+    os.close(writing)
+    try:
+        assert call(["doctor", "--freeze", f"/dev/fd/{reading}"])[0] in (0, 1, 3)
+    finally:
+        os.close(reading)
+
+
+def test_a_binary_log_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "job.log"
+    file.write_bytes(b"\0\1\2\0" * 1000)
+    assert "not a text file" in require_refusal(["doctor", "--log", str(file)])
+
+
+def test_a_line_of_20_megabytes_takes_seconds(tmp_path: Path) -> None:
+    """Patterns of the known-bad database ran over it for 80 s."""
+    file = tmp_path / "job.log"
+    file.write_text("x" * 20_000_000 + "\nRuntimeError: end\n")
+    start = time.monotonic()
+    assert call(["doctor", "--log", str(file)])[0] == 4
+    assert time.monotonic() - start < 10
+
+
+def test_an_image_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "plan.svg", tmp_path):
+        require_refusal(["plan", *CLUSTER, *MODEL, "--svg", str(path), *run_of()])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cluster", "x.yaml", "--gpus", "4"],
+        ["--ray", "auto", "--memory", "4"],
+        ["--nodes", "2", "--ray", ""],
+        ["--nodes", "2", "--gpus", "5000"],
+        ["--nodes", "100001"],
+        ["--nodes", "2", "--gpu-mem", "80"],
+        ["--nodes", "2", "--model", "m=layers:2,layers:3"],
+        ["--nodes", "2", *MODEL, *MODEL],
+        ["--nodes", "2", "--model", "other=" + SIZES],
+        ["--nodes", "2", "--model", "m=layers:1e300"],
+        ["--nodes", "2", "--model", "m=" + SIZES + ",experts:1.5"],
+    ],
+    ids=" ".join,
+)
+def test_what_would_be_ignored_is_refused(words: list[str]) -> None:
+    require_refusal(["plan", *words, *([] if "--model" in words else MODEL), *run_of()])
+
+
+@pytest.mark.parametrize("stdout", ["full", "closed"])
+@pytest.mark.parametrize(
+    "words", [["patches"], ["--help"], ["doctor", "--freeze", "-"], ["patches", "--json"]]
+)
+def test_an_output_that_cannot_be_written_is_an_error(stdout: str, words: list[str]) -> None:
+    redirect = ">/dev/full" if stdout == "full" else ">&-"
+    command = f'echo torch==2.9.0 | "$0" -m rlhf_stack "$@" {redirect}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": str(RUNTIME)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 74
+    assert re.fullmatch(
+        r"error: (standard output is closed|the output could not be written: .*)\n", done.stderr
+    )
+
+
+# fmt: off
+WORDS = (
+    "", " ", "nan", "NaN", "inf", "-inf", "-1", "-0.5", "1e999", "\u0663", "0x10", "1_000", "9" * 40, "two",
+    "1,5", "80G", "80bananas", "--", "\0", "[/red]", "1\n2", "\u221e", "½", "1e", "1e-", "+", "1" * 5000,
+)
+# fmt: on
+BAD_NUMBERS = st.sampled_from(WORDS) | st.text(
+    st.characters(exclude_categories=["Nd", "Cs"]), min_size=1, max_size=30
+).filter(lambda text: not text.startswith("-"))
+NUMERIC = {  # options of each command, with what makes the rest of its command line valid
+    "plan": (["--nodes", "--gpus", "--gpu-memory", "--cpus", "--memory"], MODEL),
+    "tune": (["--nodes", "--gpus", "--gpu-memory", "--cpus", "--memory"], MODEL),
+    "start": (
+        ["--num-gpus", "--num-cpus", "--object-store-memory", "--port", "--expect-nodes", "--timeout"],
+        ["--head", "--dry-run"],
+    ),
+    "check-network": (["--size", "--floor", "--timeout"], []),
+    "submit": (["--gpu-memory"], []),
+    "doctor": (["--timeout"], ["--local"]),
+    "reap": (["--older-than"], []),
+}
+WITH_RUN = ("plan", "tune", "check-network", "submit")
+BAD_FLAGS = {
+    "ds.zero_stage": ["4", "-1", "two", "", "2.0"],
+    "train.micro_batch_size": ["0", "-1", "nan", "1e6", "\u0663", "1_0", "99999999999"],
+    "rollout.micro_batch_size": ["0", "-4"],
+    "ds.ring_attn_size": ["0", "-2", "3"],
+    "ds.tensor_parallel_size": ["0", "-2", "5000"],
+    "vllm.tensor_parallel_size": ["0", "-1", "2048"],
+    "vllm.num_engines": ["-1", "10000000"],
+    "vllm.gpu_memory_utilization": ["0", "-0.5", "1.5", "nan", "inf", "95"],
+    "data.max_len": ["0", "-1", "999999999999"],
+    "actor.adam.lr": ["nan", "-1", "inf", "1e9"],
+    "actor.num_nodes": ["0", "-1", "100001"],
+    "actor.num_gpus_per_node": ["0", "-1", "5000"],
+    "train.max_epochs": ["0", "-1"],
+    "train.batch_size": ["0", "-1"],
+    "vllm.sync_backend": ["mpi", "", "NCCL "],
+    "ds.attn_implementation": ["flash", "", "[red]", "flash_attention_9"],
+    "ds.grad_accum_dtype": ["fp8", "float"],
+    "ds.zpg": ["0", "-1"],
+    "ds.lora.rank": ["-1", "10000000"],
+    "rollout.temperature": ["nan", "-1"],
+    "algo.kl.init_coef": ["nan", "inf"],
+}
+FILES = st.one_of(
+    st.binary(max_size=200),
+    st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=10,
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@st.composite
+def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes]:
+    """A command line with one mistake, and the content of the file ``FILE`` that it may name."""
+    kind = draw(st.sampled_from(["number", "flag", "file", "option", "command", "address"]))
+    content = b""
+    if kind == "number":
+        name = draw(st.sampled_from(list(NUMERIC)))
+        options, others = NUMERIC[name]
+        option = draw(st.sampled_from(options))
+        nodes = ["--nodes", "2"] if name in ("plan", "tune") and option != "--nodes" else []
+        memory = ["--gpu-memory", "80"] if name == "tune" and option != "--gpu-memory" else []
+        words = [name, *others, *nodes, *memory, f"{option}={draw(BAD_NUMBERS)}"]
+    elif kind == "flag":
+        flag = draw(st.sampled_from(list(BAD_FLAGS)))
+        words = [draw(st.sampled_from(["plan", "tune"])), *CLUSTER, *MODEL]
+        value = draw(st.sampled_from(BAD_FLAGS[flag]))
+        return [*words, *draw(st.sampled_from([[], ["--json"]])), *run_of(f"--{flag}={value}")], b""
+    elif kind == "file":
+        content = draw(FILES)
+        words = draw(
+            st.sampled_from(
+                [
+                    ["plan", "--cluster", "FILE", *MODEL],
+                    ["tune", *CLUSTER, "--model", "m=FILE"],
+                    ["plan", *CLUSTER, "--model", "m=FILE"],
+                    ["doctor", "--log", "FILE/x"],
+                    ["top", "--once", "--events", "FILE"],
+                ]
+            )
+        )
+    elif kind == "option":
+        words = [
+            draw(st.sampled_from(commands.NAMES)),
+            "--" + draw(st.from_regex(r"[a-z]{12,20}", fullmatch=True)),
+        ]
+    elif kind == "command":
+        known = {*commands.NAMES, *commands.RENAMED}
+        words = [
+            draw(st.text(max_size=400).filter(lambda text: text not in known and not text.startswith("-")))
+        ]
+    else:
+        bad = st.text(st.sampled_from("[]/ \u0663:\0\n."), min_size=1, max_size=8)
+        option = draw(st.sampled_from(["--join", "--node-ip-address"]))
+        head = [] if option == "--join" else ["--head"]
+        words = ["start", *head, "--dry-run", f"{option}={draw(bad)}"]
+    words = [*words, *draw(st.sampled_from([[], ["--json"]]))]
+    return [*words, *(run_of() if words[0] in WITH_RUN and kind != "command" else [])], content
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(bad_command_lines())
+def test_no_bad_command_line_is_taken_or_ends_with_a_traceback(case: tuple[list[str], bytes]) -> None:
+    words, content = case
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "file")
+        file.write_bytes(content)
+        require_refusal([word.replace("FILE", str(file)) for word in words])
