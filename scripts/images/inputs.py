@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import docker.errors
 import msgspec
 from docker.models.images import Image
 
 from scripts.digests import sha256, sha256_file
-from scripts.docker.client import build_environment, docker_command
+from scripts.docker.client import build_environment, connect, docker_command
 from scripts.errors import UserError
 from scripts.git import DIRTY
 from scripts.images import rootfs
@@ -26,6 +27,7 @@ from scripts.patches.series import series_of
 
 NAMESPACE = "io.rlhf-stacks"
 INPUTS = f"{NAMESPACE}.inputs"  # the label with `Inputs.digest`
+PULL_SECONDS = 600  # without progress of Docker
 REVISION = "org.opencontainers.image.revision"
 
 
@@ -106,7 +108,7 @@ def with_vendor_compiler(cell: Cell, builder: str) -> str:
     if vendor is None:
         return builder
     recipe = (IMAGES / "vendor" / "Dockerfile").read_text(encoding="utf-8")
-    tag = f"{builder}-{sha256(vendor + recipe)[:12]}"
+    tag = f"{builder}-{sha256(vendor_digest(vendor) + recipe)[:12]}"
     arguments = [f"--build-arg=BUILDER_BASE={builder}", f"--build-arg=VENDOR={vendor}", f"--tag={tag}"]
     done = subprocess.run(
         [*docker_command(), "build", *arguments, str(IMAGES / "vendor")],
@@ -119,3 +121,18 @@ def with_vendor_compiler(cell: Cell, builder: str) -> str:
         error = done.stderr.strip().splitlines()[-1]
         raise UserError(f"the compiler of {vendor} cannot be copied to the builder: {error}")
     return tag
+
+
+def vendor_digest(vendor: str) -> str:
+    """Return the digest of a vendor's image, which is pulled if it is missing: its tag may move.
+
+    It is that of the registry, or the image's id if the image came from none, so that machines agree.
+    """
+    images = connect(PULL_SECONDS).images
+    try:
+        image = images.get(vendor)
+    except docker.errors.ImageNotFound:
+        image = images.pull(vendor)
+    repository = vendor.rpartition(":")[0]
+    digests = dict(name.split("@") for name in image.attrs.get("RepoDigests") or [])
+    return str(digests.get(repository, image.id))

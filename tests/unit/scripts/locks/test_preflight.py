@@ -7,15 +7,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import docker.errors
 import msgspec
 import pytest
 
-from scripts.digests import sha256_file
+from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
 from scripts.images import inputs
+from scripts.images.context import IMAGES
 from scripts.images.inputs import NAMESPACE, image_labels, with_vendor_compiler
 from scripts.locks import commands, index_config, lockfile, preflight, resolver, targets
 from scripts.locks.index_config import PipConfig
@@ -266,6 +268,7 @@ def test_only_the_builder_gets_the_compiler_of_a_vendor(cell: Cell, monkeypatch:
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(inputs, "docker_command", lambda: ["docker"])
+    monkeypatch.setattr(inputs, "vendor_digest", lambda _: "sha256:1")
     assert with_vendor_compiler(find(load(), load().default), "builder:1") == "builder:1"
     tag = with_vendor_compiler(cell, "builder:1")
     assert tag.startswith("builder:1-")
@@ -276,3 +279,20 @@ def test_only_the_builder_gets_the_compiler_of_a_vendor(cell: Cell, monkeypatch:
         UserError, match="the compiler of vendor/dev:1 cannot be copied to the builder: no such image"
     ):
         with_vendor_compiler(cell, "builder:1")
+
+
+def test_a_moved_tag_of_a_vendor_is_another_builder(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a missing image, which is pulled; its digest is the registry's, which is the same everywhere."""
+    local = SimpleNamespace(id="sha256:a", attrs={"RepoDigests": []})
+    pulled = SimpleNamespace(id="sha256:b", attrs={"RepoDigests": ["else@sha256:c", "vendor/dev@sha256:d"]})
+    images = MagicMock()
+    images.get.side_effect = [local, docker.errors.ImageNotFound("absent"), pulled]
+    images.pull.return_value = pulled
+    monkeypatch.setattr(inputs, "connect", lambda _: MagicMock(images=images))
+    monkeypatch.setattr(inputs, "docker_command", lambda: ["docker"])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: MagicMock(returncode=0))
+    first, second, third = (with_vendor_compiler(cell, "builder:1") for _ in range(3))
+    images.pull.assert_called_once_with("vendor/dev:1")
+    assert first != second == third
+    recipe = (IMAGES / "vendor" / "Dockerfile").read_text(encoding="utf-8")
+    assert second == f"builder:1-{sha256('sha256:d' + recipe)[:12]}"
