@@ -53,7 +53,7 @@ def missing_packages(has: Callable[[str], bool], answers: bool, can_build: bool,
         packages += [*([] if "docker.io" in packages else ["docker.io"]), "docker-cli"]
     if not can_build:
         packages.append("docker-buildx")
-    packages += [name for name in ("mmdebstrap", "git") if not has(name)]
+    packages += [name for name in ("mmdebstrap", "git", "zstd") if not has(name)]
     if not is_root and not has("newuidmap"):
         packages.append("uidmap")
     return packages

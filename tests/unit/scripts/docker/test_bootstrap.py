@@ -15,9 +15,9 @@ from tests.unit.scripts.docker.test_client import script
 OLD_DOCKER = 'case "$1" in --version) echo "Docker version 20.10.24, build x";; *) exit 1;; esac'
 
 
-ALL = {"dockerd", "docker", "mmdebstrap", "git"}
+ALL = {"dockerd", "docker", "mmdebstrap", "git", "zstd"}
 DOCKER = ["docker.io", "iptables"]
-TOOLS = ["mmdebstrap", "git"]
+TOOLS = ["mmdebstrap", "git", "zstd"]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ TOOLS = ["mmdebstrap", "git"]
         (ALL - {"mmdebstrap"}, True, True, ["mmdebstrap"]),
         (ALL - {"dockerd"}, False, False, [*DOCKER, "docker-buildx"]),
         (set(), False, False, [*DOCKER, "docker-cli", "docker-buildx", *TOOLS]),
-        ({"docker", "git"}, False, True, [*DOCKER, "mmdebstrap"]),
+        ({"docker", "git"}, False, True, [*DOCKER, "mmdebstrap", "zstd"]),
     ],
 )
 def test_only_what_is_missing_is_installed(
@@ -61,7 +61,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commands, log = tmp_path / "bin", tmp_path / "apt.log"
     body = f"""echo "$@" >>{log}
 case " $* " in *" install "*)
-    for name in docker dockerd mmdebstrap git; do
+    for name in docker dockerd mmdebstrap git zstd; do
         printf '%s\\n' '#!/bin/sh' '{OLD_DOCKER.replace("'", "")}' >{commands}/$name
         chmod +x {commands}/$name
     done
