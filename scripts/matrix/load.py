@@ -200,6 +200,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         ci_suites=entry.ci_suites,
         lock=cell_id,
         sources=variant.sources,
+        without_code=variant.without_code,
         plain_index=variant.plain_index,
     )
 

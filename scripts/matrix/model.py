@@ -113,6 +113,20 @@ class Accelerator(_Struct, frozen=True):
     ] = ()
 
 
+# Compute capabilities of NVIDIA's GPUs in amd64 machines: developer.nvidia.com/cuda-gpus.
+CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0")
+
+
+def targets(accelerator: Accelerator) -> tuple[str, ...]:
+    """Return the architectures of the supported GPUs as compilers name them: ``sm_80``, ``gfx942``."""
+    if accelerator.gpus is None:
+        return ()
+    if accelerator.kind == "rocm":
+        return accelerator.gpus.architectures
+    oldest, newest = map(CAPABILITIES.index, accelerator.gpus.architectures)
+    return tuple(f"sm_{name.replace('.', '')}" for name in CAPABILITIES[oldest : newest + 1])
+
+
 class Pin(_Struct, frozen=True):
     """A headline package and its version."""
 
@@ -248,6 +262,17 @@ class Source(_Struct, frozen=True):
     ] = None
 
 
+class WithoutCode(_Struct, frozen=True):
+    """A library without code for some of the supported GPUs."""
+
+    library: Annotated[Text, Meta(description="Shell pattern of its path in site-packages.")]
+    reason: Reason
+    source: Evidence
+    architectures: Annotated[
+        tuple[Name, ...], Meta(description="Their architectures, such as sm_70; without it, of all.")
+    ] = ()
+
+
 class StandIn(_Struct, frozen=True):
     """The variant whose packages replace unavailable ones in an image for tests, which is never published."""
 
@@ -324,6 +349,10 @@ class Variant(_Struct, frozen=True):
     ] = None
     optional: Annotated[
         tuple[Option, ...], Meta(description="Packages that a user's own build can add.")
+    ] = ()
+    without_code: Annotated[
+        tuple[WithoutCode, ...],
+        Meta(description="Libraries without code for some of the supported GPUs, which is no failure."),
     ] = ()
 
 
@@ -439,6 +468,7 @@ class Cell(_Struct, frozen=True):
     tested: Tested
     ci_suites: tuple[Suite, ...]
     lock: str
+    without_code: tuple[WithoutCode, ...] = ()
     sources: tuple[Source, ...] = ()
     stand_in: str | None = None
     plain_index: PlainIndex | None = None

@@ -60,10 +60,11 @@ SUITES: Mapping[str, Suite] = {
         ),
     ),
     "layers": Suite(
-        "the image from outside: size, labels, base, no secret in a layer",
+        "the image from outside: size, labels, base, no secret in a layer, code for the promised GPUs",
         place="host",
         folder="layers",
         required_for=EVERY_KIND,
+        skips=("this image promises no GPU",),
     ),
     "patches": Suite(
         "each patch's test, on the package as released and on the patched package",

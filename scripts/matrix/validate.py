@@ -15,6 +15,7 @@ from scripts.matrix.model import (
     id_of,
     named,
     nearest,
+    targets,
     unsupported_by,
 )
 from scripts.matrix.suites import SUITES
@@ -26,6 +27,7 @@ def validation_errors(matrix: Matrix) -> Iterator[tuple[str, str]]:
     yield from _bad_references(matrix)
     for index, variant in enumerate(matrix.variants):
         yield from _bad_variant(matrix, variant, f"variants[{index}]")
+        yield from _bad_excuses(matrix, variant, f"variants[{index}].without_code")
     yield from _bad_cells(matrix)
 
 
@@ -146,6 +148,13 @@ def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[
             f"{path}.layers",
             f"expected every headline package in exactly one layer; violated by {', '.join(wrong)}",
         )
+
+
+def _bad_excuses(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[str, str]]:
+    supported = targets(named(matrix.accelerators, variant.accelerator))
+    for index, excuse in enumerate(variant.without_code):
+        for name in excuse.architectures:
+            yield from _dangling(name, supported, f"{path}[{index}].architectures")
 
 
 def _bad_stand_in(matrix: Matrix, variant: Variant, name: str, path: str) -> Iterator[tuple[str, str]]:

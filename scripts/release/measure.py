@@ -48,12 +48,12 @@ def measure(
         layers=layers_of(image.attrs["RootFS"]["Layers"], history),
         versions=_versions(labels),
         patches=tuple(labels.get(f"{NAMESPACE}.patches", "").split()),
-        architectures={name: tuple(names) for name, names in probe(client, image).items()},
+        architectures={name: tuple(names) for name, names in probe(client, image)["packages"].items()},
     )
 
 
-def probe(client: docker.DockerClient, image: Image) -> dict[str, list[str]]:
-    """Run `image_probe` in a container of the image and return the architectures by package."""
+def probe(client: docker.DockerClient, image: Image) -> dict[str, dict[str, list[str]]]:
+    """Run `image_probe` in a container of the image; return architectures by "packages" and "libraries"."""
     container = client.containers.create(
         str(image.id),
         ["python", "-I", "/opt/image_probe.py"],
@@ -68,7 +68,7 @@ def probe(client: docker.DockerClient, image: Image) -> dict[str, list[str]]:
         if code:
             error = container.logs(tail=1).decode().strip() or "it printed no error"
             raise UserError(f"{image.tags[0]} cannot be probed: {error}")
-    probed: dict[str, list[str]] = json.loads(printed.splitlines()[-1])
+    probed: dict[str, dict[str, list[str]]] = json.loads(printed.splitlines()[-1])
     return probed
 
 

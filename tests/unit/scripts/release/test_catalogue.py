@@ -2,7 +2,6 @@
 
 import datetime
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from scripts.errors import UserError
 from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand, load, stand_ins
 from scripts.patches.series import series_of
-from scripts.release import catalogue, facts, image_probe, measure, render
+from scripts.release import catalogue, facts, measure, render
 from scripts.release.facts import Facts, Layer, Measured
 from scripts.testing import records
 from scripts.testing.records import Subject, required
@@ -346,34 +345,3 @@ def test_shared_bytes_are_those_of_layers_that_another_cell_has() -> None:
     assert facts.shared("one", {"one": one}) == 0
     assert facts.shared("one", {"one": one, "other": other}) == SHARED.size
     assert facts.shared("one", {"one": msgspec.structs.replace(one, layers=()), "other": other}) is None
-
-
-def fatbin(*entries: tuple[int, int]) -> bytes:
-    """A fat binary as nvcc writes it: kinds and architectures, each with 16 bytes of code."""
-    body = b""
-    for kind, number in entries:
-        header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, 16, 0, 0, 7, 0, number)
-        body += header.ljust(64, b"\0") + b"\x7fELF".ljust(16, b"\0")
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-
-def test_architectures_are_read_from_fat_binaries() -> None:
-    content = b"\0" * 40 + fatbin((2, 80), (2, 90)) + b"x" * 9 + fatbin((1, 90)) + fatbin((2, 100))
-    assert image_probe.by_number(image_probe.architectures(content)) == [
-        "compute_90",
-        "sm_80",
-        "sm_90",
-        "sm_100",
-    ]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"no code", image_probe.FATBIN, fatbin((2, 80))[:40], fatbin((9, 80))]
-)
-def test_a_truncated_fat_binary_has_no_architectures(content: bytes) -> None:
-    assert image_probe.architectures(content) == set()
-
-
-def test_targets_of_rocm_are_read_from_their_bundles() -> None:
-    content = b"hipv4-amdgcn-amd-amdhsa--gfx90a\0 hipv4-amdgcn-amd-amdhsa--gfx942:xnack+\0"
-    assert image_probe.architectures(content) == {"gfx90a", "gfx942"}
