@@ -291,12 +291,13 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("text", "code"),
     [
         ("all is well\n", 0),
-        ("[Errno 1] ... Worker exit type: SYSTEM_ERROR\n", 0),
+        ("Worker exit type: SYSTEM_ERROR\n", 0),
         ("NCCL INFO Using network Socket\n", 1),
         ("torch.OutOfMemoryError: CUDA out of memory\n", 3),
+        ("Worker exit type: SYSTEM_ERROR\nbook.OddError: strange\n", 4),
         ("first\nbook.OddError: strange\n", 4),
     ],
-    ids=["nothing", "a note", "a warning", "an error", "an unexplained error"],
+    ids=["nothing", "a note", "a warning", "an error", "only a note explains", "an unexplained error"],
 )
 def test_the_exit_code_says_what_was_found_in_a_log(
     text: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -305,7 +306,7 @@ def test_the_exit_code_says_what_was_found_in_a_log(
     log.write_text(text)
     assert main(["doctor", "--log", str(log)]) == code
     printed = capsys.readouterr().out
-    assert ("its last error, line 2:\nbook.OddError: strange\n" in printed) == (code == 4)
+    assert ("the last error of this log, line 2:\nbook.OddError: strange\n" in printed) == (code == 4)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,21 @@ def test_the_last_error_of_an_unexplained_log_is_named() -> None:
     assert known_bad.last_error("INFO 0 errors\nall is well\n") is None
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ray.exceptions.RayTaskError(OwnerDiedError): ray::main_task() (pid=1)",
+        "(raylet) [2025-04-20 12:03:44,360 C 86 86] worker.cc:202:  Check failed: a == b",
+        "node-a:77:120 [0] socket.cc:441 NCCL WARN something",
+        "(EngineCore pid=4) ERROR 07-04 10:00:00 [core.py:1] something",
+        "Segmentation fault (core dumped)",
+        "Killed",
+    ],
+)
+def test_what_is_an_error(line: str) -> None:
+    assert known_bad.last_error(f"first\n{line}\nlast\n") == (2, line)
+
+
 def test_the_evidence_is_the_line_of_the_error() -> None:
     text = "before\n  \x1b[31mRuntimeError: Device string must not be empty\x1b[0m\nafter\n"
     assert known_bad.explain(ROWS, text)[0].evidence == "RuntimeError: Device string must not be empty"

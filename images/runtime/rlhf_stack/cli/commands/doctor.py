@@ -15,7 +15,7 @@ for each entry; --log explains a log with it, --freeze checks the packages of an
 `pip freeze`, `pip list`, `conda list`, lock files, the collect_env of torch or vLLM, and `docker inspect`.
 
 Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage; with --log also 4: the log has
-an error that no entry explains. With --host, 1 if no image runs on the GPUs of this machine.
+an error, and no entry but notes explains it. With --host, 1 if no image runs on the GPUs of this machine.
 
 --json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
 node; id; severity: ok, note, warning or error; what, evidence, remedy and sources; line: that of the log,
@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
         _show(found, everything=options.all)
         if extra:
             print(f"{extra['lines_read']} lines with a version were read")
-    return UNEXPLAINED if not findings and extra.get("last_error") else CODES[worst(findings)]
+    code = CODES[worst(findings)]
+    return UNEXPLAINED if code == CODES[NOTE] and extra.get("last_error") else code
 
 
 def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
@@ -152,10 +153,11 @@ def _show_log(found: list[tuple[str, Finding]], last: dict[str, Any] | None) -> 
     """Print what explains a log, the likeliest cause first; otherwise its last error."""
     if found:
         _print_table([(finding, "") for _, finding in found], with_sources=True)
-    elif last:
-        print(f"no entry of the known-bad database explains this log; its last error, {where(last['line'])}:")
-        print(last["text"])
-    else:
+    if last and worst([finding for _, finding in found]) in (OK, NOTE):
+        print(
+            f"no entry names the cause of the last error of this log, {where(last['line'])}:\n{last['text']}"
+        )
+    elif not found:
         print("this log matches no entry of the known-bad database, and has no error")
 
 
