@@ -9,7 +9,7 @@ from rlhf_stack.cluster.connect import connected
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
-from rlhf_stack.openrlhf import command_line, run_spec
+from rlhf_stack.openrlhf import command_line, requirements, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
@@ -69,7 +69,9 @@ def command_words(options: argparse.Namespace) -> list[str]:
 def parse_run(options: argparse.Namespace) -> tuple[Run, Sequence[str]]:
     """Parse the run with OpenRLHF's parser; return it with the parser's messages."""
     parsed = command_line.parse(command_line.extract_arguments(command_words(options)))
-    return run_spec.run_of(parsed.release, parsed.values), parsed.notes
+    run = run_spec.run_of(parsed.release, parsed.values)
+    requirements.refuse_missing_packages(run)
+    return run, parsed.notes
 
 
 def read_machines(options: argparse.Namespace) -> list[Machine]:

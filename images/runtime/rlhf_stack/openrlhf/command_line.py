@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
+from rlhf_stack.openrlhf import renamed_flags
 from rlhf_stack.openrlhf.run_limits import check_words
 
 MODULE = "openrlhf.cli.train_ppo_ray"
@@ -78,7 +79,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
             exec(code, scope)  # noqa: S102  (the installed OpenRLHF's own code)
     except SystemExit:
         lines = (errors.getvalue() or printed.getvalue()).strip().splitlines() or ["no reason"]
-        raise ArgumentsError(f"OpenRLHF {release}: {lines[-1].split('error: ')[-1]}") from None
+        message = lines[-1].split("error: ")[-1]
+        hints = [message, *filter(None, [renamed_flags.hint(message)])]
+        raise ArgumentsError(f"OpenRLHF {release}: {': '.join(hints)}") from None
     except Exception as error:  # its checks are assertions, and an unchecked mistake raises anything
         raise ArgumentsError(f"OpenRLHF {release} rejects these arguments: {_summary(error)}") from error
     notes = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]

@@ -1,0 +1,149 @@
+"""The commands of OpenRLHF's published scripts, and the same for a model that trains on two cores."""
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from rlhf_stack.demo import tiny_model
+
+PUBLISHED = Path(__file__).with_name("published")
+HERE = Path(__file__).parent
+PPO = "openrlhf.cli.train_ppo_ray"
+FOLDER = "{folder}"
+PROMPTS, SAMPLES, LENGTH, RESPONSE, STEPS = 4, 4, 96, 16, 2
+ROLES = ("actor", "ref", "critic", "reward")
+# Removed: a key of a service that this machine cannot reach, and a number of episodes.
+REMOVED = ("--logger.wandb.key", "--train.num_episodes")
+# Sizes, and the files that the script reads and writes: replaced where it has the flag.
+SMALL: Mapping[str, str] = {
+    "--actor.model_name_or_path": f"{FOLDER}/model",
+    "--reward.model_name_or_path": f"{FOLDER}/model",
+    "--model.model_name_or_path": f"{FOLDER}/model",
+    "--data.prompt_dataset": f"{FOLDER}/prompts.jsonl",
+    "--data.dataset": f"{FOLDER}/pairs.jsonl",
+    "--eval.dataset": f"{FOLDER}/prompts.jsonl",
+    "--reward.remote_url": str(HERE / "reward_of_parity.py"),
+    "--train.agent_func_path": str(HERE / "agent_of_two_turns.py"),
+    "--logger.tensorboard_dir": f"{FOLDER}/runs",
+    "--ckpt.output_dir": f"{FOLDER}/trained",
+    "--ckpt.path": f"{FOLDER}/checkpoints",
+    "--data.max_len": str(LENGTH),
+    "--rollout.batch_size": str(PROMPTS),
+    "--rollout.micro_batch_size": "2",
+    "--rollout.max_new_tokens": str(RESPONSE),
+    "--rollout.max_tokens_per_gpu": "512",
+    "--train.micro_batch_size": "2",
+    "--train.max_tokens_per_gpu": "512",
+    "--vllm.gpu_memory_utilization": "0.1",
+}
+CHAT = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a script.
+
+    ``flags`` are as published. ``renamed`` are those that the installed release has under other names: what
+    to write instead, by the flags to remove. With the new names, ``unsupported`` is the reason why the image
+    refuses the command, ``too_large`` why it does not fit on two nodes of eight GPUs of 80 GiB, and
+    ``untested`` why a tiny run does not train.
+    """
+
+    name: str
+    launcher: str
+    module: str
+    flags: str
+    renamed: Mapping[str, str]
+    unsupported: str = ""
+    too_large: str = ""
+    untested: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments as published."""
+        return shlex.split(self.flags)
+
+    def corrected(self) -> "Command":
+        """The command with the names of the installed release."""
+        flags = self.flags.replace("\n", " ")
+        for old, new in self.renamed.items():
+            assert f"{old} " in f"{flags} ", f"{self.name} has no {old}"
+            flags = flags.replace(old, new)
+        return replace(self, flags=flags, renamed={})
+
+
+def published(release: str | None = None) -> list[Command]:
+    """The commands for a release of OpenRLHF, by default the installed one."""
+    file = PUBLISHED / f"openrlhf-{release or version('openrlhf').partition('+')[0]}.toml"
+    data = tomllib.loads(file.read_text(encoding="utf-8"))
+    return [Command(**({"renamed": {}} | entry)) for entry in data["command"]]
+
+
+def small(command: Command) -> list[str]:
+    """The arguments with the sizes and files of a tiny run; `FOLDER` stands for the folder of the files."""
+    flags = dict(_flags(command.words))
+    samples = min(SAMPLES, int((flags.get("--rollout.n_samples_per_prompt") or ["1"])[0]))
+    changes = {name: [value] for name, value in SMALL.items() if name in flags}
+    for role in ROLES:
+        if number := flags.get(f"--{role}.num_gpus_per_node"):
+            changes[f"--{role}.num_gpus_per_node"] = [_gpus(number[0])]
+    if command.module == PPO:
+        size = int(flags["--vllm.tensor_parallel_size"][0])
+        colocated = "--train.colocate_all" in flags and "--train.async_enable" not in flags
+        engines = int(changes["--actor.num_gpus_per_node"][0]) // size if colocated else 1
+        changes["--vllm.num_engines"] = [str(engines)]
+        changes["--rollout.n_samples_per_prompt"] = [str(samples)]
+        changes["--train.batch_size"] = [str(PROMPTS * samples)]
+        filtered = "--algo.dynamic_filtering_enable" in flags  # takes more prompts for a step
+        changes["--data.max_samples"] = [str(PROMPTS * STEPS * (3 if filtered else 1))]
+        if "--train.colocate_all" not in flags or "--train.async_enable" in flags:
+            changes["--vllm.sync_backend"] = ["gloo"]
+    else:
+        changes["--train.batch_size"] = [str(PROMPTS)]
+        changes["--data.max_samples"] = [str(PROMPTS * STEPS)]
+    merged = {name: values for name, values in (flags | changes).items() if name not in REMOVED}
+    return [word for name, values in merged.items() for word in (name, *values)]
+
+
+def _flags(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Group arguments into flags with their values."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append((word, []))
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def _gpus(published_number: str) -> str:
+    return "2" if int(published_number) >= 4 else "1"
+
+
+def gpus_of_roles(arguments: list[str]) -> dict[str, int]:
+    """The GPUs per node of each role in the arguments of a small command."""
+    flags = dict(_flags(arguments))
+    return {role: int(flags[name][0]) for role in ROLES if (name := f"--{role}.num_gpus_per_node") in flags}
+
+
+def make_files(folder: Path) -> None:
+    """Write the model, prompts as messages with a label, and pairs of answers."""
+    tokenizer = tiny_model.make_model(folder / "model", seed=0, layers=2, heads=2)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "model")
+    rows = []
+    for index, text in enumerate(tiny_model.prompts(seed=0, count=3 * STEPS * PROMPTS)):
+        asked = [{"role": "user", "content": text}]
+        good, bad = ([*asked, {"role": "assistant", "content": answer}] for answer in ("42", "no number"))
+        keys = {"context_messages": asked, "prompt": asked, "label": str(index)}
+        rows.append(keys | {"chosen": good, "rejected": bad, "question": text, "response": "It is 42."})
+    lines = "\n".join(json.dumps(row) for row in rows) + "\n"
+    for name in ("prompts.jsonl", "pairs.jsonl"):
+        (folder / name).write_text(lines, encoding="utf-8")

@@ -1,0 +1,55 @@
+"""OpenRLHF's published scripts: planned, or refused with the reason."""
+
+import pytest
+from rlhf_stack.cli.main import main
+from scripts_of_openrlhf import PPO, published
+
+LLAMA_8B = "layers:32,hidden:4096,intermediate:14336,heads:32,kv_heads:8,vocabulary:128256"
+SIZES = {
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
+        "layers:28,hidden:1536,intermediate:8960,heads:12,kv_heads:2,vocabulary:151936"
+    ),
+    "Qwen/Qwen3-4B-Thinking-2507": (
+        "layers:36,hidden:2560,intermediate:9728,heads:32,kv_heads:8,vocabulary:151936"
+    ),
+    "meta-llama/Meta-Llama-3-70B-Instruct": (
+        "layers:80,hidden:8192,intermediate:28672,heads:64,kv_heads:8,vocabulary:128256"
+    ),
+}
+MODELS = (
+    *("--actor.model_name_or_path", "--reward.model_name_or_path"),
+    *("--pretrain", "--reward_pretrain"),
+)
+FITS, TOO_LARGE, REFUSED = 0, 1, 2
+
+
+def commands(wanted=lambda _: True):
+    return [pytest.param(each, id=each.name) for each in published() if wanted(each)]
+
+
+def planned(command, capsys):
+    """The exit code and the output of `rlhf-stack plan` for the command on two nodes of eight GPUs."""
+    words = command.words
+    models = dict.fromkeys(words[index + 1] for index, word in enumerate(words) if word in MODELS)
+    sizes = [word for model in models for word in ("--model", f"{model}={SIZES.get(model, LLAMA_8B)}")]
+    cluster = ["--nodes", "2", "--gpus", "8", "--gpu-memory", "80"]
+    launcher = [*command.launcher.split(), "-m", command.module]
+    code = main(["plan", *cluster, *sizes, "--", *launcher, *words])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+@pytest.mark.parametrize("command", commands(lambda each: each.module == PPO))
+def test_script_is_planned_or_refused_with_the_reason(command, capsys):
+    """A renamed flag is refused with its successor; with that, the run fits or the reason is the image's."""
+    code, printed = planned(command, capsys)
+    if command.renamed:
+        assert code == REFUSED
+        for old, new in command.renamed.items():
+            assert old in printed
+            assert new in printed
+        code, printed = planned(command.corrected(), capsys)
+    expected = REFUSED if command.unsupported else TOO_LARGE if command.too_large else FITS
+    assert code == expected, printed
+    assert command.unsupported in printed
+    assert command.too_large in printed
