@@ -174,18 +174,27 @@ def test_the_ranks_of_a_node_share_memory_and_each_node_has_its_own():
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, FOUR_NODES])
-def test_a_process_keeps_two_buckets_and_no_more(nodes):
-    parameters = [(f"w{index}", torch.ones(1 << 20, dtype=torch.uint8)) for index in range(12)]
+def test_a_process_holds_two_buckets_during_a_sync_and_none_after_it(nodes):
+    """Also for a parameter of ten buckets; the kernel's count of a node's shared memory includes both."""
+    sizes = [1 << 20] * 3 + [10 * LIMIT] + [1 << 20] * 4
+    parameters = [(f"w{index}", torch.ones(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+
+    def held(group):
+        files = getattr(group.buffers, "_files", ())
+        return sum(map(len, group.buffers._tensors.values())), sum(os.fstat(file).st_blocks for file in files)
 
     def exchange(rank, group):
-        if rank == 0:
-            send(group, parameters, in_place=False)
-        else:
-            receive_all(group, parameters, nothing)
-        return sum(tensor.numel() for tensor in group.buffers._tensors.values())
+        during = []
+        for _ in range(2):
+            if rank == 0:
+                send(group, parameters, False, lambda _: during.append(held(group)[0]))
+            else:
+                receive_all(group, parameters, lambda _: during.append(held(group)[0]))
+        group._members.exchange("all ranks have ended", "", time.monotonic() + 60)
+        return max(during), held(group)
 
     with Ranks(exchange, nodes) as ranks:
-        assert ranks.answers(WORLD) == dict.fromkeys(range(WORLD), 2 * LIMIT)
+        assert ranks.answers(WORLD) == dict.fromkeys(range(WORLD), (2 * LIMIT, (0, 0)))
 
 
 @pytest.mark.timeout(60)
@@ -199,9 +208,10 @@ def test_a_worker_reports_its_loading_time():
 
     with Ranks(exchange) as ranks:
         found = ranks.answers(WORLD)
-    assert found[2]["loading"] >= 0.05 * len(
-        plan_buckets([parameter_spec(*one) for one in parameters], LIMIT)
-    )
+    buckets = plan_buckets([parameter_spec(*one) for one in parameters], LIMIT)
+    ends = [bucket for bucket in buckets if bucket.spans[-1].size < LIMIT]
+    assert 0 < len(ends) < len(buckets)
+    assert found[2]["loading"] >= 0.05 * len(ends)
     assert found[2]["loading"] > found[1]["loading"]
     assert [found[rank]["who"] for rank in (1, 2, 3)] == [described(rank) for rank in (1, 2, 3)]
 

@@ -192,9 +192,10 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
             held.copy_(tensor) if rank == 0 or group.in_place else None
             transfer = group.start([held], "bucket 1 of 1")
             transfer.finish()
+            received = held.tolist()
             if rank:
                 transfer.release()
-        return group.name, held.tolist(), closed.wait(30)
+        return group.name, received, closed.wait(30)
 
     assert run_ranks(exchange, seconds=100) == dict.fromkeys(range(WORLD), ("gloo", [7] * 3, True))
 

@@ -84,6 +84,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def empty_cache() -> None:
+    """Return the GPU's memory that torch has cached to the driver; does nothing on a CPU."""
+    if is_gpu():
+        import torch
+
+        torch.cuda.empty_cache()
+
+
 def current_stream() -> "torch.cuda.Stream | None":
     """Return the current GPU stream, or None on a CPU."""
     if not is_gpu():

@@ -4,7 +4,7 @@ May import only ``config``, ``inputs`` and ``errors``.
 """
 
 from rlhf_stack.memory.activations import Pass, forward_peak, saved_activations, training_peak
-from rlhf_stack.memory.engine import EngineSettings, KvCache, kv_cache
+from rlhf_stack.memory.engine import EngineSettings, KvCache, kv_cache, sync_memory
 from rlhf_stack.memory.model_shape import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.memory.training import Zero, model_states
 
@@ -21,5 +21,6 @@ __all__ = [
     "parse_shape",
     "read_shape",
     "saved_activations",
+    "sync_memory",
     "training_peak",
 ]

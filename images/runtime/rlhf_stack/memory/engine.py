@@ -7,6 +7,7 @@ from rlhf_stack.memory.training import BYTES_16BIT, BYTES_32BIT, shard_size
 
 BLOCK = 16  # tokens per block of vLLM's KV cache on a GPU
 BATCHED = 8192  # tokens of the profiling pass with which vLLM measures its peak at startup
+BUFFERS = 2  # `rlhf_stack.sync.group.SLOTS`
 SEQUENCES = 256  # sequences that it samples in one step
 
 
@@ -61,6 +62,15 @@ def working(shape: Shape, engine: EngineSettings) -> int:
     tokens = max(BATCHED, engine.length)
     wide = BYTES_16BIT * tokens * (4 * shape.hidden + shard_size(3 * shape.mlp_width, engine.size))
     return wide + BYTES_32BIT * 2 * SEQUENCES * shape.vocabulary
+
+
+def sync_memory(shape: Shape, bucket: int) -> int:
+    """Bytes of a weight sync on each GPU, released after it: two buckets, and the largest parameter.
+
+    A parameter larger than ``bucket`` bytes arrives in several buckets and is assembled before it is loaded.
+    """
+    largest = BYTES_16BIT * shape.largest
+    return BUFFERS * bucket + (largest if largest > bucket else 0)
 
 
 def kv_cache(shape: Shape, engine: EngineSettings, gpu_memory: int) -> KvCache:

@@ -77,6 +77,12 @@ class Shape:
         return heads + self.layers * self.layer + self.hidden
 
     @property
+    def largest(self) -> int:
+        """Elements of the largest parameter; transformers 5 has one for all experts of a layer."""
+        queries = self.hidden * self.heads * self.head_dim
+        return max(self.embedding, queries, self.hidden * self.intermediate * max(1, 2 * self.experts))
+
+    @property
     def value_head_params(self) -> int:
         """Parameters of the model with a value head (a scalar per token) instead of the LM head."""
         return self.total - (0 if self.tied else self.embedding) + self.hidden

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_stack.memory import KvCache, Shape
+from rlhf_stack.config import env_vars
+from rlhf_stack.memory import KvCache, Shape, sync_memory
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, REF, REWARD, Run
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
@@ -20,11 +21,12 @@ class PlannedGpu:
     holds: list[str] = field(default_factory=list)
     training: int = 0
     generating: int = 0
+    syncing: int = 0
 
     @property
     def peak(self) -> int:
-        """Peak bytes of both phases."""
-        return max(self.training, self.generating)
+        """Peak bytes of all phases."""
+        return max(self.training, self.generating, self.syncing)
 
 
 @dataclass
@@ -84,6 +86,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         problems.append(refusal)
     if ours:
         _fill(run, nodes, ours, per_role, engine)
+        _add_sync(nodes, sync_memory(shapes[run.engine_model], env_vars.sync_bucket()))
         problems += _too_small(nodes)
     if engine and smallest and not engine.fits:
         problems.append(
@@ -157,6 +160,13 @@ def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | N
         gpu.training += max(need.working for need in roles)
 
 
+def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
+    """Add the ``size`` bytes of a sync to the GPUs of engines alone; shared GPUs use CUDA handles."""
+    for gpu in (gpu for node in nodes for gpu in node.gpus):
+        if gpu.holds and all(name.startswith("engine") for name in gpu.holds):
+            gpu.syncing = gpu.generating + size
+
+
 def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
     """A line for each kind of GPU or host without enough memory."""
     found: dict[str, list[str]] = {}
@@ -165,7 +175,12 @@ def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
         for gpu in node.gpus:
             if memory and gpu.peak > memory:
                 roles = ", ".join(dict.fromkeys(name.split()[0] for name in gpu.holds))
-                phase = "training" if gpu.training >= gpu.generating else "generating"
+                phases = {
+                    "training": gpu.training,
+                    "generating": gpu.generating,
+                    "receiving weights": gpu.syncing,
+                }
+                phase = max(phases, key=phases.__getitem__)
                 line = f"{gpu.peak / GIB:.1f} GiB of a GPU's {memory / GIB:.1f} while {phase} ({roles})"
                 found.setdefault(line, []).append(f"{node.machine.address} GPU {gpu.index}")
         if node.machine.memory and node.memory_needed > node.machine.memory:

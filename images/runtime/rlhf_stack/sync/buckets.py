@@ -19,11 +19,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes ``begin`` to ``end`` of a bucket, which hold parameter ``index`` (of all parameters)."""
+    """Bytes ``begin`` to ``end`` of a bucket, which hold parameter ``index`` (of all) from byte ``start``."""
 
     index: int
     begin: int
     end: int
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parameter in this bucket."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Bucket:
         """Yield adjacent spans that are sent as one part: a large parameter alone, small ones together."""
         small: list[Span] = []
         for span in self.spans:
-            if span.end - span.begin < LARGE:
+            if span.size < LARGE:
                 small.append(span)
                 continue
             if small:
@@ -50,7 +56,11 @@ class Bucket:
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], limit: int) -> list[Bucket]:
-    """Return buckets of at most ``limit`` bytes in the order of ``parameters``; a larger one has its own."""
+    """Return buckets of at most ``limit`` bytes (16 or more) in the order of ``parameters``.
+
+    A parameter that is larger begins in a new bucket and continues in the next ones.
+    """
+    limit = max(ALIGNMENT, limit // ALIGNMENT * ALIGNMENT)
     runs: list[list[Span]] = []
     end = limit + 1
     for index, parameter in enumerate(parameters):
@@ -58,12 +68,29 @@ def plan_buckets(parameters: Sequence[ParameterSpec], limit: int) -> list[Bucket
         if begin + parameter.size > limit:
             runs.append([])
             begin = 0
-        end = begin + parameter.size
-        runs[-1].append(Span(index, begin, end))
+        start = 0
+        while parameter.size - start > limit:
+            runs[-1].append(Span(index, 0, limit, start))
+            runs.append([])
+            start += limit
+        end = begin + parameter.size - start
+        runs[-1].append(Span(index, begin, end, start))
     return [
-        Bucket(tuple(run), run[-1].end, _title(number, len(runs), [parameters[span.index] for span in run]))
+        Bucket(tuple(run), run[-1].end, _title(number, len(runs), run, parameters))
         for number, run in enumerate(runs, 1)
     ]
+
+
+def linked_buckets(buckets: Sequence[Bucket]) -> Iterator[list[tuple[int, Bucket]]]:
+    """Yield numbered buckets together that share a parameter, so that ZeRO-3 gathers each of them once."""
+    linked: list[tuple[int, Bucket]] = []
+    for number, bucket in enumerate(buckets):
+        if linked and not bucket.spans[0].start:
+            yield linked
+            linked = []
+        linked.append((number, bucket))
+    if linked:
+        yield linked
 
 
 def chain_order(addresses: Sequence[str]) -> list[int]:
@@ -80,6 +107,7 @@ def total_bytes(parameters: Iterable[ParameterSpec]) -> int:
     return sum(parameter.size for parameter in parameters)
 
 
-def _title(number: int, count: int, parameters: Sequence[ParameterSpec]) -> str:
-    names = parameters[0].name if len(parameters) == 1 else f"{parameters[0].name} … {parameters[-1].name}"
-    return f"bucket {number} of {count} ({names}, {total_bytes(parameters)} bytes)"
+def _title(number: int, count: int, spans: Sequence[Span], parameters: Sequence[ParameterSpec]) -> str:
+    first, last = parameters[spans[0].index].name, parameters[spans[-1].index].name
+    names = first if len(spans) == 1 else f"{first} … {last}"
+    return f"bucket {number} of {count} ({names}, {sum(span.size for span in spans)} bytes)"

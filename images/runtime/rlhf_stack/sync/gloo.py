@@ -10,7 +10,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.buckets import chain_order
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import SLOTS, Buffers
+from rlhf_stack.sync.group import SLOTS, Buffers, released_after
 from rlhf_stack.sync.membership import Members, gloo_device
 from rlhf_stack.sync.node_shared_memory import share_node_buffers
 
@@ -118,7 +118,7 @@ class GlooGroup:
 
     def syncing(self) -> AbstractContextManager[None]:
         """See `WeightGroup`."""
-        return self._members.syncing()
+        return released_after(self._members.syncing(), self.buffers)
 
     def close(self) -> None:
         """See `WeightGroup`: gloo closes its connections when nothing refers to the group."""

@@ -1,7 +1,7 @@
 """The interface of a sync group, whichever backend transports the bytes."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -50,8 +50,19 @@ class WeightGroup(Protocol):
         """Abort what is in progress and release connections and memory; the group cannot be used again."""
 
 
+@contextmanager
+def released_after(sync: AbstractContextManager[None], buffers: "Buffers") -> Iterator[None]:
+    """Return the context ``sync``, which releases ``buffers`` if it ends without an error.
+
+    After an error, a transfer that still runs may use them.
+    """
+    with sync:
+        yield
+        buffers.release()
+
+
 class Buffers:
-    """A process's `SLOTS` buffers, reused by every sync; each grows to the largest bucket."""
+    """A process's `SLOTS` buffers of one sync, each of the size of its largest bucket."""
 
     def __init__(self, device: Any, pinned: bool) -> None:
         self._options = {"device": device, "pin_memory": pinned}
@@ -64,6 +75,10 @@ class Buffers:
             self._tensors.pop(index, None)  # free the old buffer before the new one is allocated
             self._tensors[index] = self._new(size, index)
         return self._tensors[index][:size]
+
+    def release(self) -> None:
+        """Free the memory after a sync: engines have measured the free memory without it."""
+        self._tensors.clear()
 
     def _new(self, size: int, index: int) -> "torch.Tensor":  # noqa: ARG002
         """Allocate ``size`` bytes for slot ``index``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import Buffers
+from rlhf_stack.sync.group import Buffers, released_after
 from rlhf_stack.sync.membership import Members
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class _StreamGroup:
 
     def syncing(self) -> AbstractContextManager[None]:
         """See `WeightGroup`."""
-        return self._members.syncing()
+        return released_after(self._members.syncing(), self.buffers)
 
     def close(self) -> None:
         """See `WeightGroup`."""

@@ -19,11 +19,23 @@ TOKEN_BYTES = 16
 
 
 class SharedBuffers(Buffers):
-    """The buffers of a node, in memory ``files`` (memfd) that all of its ranks have open."""
+    """The buffers of a node, in memory ``files`` (memfd) that all of its ranks have open.
 
-    def __init__(self, files: Sequence[int]) -> None:
+    One rank, the ``owner``, frees the memory: its transfers end when all other ranks have read it.
+    """
+
+    def __init__(self, files: Sequence[int], owner: bool) -> None:
         super().__init__("cpu", pinned=False)
-        self._files = files
+        self._files, self._owner = files, owner
+        self._mapped: dict[int, mmap.mmap] = {}
+
+    def release(self) -> None:
+        """Unmap the memory; the owner also frees it, and the files keep their size for other ranks."""
+        for memory in self._mapped.values():
+            if self._owner:
+                memory.madvise(mmap.MADV_REMOVE)
+        self._mapped.clear()
+        super().release()
 
     def _new(self, size: int, index: int) -> "torch.Tensor":
         import torch
@@ -31,7 +43,8 @@ class SharedBuffers(Buffers):
         os.posix_fallocate(
             self._files[index], 0, size
         )  # never shrinks the file, so ranks may call it in any order
-        return torch.frombuffer(mmap.mmap(self._files[index], size), dtype=torch.uint8)
+        self._mapped[index] = mmap.mmap(self._files[index], size)
+        return torch.frombuffer(self._mapped[index], dtype=torch.uint8)
 
 
 def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None]:
@@ -53,7 +66,7 @@ def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None]:
     leader = str(first if files else members.rank)
     leaders = [int(rank) for rank in members.exchange("leader", leader, end)]
     if leaders.count(leaders[members.rank]) > 1:
-        return leaders, SharedBuffers(files)
+        return leaders, SharedBuffers(files, owner=leaders[members.rank] == members.rank)
     for file in files:
         os.close(file)
     return leaders, None

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_stack.accelerator import devices
 from rlhf_stack.sync.buckets import Bucket, ParameterSpec, plan_buckets
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, WeightGroup
@@ -20,8 +21,9 @@ def receive(
     """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
     ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's. ``load`` gets names and
-    tensors on ``device``, valid until it returns. Returns ``rank`` (in the group), ``who`` (rank and node,
-    for logs), ``seconds`` in total, and of these the seconds ``loading`` and ``waiting``.
+    tensors on ``device``, valid until it returns; all memory that they used is free when this returns.
+    Returns ``rank`` (in the group), ``who`` (rank and node, for logs), ``seconds`` in total, and of these the
+    seconds ``loading`` and ``waiting``.
     """
     start = time.monotonic()
     waiting = loading = 0.0
@@ -29,17 +31,21 @@ def receive(
         specs = [ParameterSpec(name, kind, tuple(shape), size) for name, kind, shape, size in content]
         _refuse_other_dtypes(specs, dtype)
         buckets = plan_buckets(specs, limit)
+        assembler = Assembler(specs, device)
         arriving = [_start(group, number, bucket) for number, bucket in enumerate(buckets[:SLOTS])]
         for number, bucket in enumerate(buckets):
             before = time.monotonic()
             buffer, transfer = arriving.pop(0)
             transfer.finish()
             waiting += (arrived := time.monotonic()) - before
-            load(_views(buffer.to(device), bucket, specs))
+            if tensors := assembler.add(buffer.to(device), bucket):
+                load(tensors)
+            del buffer, tensors
             loading += time.monotonic() - arrived
             transfer.release()
             if number + SLOTS < len(buckets):
                 arriving.append(_start(group, number + SLOTS, buckets[number + SLOTS]))
+    devices.empty_cache()
     seconds = time.monotonic() - start
     return {
         "rank": group.rank,
@@ -67,14 +73,27 @@ def _start(group: WeightGroup, number: int, bucket: Bucket) -> tuple["torch.Tens
     return buffer, group.start(parts, bucket.title)
 
 
-def _views(
-    buffer: "torch.Tensor", bucket: Bucket, specs: Sequence[ParameterSpec]
-) -> list[tuple[str, "torch.Tensor"]]:
-    import torch
+class Assembler:
+    """Makes parameters of buckets; one that is split over several is assembled in memory of its own."""
 
-    views = []
-    for span in bucket.spans:
-        spec = specs[span.index]
-        values = buffer[span.begin : span.end].view(getattr(torch, spec.dtype))
-        views.append((spec.name, values.view(spec.shape)))
-    return views
+    def __init__(self, specs: Sequence[ParameterSpec], device: Any) -> None:
+        self._specs, self._device = specs, device
+        self._whole: torch.Tensor | None = None  # at most one parameter is split at a time
+
+    def add(self, buffer: "torch.Tensor", bucket: Bucket) -> list[tuple[str, "torch.Tensor"]]:
+        """Return names and tensors of the parameters that end in ``bucket``, whose bytes are ``buffer``."""
+        import torch
+
+        tensors = []
+        for span in bucket.spans:
+            spec, content = self._specs[span.index], buffer[span.begin : span.end]
+            if span.size < spec.size:
+                if self._whole is None:
+                    self._whole = torch.empty(spec.size, dtype=torch.uint8, device=self._device)
+                end = span.start + span.size
+                self._whole[span.start : end].copy_(content)
+                if end < spec.size:
+                    continue
+                content, self._whole = self._whole, None
+            tensors.append((spec.name, content.view(getattr(torch, spec.dtype)).view(spec.shape)))
+        return tensors

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
-from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, plan_buckets
+from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, linked_buckets, plan_buckets
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 
 if TYPE_CHECKING:
@@ -40,11 +40,12 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             sender = BucketSender(group, in_place=not gathers)
             answers = [engine.receive_weights.remote(content, limit) for engine in trainer.vllm_engines]
         buckets = plan_buckets(specs, limit)
-        for number, bucket in enumerate(buckets):
-            members = [parameters[span.index][1] for span in bucket.spans]
-            with deepspeed.zero.GatheredParameters(members, enabled=gathers):
-                if is_root:
-                    sender.send(number, bucket, [member.data for member in members])
+        for linked in linked_buckets(buckets):
+            indices = dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans)
+            members = {index: parameters[index][1] for index in indices}
+            with deepspeed.zero.GatheredParameters(list(members.values()), enabled=gathers):
+                for number, bucket in linked if is_root else ():
+                    sender.send(number, bucket, [members[span.index].data for span in bucket.spans])
         if is_root:
             sender.finish()
             what = f"the engines to load {buckets[-1].title} over {group.name}"
@@ -84,11 +85,14 @@ class BucketSender:
         if self._in_place and len(spans) == 1:
             whole = sources[spans[0]]
             if whole.is_contiguous() and whole.device == self._group.device:
-                return as_bytes(whole)
+                start = spans[0].start
+                return as_bytes(whole)[start : start + spans[0].size]
         buffer = self._group.buffers.for_bucket(bucket.size, number)
         for span in spans:
             source = sources[span]
             view = buffer[span.begin : span.end].view(source.dtype)
+            if len(view) < source.numel():
+                source = source.reshape(-1).narrow(0, span.start // source.element_size(), len(view))
             view.view(source.shape).copy_(source, non_blocking=self._group.device.type != "cpu")
         return buffer[spans[0].begin : spans[-1].end]
 

@@ -23,7 +23,7 @@ from rlhf_stack.memory import (
     saved_activations,
     training_peak,
 )
-from rlhf_stack.memory.engine import engine_weights, token_bytes
+from rlhf_stack.memory.engine import engine_weights, sync_memory, token_bytes
 from rlhf_stack.memory.model_shape import shape_from_config
 from rlhf_stack.memory.training import BYTES_16BIT
 
@@ -69,6 +69,22 @@ MIXTRAL = LLAMA | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "vocab_size": 32000,
+}
+LLAMA_70B = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+QWEN3_235B = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
 }
 # The exact numbers that their publishers state.
 KNOWN = [
@@ -275,3 +291,36 @@ def test_grouped_heads_make_the_cache_small() -> None:
     assert token_bytes(shape_from_config(LLAMA), 1) == 128 * 1024
     assert token_bytes(shape_from_config(LLAMA | {"num_key_value_heads": 32}), 1) == 512 * 1024
     assert token_bytes(shape_from_config(LLAMA), 16) == 128 * 1024 // 8
+
+
+def test_bytes_of_llama_70b_computed_by_hand() -> None:
+    """80 layers of 855,654,400 parameters, two embeddings of 1,050,673,152 and a norm of 8,192."""
+    shape = shape_from_config(LLAMA_70B)
+    assert shape.total == 70_553_706_496
+    assert engine_weights(shape, 1) == 141_107_412_992
+    assert engine_weights(shape, 8) == 17_640_734_720, "1,318,912 parameters of norms are on every GPU"
+    assert token_bytes(shape, 8) == 40_960, "keys and values of 128 numbers in 80 layers"
+    assert sync_memory(shape, 32_000_000) == 2_101_346_304 + 64_000_000, "the embedding and two buckets"
+    states = model_states(shape.total, Zero(3, 64))
+    assert states.weights == states.gradients == 2_204_803_328
+    assert states.optimizer == 13_228_819_968, "12 bytes for each of 1,102,401,664 parameters"
+
+
+def test_bytes_of_the_experts_of_qwen3_235b_computed_by_hand() -> None:
+    """128 experts of 2 x 1536 x 4096 parameters in one tensor; the embedding has 622,329,856."""
+    shape = shape_from_config(QWEN3_235B)
+    assert shape.total == 235_093_634_560
+    assert sync_memory(shape, 32_000_000) == 3_221_225_472 + 64_000_000
+
+
+def test_bytes_of_a_sync_of_qwen2_half_a_billion_computed_by_hand() -> None:
+    shape = shape_from_config(SMALL_QWEN)
+    assert sync_memory(shape, 32_000_000) == 272_269_312 + 64_000_000, "151,936 x 896 parameters"
+    assert sync_memory(shape, 300_000_000) == 600_000_000, "nothing is larger than a bucket"
+
+
+def test_bytes_saved_by_llama_8b_computed_by_hand() -> None:
+    """1024 tokens, checkpoints of 32 layers: 33 hidden states, the last norm, and logits in 32 bits."""
+    work = Pass(sequences=1, length=1024, checkpointing=True)
+    expected = 33 * 8_388_608 + 1024 * (6 * 4096 + 4) + 525_336_576
+    assert saved_activations(shape_from_config(LLAMA), work) == expected

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rlhf_stack.cli.commands import plan as plan_command
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import Zero, parse_shape
 from rlhf_stack.openrlhf.run_spec import Role, Run
@@ -82,6 +83,20 @@ def test_awake_engines_next_to_the_trainer_take_their_share_of_a_gpu() -> None:
     )
     assert awake.training - asleep.training == 40 * GIB
     assert awake.generating == asleep.generating > 40 * GIB
+
+
+def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding of 152,064 x 3,584 in 16 bits and two buckets: more than utilization 0.99 leaves free."""
+    planned = run("big", utilization=0.99)
+    monkeypatch.setenv(env_vars.SYNC_BUCKET, "32")
+    found = assess(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    gpu = found.nodes[0].gpus[0]
+    assert gpu.holds == ["engine 0"]
+    assert gpu.syncing - gpu.generating == 1_089_994_752 + 64_000_000
+    assert any("while receiving weights (engine)" in problem for problem in found.problems)
+    assert not assess(
+        replace(planned, utilization=0.95), uniform_machines(2, 8, 80, 64, 2000), SHAPES
+    ).problems
 
 
 def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:

@@ -4,38 +4,67 @@ import itertools
 
 import hypothesis.strategies as st
 from hypothesis import given
-from rlhf_stack.sync.buckets import ALIGNMENT, LARGE, ParameterSpec, chain_order, plan_buckets, total_bytes
+from rlhf_stack.sync.buckets import (
+    ALIGNMENT,
+    LARGE,
+    ParameterSpec,
+    chain_order,
+    linked_buckets,
+    plan_buckets,
+    total_bytes,
+)
 
 SIZES = st.lists(st.one_of(st.integers(0, 70), st.integers(LARGE - 2, LARGE + 2)), max_size=40)
+
+
+LIMITS = st.integers(LARGE // 3, 3 * LARGE)
 
 
 def specs(sizes: list[int]) -> list[ParameterSpec]:
     return [ParameterSpec(f"w{index}", "uint8", (size,), size) for index, size in enumerate(sizes)]
 
 
-@given(SIZES, st.integers(1, 3 * LARGE))
-def test_every_parameter_has_its_bytes_in_one_bucket_in_order(sizes: list[int], limit: int) -> None:
+@given(SIZES, LIMITS)
+def test_every_byte_is_in_one_bucket_in_order_and_no_bucket_exceeds_the_limit(
+    sizes: list[int], limit: int
+) -> None:
     buckets = plan_buckets(specs(sizes), limit)
     spans = [span for bucket in buckets for span in bucket.spans]
-    assert [span.index for span in spans] == list(range(len(sizes)))
-    assert [span.end - span.begin for span in spans] == sizes
+    for index, size in enumerate(sizes):
+        own = [span for span in spans if span.index == index]
+        assert [span.start for span in own] == [sum(one.size for one in own[:n]) for n in range(len(own))]
+        assert sum(span.size for span in own) == size
+        assert len(own) == 1 or size > limit - ALIGNMENT, "only a large parameter is split"
+        assert all(span.start % ALIGNMENT == 0 for span in own)
+    assert [span.index for span in spans] == sorted(span.index for span in spans)
     for bucket in buckets:
-        assert bucket.size <= limit or len(bucket.spans) == 1, (
-            "only a parameter larger than the limit exceeds it"
-        )
+        assert bucket.size <= max(limit, ALIGNMENT)
         assert bucket.size == bucket.spans[-1].end
         assert all(span.begin % ALIGNMENT == 0 for span in bucket.spans), "a view of any dtype is possible"
         ends = [0] + [span.end for span in bucket.spans]
         assert all(span.begin >= end for span, end in zip(bucket.spans, ends, strict=False))
 
 
-@given(SIZES, st.integers(1, 3 * LARGE))
+@given(SIZES, LIMITS)
+def test_buckets_of_a_parameter_are_linked_and_others_are_not(sizes: list[int], limit: int) -> None:
+    buckets = plan_buckets(specs(sizes), limit)
+    groups = list(linked_buckets(buckets))
+    assert [one for group in groups for one in group] == list(enumerate(buckets))
+    indices = [{span.index for _, bucket in group for span in bucket.spans} for group in groups]
+    assert sum(map(len, indices)) == len(sizes), "each parameter is in one group"
+    for group, members in zip(groups, indices, strict=True):
+        others = sum(sizes[index] for index in members if sizes[index] <= limit - ALIGNMENT)
+        assert others <= limit, "a group has at most one large parameter and a bucket of small ones"
+        assert len(group) == 1 or sum(sizes[index] > limit - ALIGNMENT for index in members) <= 1
+
+
+@given(SIZES, LIMITS)
 def test_buckets_are_as_few_as_their_order_allows(sizes: list[int], limit: int) -> None:
     buckets = plan_buckets(specs(sizes), limit)
     for bucket, following in itertools.pairwise(buckets):
         first = following.spans[0]
         begin = -(-bucket.size // ALIGNMENT) * ALIGNMENT
-        assert begin + first.end - first.begin > limit
+        assert begin + sizes[first.index] - first.start > max(ALIGNMENT, limit // ALIGNMENT * ALIGNMENT)
 
 
 @given(SIZES)
@@ -52,8 +81,9 @@ def test_parts_contain_each_span_once_and_a_large_parameter_alone(sizes: list[in
 def test_a_bucket_is_named_by_its_parameters() -> None:
     buckets = plan_buckets(specs([40, 8, 100]), 64)
     assert [bucket.title for bucket in buckets] == [
-        "bucket 1 of 2 (w0 … w1, 48 bytes)",
-        "bucket 2 of 2 (w2, 100 bytes)",
+        "bucket 1 of 3 (w0 … w1, 48 bytes)",
+        "bucket 2 of 3 (w2, 64 bytes)",
+        "bucket 3 of 3 (w2, 36 bytes)",
     ]
     assert total_bytes(specs([40, 8, 100])) == 148
 

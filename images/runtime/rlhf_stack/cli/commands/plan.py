@@ -17,11 +17,11 @@ its sizes:
 --json prints rlhf-stack/plan/1, in bytes: `fits`, `openrlhf` (the release), `said` (messages of its parser),
 `problems`, `notes`, `advice` (flags and reason), `symmetric` (a layout identical on all nodes, or null),
 `gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, gpu_memory, and
-gpus: index, `holds`, and the bytes needed in `training` and `generating`), `roles` (role, ranks, parameters,
-and per rank weights, gradients, optimizer, activations, buffers, step, asleep, host, loading), `engine`
-(count, size, shares, and cache, per GPU: budget, weights, working, cache, per engine: tokens, concurrency;
-or null) and `straddling` (indices of engines: ours, upstream; upstream_waits_for is the placement group that
-upstream's placement would leave pending).
+gpus: index, `holds`, and the bytes needed in `training`, `generating` and `syncing`), `roles` (role, ranks,
+parameters, and per rank weights, gradients, optimizer, activations, buffers, step, asleep, host, loading),
+`engine` (count, size, shares, and cache, per GPU: budget, weights, working, cache, per engine: tokens,
+concurrency; or null) and `straddling` (indices of engines: ours, upstream; upstream_waits_for is the
+placement group that upstream's placement would leave pending).
 """
 
 import argparse

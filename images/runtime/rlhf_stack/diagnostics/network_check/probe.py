@@ -65,19 +65,21 @@ def _measure(group: WeightGroup, size: int) -> tuple[float, int, bool]:
     import torch
 
     sent = torch.cat([tensor.view(torch.uint8) for tensor in bucket(size)]).to(group.device)
-    held = group.buffers.for_bucket(sent.numel(), 0)
-    if group.rank == 0:
-        held.copy_(sent)
-    elif group.in_place:  # otherwise the buffer is that of rank 0
-        held.zero_()
     taken = []
-    for _ in range(REPEATS):
-        with group.syncing():
+    with group.syncing():
+        held = group.buffers.for_bucket(sent.numel(), 0)
+        if group.rank == 0:
+            held.copy_(sent)
+        elif group.in_place:  # otherwise the buffer is that of rank 0
+            held.zero_()
+        for _ in range(REPEATS):
             _send(group, held[:1], "the first byte of the bucket")  # all ranks start together
             start = time.monotonic()
             _send(group, held, "the bucket")
             taken.append(time.monotonic() - start)
-    return min(taken), sent.numel(), torch.equal(sent, held)
+        equal = torch.equal(sent, held)
+        _send(group, held[:1], "the last byte")  # no rank frees the buffer before all have compared it
+    return min(taken), sent.numel(), equal
 
 
 def _send(group: WeightGroup, part: "torch.Tensor", what: str) -> None:
