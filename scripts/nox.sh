@@ -4,6 +4,9 @@
 # The environment is .nox/host. The user's configured pip installs scripts/requirements.txt into it, with hashes. It
 # is rebuilt after a change of that lock, after an upgrade or removal of its Python, and after an interrupted
 # attempt: the stamp is written last.
+#
+# Root is for set-up alone: in the checkout of another user, root installs what is missing, and everything else runs
+# as that user, who may use Docker for this run.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,9 +23,10 @@ fail() {
 find_python() {
     local candidate
     for candidate in python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' 2>/dev/null &&
-            "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            command -v "$candidate"
+        if "${as_user[@]}" "$candidate" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' 2>/dev/null &&
+            "${as_user[@]}" "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+                2>/dev/null; then
+            "${as_user[@]}" bash -c 'command -v "$1"' - "$candidate"
             return
         fi
     done
@@ -51,8 +55,18 @@ quietly() {
     fi
 }
 
-mkdir -p "$root/.nox" || fail "cannot write into $root"
-exec 9>"$root/.nox/host.lock"
+as_user=()
+if [ "$(id -u)" -eq 0 ] && entry=$(getent passwd "$(stat --format %u "$root")"); then
+    IFS=: read -r name _ user group _ home _ <<<"$entry"
+    if [ "$user" -ne 0 ]; then
+        find "$root" -xdev -uid 0 -exec chown --no-dereference "$user:$group" {} + # what root made here before
+        as_user=(setpriv --reuid "$user" --regid "$group" --init-groups)
+        as_user+=(env "HOME=$home" "USER=$name" "LOGNAME=$name")
+    fi
+fi
+
+"${as_user[@]}" mkdir -p "$root/.nox" || fail "cannot write into $root"
+exec 9<"$root/.nox"
 if command -v flock >/dev/null; then
     flock 9
 fi
@@ -65,14 +79,20 @@ if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] || ! "$environment/
         [ -n "$python" ] || fail "this system's Python is older than 3.11: install Python 3.11 or newer with venv"
     fi
     echo "making the host's environment (.nox/host)" >&2
-    rm -rf "$environment"
-    "$python" -m venv "$environment" || fail "python3 -m venv failed: see the lines above"
-    "$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-deps \
+    "${as_user[@]}" rm -rf "$environment"
+    "${as_user[@]}" "$python" -m venv "$environment" || fail "python3 -m venv failed: see the lines above"
+    "${as_user[@]}" "$environment/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-deps \
         --require-hashes --only-binary :all: --requirement "$lock" ||
         fail "the host's tools could not be installed: check the network and \`pip config list\`; then run this again"
-    printf '%s' "$stamp" >"$environment/stamp"
+    "${as_user[@]}" bash -c 'printf %s "$1" >"$2"' - "$stamp" "$environment/stamp"
 fi
 exec 9>&-
 
 cd "$root"
-PATH=$environment/bin:$PATH exec "$environment/bin/python" -m nox "$@"
+if [ ${#as_user[@]} -gt 0 ]; then
+    echo "root sets up this machine; everything else runs as $name" >&2
+    PYTHONDONTWRITEBYTECODE=1 "$environment/bin/python" -m scripts docker ensure --user
+    groups=$(id -G "$name"),$(stat --format %g /var/run/docker.sock 2>/dev/null || echo "$group")
+    as_user=("${as_user[@]/--init-groups/--groups=${groups// /,}}")
+fi
+PATH=$environment/bin:$PATH exec "${as_user[@]}" "$environment/bin/python" -m nox "$@"

@@ -24,8 +24,11 @@ INSTALL_SECONDS = 900
 SEPARATE = ("docker-cli", "docker-buildx")
 
 
-def ensure() -> None:
-    """Start Docker and install the build tools if necessary; a `UserError` names what is not permitted."""
+def ensure(is_root: bool) -> None:
+    """Start Docker and install the build tools if necessary; a `UserError` names what is not permitted.
+
+    ``is_root`` is whether root builds, who needs fewer tools.
+    """
     answers = _answers()
     if not answers and os.environ.get("DOCKER_HOST"):
         connect()
@@ -33,7 +36,7 @@ def ensure() -> None:
     can_build = client.choose(commands, output_of) is not None
     if not can_build:
         client.refuse_podman(commands)  # the package of Docker would replace it
-    if packages := missing_packages(_has, answers, can_build, os.geteuid() == 0):
+    if packages := missing_packages(_has, answers, can_build, is_root):
         install(packages)
     if not answers and not _answers():
         start()

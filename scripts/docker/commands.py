@@ -1,6 +1,8 @@
 """``python -m scripts docker``."""
 
+import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,8 +18,12 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="docker")
 
 
-def ensure() -> None:
+def ensure(
+    user: Annotated[
+        bool, typer.Option("--user", help="Root sets up Docker for a user, who builds without root.")
+    ] = False,
+) -> None:
     """Install and start Docker and the build tools where necessary, and wait until Docker answers."""
-    bootstrap.ensure()
+    bootstrap.ensure(is_root=os.geteuid() == 0 and not user)
     version = connect().version()["Version"]
     print(f"Docker Engine {version}; builds with {docker_command()[0]}", file=sys.stderr)

@@ -3,10 +3,13 @@
 import base64
 import hashlib
 import os
+import pwd
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import typer.main
 from nox import registry
 
 from scripts import cli
+from scripts.docker.client import SOCKET
 from scripts.paths import ROOT
 
 SESSIONS = [
@@ -47,13 +51,14 @@ PYTHON = """#!/bin/sh
 """
 
 
-def wheel(folder: Path, version: str) -> str:
+def wheel(folder: Path, version: str, main: str = "") -> str:
     """Make a package ``nox`` that prints its version and arguments; returns its line in a lock."""
+    main = main or f"import os, sys; print('nox {version}', *sys.argv[1:], os.getcwd())"
     folder.mkdir(exist_ok=True)
     info = f"nox-{version}.dist-info"
     files = {
         "nox/__init__.py": "",
-        "nox/__main__.py": f"import os, sys\nprint('nox {version}', *sys.argv[1:], os.getcwd())\n",
+        "nox/__main__.py": f"{main}\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: nox\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -166,6 +171,37 @@ def test_without_python_and_root_the_error_names_the_command_to_run(project: Pro
     assert failed.returncode == 2
     wish = "Python 3.11 or newer with venv is missing: run sudo apt-get install --yes python3 python3-venv"
     assert failed.stderr == f"error: {wish}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_sets_up_and_the_owner_of_the_checkout_does_the_rest() -> None:
+    """What is made belongs to the owner, also what an earlier run of root left; the owner may use Docker."""
+    owner = pwd.getpwnam("nobody")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        folder.chmod(0o755)
+        project = Project(folder)
+        prints = "import os, sys; print(os.geteuid(), os.getgroups(), os.environ['HOME'], *sys.argv[1:])"
+        (folder / "scripts" / "__main__.py").write_text(f"{prints}\n", encoding="utf-8")
+        project.lock(wheel(folder / "wheels", "1.0", prints))
+        # This Python and its pip may be in root's home.
+        reachable = shutil.copytree(Path(pip.__file__).parent, folder / "pip")
+        python = PYTHON.format(python="/usr/bin/python3", pip=reachable)
+        (project.python / "python3").write_text(python, encoding="utf-8")
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, owner.pw_uid, owner.pw_gid)
+        (folder / ".nox").mkdir()
+        done = project.run("-s", "roots", HOME="/root")
+        made = {path for path in folder.rglob("*") if path.lstat().st_uid == 0}
+    assert done.returncode == 0, done.stderr
+    setup, session = done.stdout.splitlines()
+    assert setup.startswith("0 ")
+    assert setup.endswith(" /root docker ensure --user")
+    assert session.startswith(f"{owner.pw_uid} [")
+    assert session.endswith(f"] {owner.pw_dir} -s roots")
+    if SOCKET.exists():
+        assert str(SOCKET.stat().st_gid) in re.findall(r"\d+", session.partition("]")[0])[1:]
+    assert made == set()
 
 
 def test_every_session_is_listed_with_one_sentence() -> None:

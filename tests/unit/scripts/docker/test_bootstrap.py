@@ -85,11 +85,11 @@ def test_a_bare_machine_is_set_up_once(bare: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bootstrap, "start", lambda: started.append("docker"))
     monkeypatch.setattr(bootstrap, "_answers", lambda: bool(started))
     monkeypatch.setattr(bootstrap, "connect", lambda: None)
-    bootstrap.ensure()
+    bootstrap.ensure(is_root=True)
     assert [line.split()[2] for line in bare.read_text().splitlines()] == ["update", "install"]
     assert started == ["docker"]
     client.docker_command.cache_clear()
-    bootstrap.ensure()
+    bootstrap.ensure(is_root=True)
     assert len(bare.read_text().splitlines()) == 2, "a second run must install nothing"
     assert started == ["docker"], "a second run must start nothing"
 

@@ -1,5 +1,6 @@
 """Docker's client: the command that builds, and the messages when Docker is missing, stopped or forbidden."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_podman_is_not_mistaken_for_an_old_docker(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(client, "SYSTEM_DOCKER", tmp_path / "absent")
     monkeypatch.setattr(bootstrap, "_answers", lambda: True)
-    for use in (client.docker_command, bootstrap.ensure):
+    for use in (client.docker_command, functools.partial(bootstrap.ensure, is_root=True)):
         with pytest.raises(
             UserError, match=r"^this docker command is Podman \(.*\); Docker Engine with Build"
         ):
@@ -116,7 +117,7 @@ def test_the_reason_why_docker_is_unreachable_is_one_line(
 @pytest.mark.parametrize("host", ["unix:///nowhere.sock", "tcp://127.0.0.1:9", "nonsense"])
 def test_an_unreachable_docker_host_is_an_error(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)
-    for use in (client.connect, bootstrap.ensure):
+    for use in (client.connect, functools.partial(bootstrap.ensure, is_root=True)):
         with pytest.raises(UserError, match=f"no Docker Engine answers at DOCKER_HOST={host}"):
             use()
 
