@@ -3,13 +3,14 @@
 A command is a typed function that returns its exit code, or None for 0.
 """
 
+import sys
 from typing import Any, NoReturn
 
 import typer
 
 from scripts import lint
 from scripts.docker import commands as docker
-from scripts.errors import INTERRUPTED
+from scripts.errors import INTERRUPTED, UserError
 from scripts.images import commands as images
 from scripts.locks import commands as locks
 from scripts.matrix import commands as matrix
@@ -38,9 +39,10 @@ for package in (matrix, locks, patches, docker, images, testing, release, lint):
 def main() -> NoReturn:
     """Run the command that ``sys.argv`` names and exit with its code."""
     try:
-        app(prog_name="python -m scripts")
+        sys.exit(app(prog_name="python -m scripts", standalone_mode=False))
+    except typer.TyperException as error:  # of the command line
+        raise UserError(f"{error.format_message().rstrip('.')} (see python -m scripts --help)") from None
     except SystemExit as ended:
         if ended.code == INTERRUPTED:  # typer's own handling of Ctrl-C
             raise KeyboardInterrupt from None
         raise
-    raise AssertionError("typer exits")

@@ -1,12 +1,16 @@
 """Errors that the user can correct: one line, no traceback."""
 
+import contextlib
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-INTERRUPTED = 130
+INTERRUPTED, BROKEN_PIPE = 130, 141
+LONG_WORD = 200  # characters
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 
 
 def interrupt(*_: object) -> NoReturn:
@@ -26,15 +30,37 @@ def run(main: Callable[[], int]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
-        sys.exit(main())
+        if sys.stdout is None:
+            raise UserError("standard output is closed")
+        code = main()
+        sys.stdout.flush()
+        sys.exit(code)
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {one_line(str(problem))}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        print(f"error: no space left on the disk of {error.filename or 'this machine'}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(_failed(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def one_line(text: str) -> str:
+    """``text`` in one line, without control characters and the middle of long words."""
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    words = (word if len(word) <= LONG_WORD else f"{word[:100]}...{word[-50:]}" for word in plain.split())
+    return " ".join(words)
+
+
+def _failed(error: OSError) -> int:
+    """Report an error of a file or of the output, and return the exit code."""
+    if isinstance(error, BrokenPipeError) or (error.filename is None and error.errno in OUTPUT_ERRORS):
+        with contextlib.suppress(OSError, ValueError):  # otherwise the interpreter's own flush fails again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    where = error.filename or "the output could not be written"
+    if error.errno == errno.ENOSPC and error.filename:
+        where = f"no space left on the disk of {error.filename}"
+    print(f"error: {one_line(str(where))}: {error.strerror or error}", file=sys.stderr)
+    return 2

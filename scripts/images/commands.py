@@ -47,7 +47,11 @@ def build_image(
 ) -> None:
     """Build and tag the image of a cell; an image of the same inputs is kept."""
     matrix = load()
-    name = cell or (matrix.default if stand_in or options else preflight.default_cell(matrix).id)
+    name = (
+        cell
+        if cell is not None
+        else (matrix.default if stand_in or options else preflight.default_cell(matrix).id)
+    )
     chosen = functools.reduce(with_option, options or [], find(matrix, name + STAND_IN if stand_in else name))
     image_id = build(chosen)
     image = connect().images.get(image_id)

@@ -28,7 +28,7 @@ from scripts.matrix.model import (
     StandIn,
     id_of,
     named,
-    nearest,
+    suggestion,
     unsupported_by,
 )
 from scripts.matrix.validate import explain, validation_errors
@@ -52,6 +52,7 @@ __all__ = [
     "with_option",
 ]
 
+DEEPEST = 50  # levels of nesting
 MATRIX = ROOT / "matrix.yaml"
 IMAGE = "RLHF_STACKS_IMAGE"  # overrides the image name, so that two checkouts can share a Docker daemon
 SCHEMA = ROOT / "matrix.schema.json"
@@ -77,6 +78,7 @@ class _UniqueKeys(yaml.CSafeLoader):
 def parse(text: str, file: str = MATRIX.name) -> Matrix:
     """Parse and validate a matrix; `UserError` names ``file``, the path in it and what was expected."""
     try:
+        _refuse_depth(text, file)
         data = yaml.load(text, _UniqueKeys)  # noqa: S506  (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -91,6 +93,15 @@ def parse(text: str, file: str = MATRIX.name) -> Matrix:
     for path, message in validation_errors(matrix):
         raise UserError(f"{file}: {path}: {message}")
     return matrix
+
+
+def _refuse_depth(text: str, file: str) -> None:
+    """Raise `UserError` for nesting on which libyaml's stack would overflow."""
+    depth = 0
+    for event in yaml.parse(text, yaml.CSafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise UserError(f"{file}: nested more than {DEEPEST} levels deep")
 
 
 def load(path: Path = MATRIX) -> Matrix:
@@ -134,9 +145,7 @@ def find(matrix: Matrix, cell_id: str) -> Cell:
         return cells[cell_id]
     if left_out := unsupported_by(matrix, cell_id):
         raise UserError(f"{cell_id} is unsupported: {left_out.reason} ({left_out.source})")
-    raise UserError(
-        f"no cell {cell_id!r}; did you mean {nearest(cell_id, cells)!r}? All: python -m scripts matrix list"
-    )
+    raise UserError(f"no cell {cell_id!r}{suggestion(cell_id, cells)} All: python -m scripts matrix list")
 
 
 def with_option(cell: Cell, name: str) -> Cell:

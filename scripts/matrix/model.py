@@ -34,6 +34,9 @@ AsOf = Annotated[
 Id = Annotated[Name, Meta(description="Unique name, by which other entries refer to this one.")]
 
 
+LONGEST_NAME, NEAR = 200, 0.8  # characters; least similarity of a suggestion, of 1
+
+
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
@@ -508,6 +511,7 @@ def named(items: Iterable[_Named], name: str) -> _Named:
     return next(item for item in items if item.name == name)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the most similar word of ``known``."""
-    return max(sorted(known), key=lambda name: difflib.SequenceMatcher(None, word, name).ratio())
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'cells'?`` for the most similar word of ``known`` if it is near, or nothing."""
+    near = difflib.get_close_matches(word[:LONGEST_NAME], sorted(known), 1, NEAR)
+    return f"; did you mean {near[0]!r}?" if near else ""

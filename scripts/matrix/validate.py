@@ -4,6 +4,7 @@ import datetime
 import re
 from collections.abc import Iterator, Sequence
 
+import packaging.version
 from msgspec import inspect
 
 from scripts.matrix.model import (
@@ -14,16 +15,19 @@ from scripts.matrix.model import (
     Variant,
     id_of,
     named,
-    nearest,
+    suggestion,
     targets,
     unsupported_by,
 )
 from scripts.matrix.suites import SUITES
 
+VERSION = re.compile(packaging.version.VERSION_PATTERN, re.VERBOSE | re.IGNORECASE | re.ASCII)
+
 
 def validation_errors(matrix: Matrix) -> Iterator[tuple[str, str]]:
     """Yield path and message of each error; references are checked before what depends on them."""
     yield from _bad_names(matrix)
+    yield from _bad_values(matrix)
     yield from _bad_references(matrix)
     for index, variant in enumerate(matrix.variants):
         yield from _bad_variant(matrix, variant, f"variants[{index}]")
@@ -69,6 +73,41 @@ def _bad_device(accelerator: Accelerator, path: str) -> Iterator[tuple[str, str]
             )
         if not re.fullmatch(r"\d+(\.\d+){1,2}", accelerator.driver.oldest):
             yield f"{path}.driver.oldest", f"expected a version, got {accelerator.driver.oldest!r}"
+
+
+def _bad_values(matrix: Matrix) -> Iterator[tuple[str, str]]:
+    """Yield versions that are no versions, days to come, and paths outside of site-packages."""
+    pins = {
+        f"stacks[{index}].packages[{number}].version": pin.version
+        for index, stack in enumerate(matrix.stacks)
+        for number, pin in enumerate(stack.packages)
+    }
+    pins |= {f"cells[{index}].ray.version": cell.ray.version for index, cell in enumerate(matrix.cells)}
+    for index, variant in enumerate(matrix.variants):
+        own = f"variants[{index}]"
+        for number, item in enumerate(variant.distributions):
+            pins |= {f"{own}.distributions[{number}].version": item.version} if item.version else {}
+        for number, second in enumerate(variant.side_by_side):
+            pins[f"{own}.side_by_side[{number}].version"] = second.version
+        for number, option in enumerate(variant.optional):
+            pins[f"{own}.optional[{number}].version"] = option.version
+        for number, layer in enumerate(variant.layers):
+            for place, trim in enumerate(layer.trim):
+                if trim.path.startswith("/") or ".." in trim.path.split("/"):
+                    yield (
+                        f"{own}.layers[{number}].trim[{place}].path",
+                        f"expected a glob relative to site-packages, without '..'; got {trim.path!r}",
+                    )
+    for path, version in pins.items():
+        if not VERSION.fullmatch(version):
+            yield path, f"expected a version such as 2.55.0; got {version!r}"
+    days = {"host.exclude_newer": matrix.host.exclude_newer}
+    days |= {
+        f"stacks[{index}].exclude_newer": stack.exclude_newer for index, stack in enumerate(matrix.stacks)
+    }
+    for path, day in days.items():
+        if day > datetime.datetime.now(tz=datetime.UTC).date():
+            yield path, f"expected a day that has begun; got {day}"
 
 
 def _duplicates(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
@@ -190,8 +229,8 @@ def explain(message: str, data: object) -> str:
     kind = _type_at(steps)
     if unknown := re.search(r"unknown field (.*)", text):
         known = [field.encode_name for field in kind.fields] if isinstance(kind, inspect.StructType) else []
-        meant = nearest(unknown[1], known)
-        return f"{path}: unknown key {unknown[1]!r}; did you mean {meant!r}? Expected: {', '.join(known)}"
+        meant = suggestion(unknown[1], known) or ";"
+        return f"{path}: unknown key {unknown[1]!r}{meant} Expected: {', '.join(known)}"
     if missing := re.search(r"missing required field (.*)", text):
         return f"{path}: expected the key {missing[1]!r}, which is missing"
     if key:

@@ -45,6 +45,8 @@ def run_test(
     again: Again = False,
 ) -> int:
     """Run a test suite on the image of a cell, unless the same tests passed before on the same image."""
+    if tag is not None and not tag.strip():
+        raise UserError("--tag: expected the name of an image")
     if suite not in PYTEST_SUITES:
         raise UserError(f"no test suite {suite!r}: choose from {', '.join(PYTEST_SUITES)}")
     arguments = list(words or ())
@@ -108,7 +110,7 @@ def run_demo(
     again: Again = False,
 ) -> None:
     """Build a cell and train with it on two containers as two nodes; the result is recorded."""
-    chosen = _cell(cell) if cell else preflight.default_cell(load())
+    chosen = _cell(cell) if cell is not None else preflight.default_cell(load())
     demo.run_demo(chosen, layout, steps, seed, timeout, again=again)
 
 
@@ -119,4 +121,4 @@ def check_known_bad(cell: CellId = None) -> int:
 
 def _cell(cell_id: str | None) -> Cell:
     matrix = load()
-    return find(matrix, cell_id or matrix.default)
+    return find(matrix, matrix.default if cell_id is None else cell_id)

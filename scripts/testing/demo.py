@@ -38,6 +38,8 @@ ENVIRONMENT = {
 DASHBOARD = "http://127.0.0.1:8265"  # on the node itself
 SUBMIT = ("ray", "job", "submit", "--address", DASHBOARD)
 LOG_LINES = 1000
+LAYOUTS = ("separate", "hybrid", "spread")  # of rlhf_stack.demo.tiny_run
+MOST_STEPS, MOST_SEED, MOST_SECONDS = 100_000, 2**31 - 1, 2_592_000
 LAYOUT, STEPS, SEED, TIMEOUT = "separate", 28, 0, 1800.0
 
 
@@ -219,8 +221,15 @@ def run_demo(
     Layout, steps and seed other than the defaults are not the test of the image, and leave no record. If the
     test passed before on this image (`testing.credit`), its report is printed, and it runs only ``again``.
     """
-    if steps < 1:
-        raise UserError(f"--steps {steps}: expected at least 1")
+    for name, value, least, most in (
+        ("--steps", steps, 1, MOST_STEPS),
+        ("--seed", seed, 0, MOST_SEED),
+        ("--timeout", timeout, 1, MOST_SECONDS),
+    ):
+        if not least <= value <= most:  # a NaN is not either
+            raise UserError(f"{name} {value}: expected a number from {least:,} to {most:,}")
+    if layout not in LAYOUTS:
+        raise UserError(f"--layout {layout!r}: expected one of {', '.join(LAYOUTS)}")
     if cell.accelerator.kind != "cpu":
         raise UserError(f"{cell.id} needs GPUs; the demo runs on the cpu cells")
     console = Console()

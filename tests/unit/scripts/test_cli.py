@@ -1,13 +1,18 @@
 """The host's command: exit codes, and errors in one line."""
 
+import contextlib
+import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from scripts import cli
+from scripts import cli, errors
 from scripts.errors import UserError
 from scripts.matrix.load import load
 from scripts.paths import ROOT
@@ -63,7 +68,7 @@ def _fake_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_fake_commands")
-@pytest.mark.parametrize(("words", "code"), [(["nothing"], 0), (["group", "code"], 3), (["absent"], 2)])
+@pytest.mark.parametrize(("words", "code"), [(["nothing"], 0), (["group", "code"], 3)])
 def test_the_exit_code_is_that_of_the_command(
     words: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +79,9 @@ def test_the_exit_code_is_that_of_the_command(
 
 
 @pytest.mark.usefixtures("_fake_commands")
-@pytest.mark.parametrize(("word", "error"), [("wrong", UserError), ("interrupted", KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("word", "error"), [("wrong", UserError), ("absent", UserError), ("interrupted", KeyboardInterrupt)]
+)
 def test_errors_of_the_user_and_interrupts_are_raised(
     word: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,3 +89,86 @@ def test_errors_of_the_user_and_interrupts_are_raised(
     monkeypatch.setattr(sys, "argv", ["scripts", word])
     with pytest.raises(error):
         cli.main()
+
+
+def refusal(words: list[str]) -> str:
+    """The error of a command line, which must be one line with exit code 2."""
+    output, error = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, ["scripts", *words]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with (
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(error),
+            pytest.raises(SystemExit) as ended,
+        ):
+            errors.run(cli.main)
+    finally:
+        sys.argv = before
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    shown = f"{words}: {ended.value.code}, {output.getvalue()[:300]!r}, {error.getvalue()[:300]!r}"
+    assert ended.value.code == 2, shown
+    assert output.getvalue() == "", shown
+    assert error.getvalue().startswith("error: "), shown
+    assert error.getvalue().count("\n") == 1, shown
+    assert len(error.getvalue()) < 2000, shown
+    return error.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nosuch"], "No such command 'nosuch'"),
+        (["lock", "--nosuch"], "No such option"),
+        (["matrix"], ""),
+        (["build", ""], "no cell ''"),
+        (["roots", ""], "''"),
+        (["known-bad", ""], "no cell ''"),
+        (["test", "image", "", "--tag", "x"], "no cell ''"),
+        (["test", "image", "--tag", ""], "--tag"),
+        (["demo", load().default, "--timeout", "nan"], "--timeout nan: expected a number from 1"),
+        (["demo", load().default, "--timeout", "inf"], "--timeout inf"),
+        (["demo", load().default, "--steps", "0"], "--steps 0"),
+        (["demo", load().default, "--seed", "-1"], "--seed -1"),
+        (["demo", load().default, "--layout", "round"], "--layout 'round'"),
+        (["demo", load().default, "--steps", "two"], "'--steps'"),
+        (["publish", ""], "expected REGISTRY/REPO"),
+        (["matrix", "show", "x" * 5000], "no cell 'x"),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_bad_input_is_one_line(words: list[str], expected: str) -> None:
+    assert expected in refusal(words)
+
+
+def test_a_suggestion_is_near() -> None:
+    assert "did you mean" not in refusal(["matrix", "show", "frobnicate"])
+    assert f"did you mean {load().default!r}" in refusal(["matrix", "show", load().default + "x"])
+
+
+WITH_CELL = [["build"], ["demo"], ["known-bad"], ["matrix", "show"], ["test", "image"], ["lock"], ["roots"]]
+WITH_CELL += [["publish", "registry.local/x", "--cell"]]
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).filter(
+    lambda text: not text.startswith("-")
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(WITH_CELL), NAMES)
+def test_no_name_of_a_cell_is_taken_or_ends_with_a_traceback(command: list[str], name: str) -> None:
+    refusal([*command, name])
+
+
+@pytest.mark.parametrize("redirect", [">/dev/full", ">&-"])
+def test_an_output_that_cannot_be_written_is_one_line(redirect: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -m scripts matrix list {redirect}', sys.executable],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")

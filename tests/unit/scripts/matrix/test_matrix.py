@@ -107,6 +107,24 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         load(tmp_path / "latin.yaml")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('path: "torch/test"', 'path: "/etc"', r"trim\[0\]\.path: expected a glob relative to site-packages"),
+        ('path: "torch/test"', 'path: "torch/../../etc"', "without '\\.\\.'"),
+        ("exclude_newer: 2026-11-14", "exclude_newer: 9999-12-31", "expected a day that has begun; got 9999"),
+        ("version: 2.55.0", "version: banana", "expected a version such as 2.55.0; got 'banana'"),
+        ("release:", f"x: {'[' * 100_000}\nrelease:", "nested more than 50 levels deep"),
+    ],
+    ids=["absolute", "parent", "future", "version", "deep"],
+)
+def test_a_value_that_cannot_be_used_is_reported(old: str, new: str, error: str) -> None:
+    text = MATRIX.read_text(encoding="utf-8")
+    assert old in text
+    with pytest.raises(UserError, match=error):
+        parse(text.replace(old, new))
+
+
 def test_an_unknown_cell_is_reported_with_the_nearest(matrix: Matrix) -> None:
     with pytest.raises(UserError, match=f"did you mean '{DEFAULT}'"):
         find(matrix, "ray2.55.0-vllm0.29-cpu")

@@ -57,7 +57,7 @@ def test_words_are_a_cell_and_arguments_for_pytest(
         (["test", "network", "--tag", "x"], "--tag and --derived are for suites inside the image"),
         (["suites"], "expected SUITE:CELL... or one of"),
         (["suites", "--ci", "--release"], "expected SUITE:CELL... or one of"),
-        (["demo", "--steps", "0"], "--steps 0: expected at least 1"),
+        (["demo", "--steps", "0"], "--steps 0: expected a number from 1"),
     ],
 )
 def test_a_wrong_word_is_an_error(words: list[str], error: str, ran: list[Any]) -> None:
