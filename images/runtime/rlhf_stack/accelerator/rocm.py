@@ -21,6 +21,7 @@ SMI_SECONDS = 30.0
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 COMPUTES = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 CARD = re.compile(r"^card\d+,", re.MULTILINE)
+GPU = re.compile(r"^\d+,[0-9a-fA-F]{4,}:", re.MULTILINE)  # its number and PCI address
 PRODUCT_KEYS = ("GPU ID", "Device ID")  # of ROCm 5 and ROCm 6
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,19 @@ def is_rocm() -> bool:
 
 
 def count() -> int:
-    """Count GPUs by ``rocm-smi``, or by the kernel where it is absent, fails, hangs or lists none."""
-    return count_cards(_smi("-i", "--csv")) or kernel_count()
+    """Count GPUs by ``rocm-smi`` or ``amd-smi``, or by the kernel where both are absent, fail or list none.
+
+    ``amd-smi`` replaces ``rocm-smi``: a machine with ROCm 7 may have it alone.
+    """
+    listings = ((CARD, "rocm-smi", "-i", "--csv"), (GPU, "amd-smi", "list", "--csv"))
+    return (
+        next((found for line, *command in listings if (found := _listed(line, command))), 0) or kernel_count()
+    )
 
 
 def product() -> str | None:
     """Return the PCI device id of the first GPU, such as "0x74a1"; None if ``rocm-smi`` reports none."""
-    return parse_product(_smi("--showid", "--json"))
+    return parse_product(_output(["rocm-smi", "--showid", "--json"]))
 
 
 def visible_ids() -> list[str] | None:
@@ -80,9 +87,9 @@ def join_ray(address: str | None, gpus: int) -> None:
         ray.init(ignore_reinit_error=True, num_gpus=gpus)
 
 
-def count_cards(listing: str) -> int:
-    """Count the GPUs in the output of ``rocm-smi -i --csv``, ignoring warnings around the table."""
-    return len(set(CARD.findall(listing)))
+def _listed(line: re.Pattern[str], command: list[str]) -> int:
+    """Count the different lines of a command's output that are a GPU, ignoring warnings around the table."""
+    return len(set(line.findall(_output(command))))
 
 
 def parse_product(listing: str) -> str | None:
@@ -105,19 +112,14 @@ def kernel_count() -> int:
     return found
 
 
-def _smi(*arguments: str) -> str:
+def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            ["rocm-smi", *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SMI_SECONDS,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS, check=False
         )
     except FileNotFoundError:
         return ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("rocm-smi does not answer, so no AMD GPU is detected: %s", error)
+        logger.warning("%s does not answer, so it detects no AMD GPU: %s", command[0], error)
         return ""
     return done.stdout

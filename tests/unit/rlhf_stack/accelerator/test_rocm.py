@@ -15,6 +15,10 @@ device,Device Name,Device ID,Device Rev,Subsystem ID,GUID
 card0,AMD Instinct MI300X,0x74a1,0x00,0x74a1,1
 card1,AMD Instinct MI300X,0x74a1,0x00,0x74a1,2
 """
+AMD_SMI = """gpu,gpu_bdf,gpu_uuid
+0,0000:0c:00.0,c0ff74a1-0000-1000-80b1-06985c515c91
+1,0000:22:00.0,d1ff74a1-0000-1000-80f4-8f9f1d2b5a10
+"""
 WARNED = f"WARNING: AMD GPU device(s) is/are in a low-power state.\n{TABLE}\nWARNING: one or more, failed\n"
 
 
@@ -37,8 +41,24 @@ def script(path: Path, body: str) -> None:
     ("listing", "found"),
     [(TABLE, 2), (WARNED, 2), ("", 0), ("ERROR: driver not initialized\nsee\nthe\nlog", 0), ("card0", 0)],
 )
-def test_only_cards_are_counted(listing: str, found: int) -> None:
-    assert rocm.count_cards(listing) == found
+def test_only_cards_are_counted(rocm_smi: Path, listing: str, found: int) -> None:
+    script(rocm_smi, f"printf '%s' '{listing}'")
+    assert rocm.count() == found
+
+
+@pytest.mark.parametrize(
+    ("listing", "found"),
+    [
+        (AMD_SMI, 2),
+        (f"WARNING: group render is missing\n{AMD_SMI}", 2),
+        ("gpu,gpu_bdf,gpu_uuid\n", 0),
+        ("ERROR: 5, driver not initialized\n", 0),
+        ("", 0),
+    ],
+)
+def test_gpus_that_amd_smi_alone_lists_are_counted(rocm_smi: Path, listing: str, found: int) -> None:
+    script(rocm_smi.with_name("amd-smi"), f"[ \"$*\" = 'list --csv' ] && printf '%s' '{listing}'")
+    assert rocm.count() == found
 
 
 @pytest.mark.parametrize(
