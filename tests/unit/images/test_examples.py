@@ -27,13 +27,13 @@ while [ "${1#--}" != "$1" ]; do
     case $1 in --nodelist=*) node=${1#--nodelist=} ;; esac
     shift
 done
-echo "$node: $* token=${#RAY_AUTH_TOKEN}" >> "$LOG"
+echo "$node: $* token=${#RAY_AUTH_TOKEN} $RAY_TMPDIR" >> "$LOG"
 case "$*" in
     *"rlhf-stack start"*) trap 'kill $!; echo "$node: ended" >> "$LOG"; exit 0' TERM
         sleep 60 > /dev/null 2>&1 & echo "$node: ready" >> "$LOG"; wait ;;
     *rlhf_stack.cluster.readiness*)
         timeout 30 bash -c 'until [ "$(grep -c ready "$LOG")" = 2 ]; do sleep 0.1; done' ;;
-    *"rlhf-stack submit"*) exit 7 ;;
+    *"rlhf-stack submit"*) exit "${CODE:-7}" ;;
 esac
 """,
 }
@@ -58,12 +58,35 @@ def test_the_services_of_compose_start_a_head_and_a_node_that_joins_it() -> None
     assert f"--expect-nodes {len(services)}" in services["head"]["command"]
 
 
+def test_each_gpu_service_of_compose_has_gpus_locked_memory_and_the_adapters() -> None:
+    services: dict[str, Any] = yaml.safe_load((EXAMPLES / "compose.gpu.yaml").read_text())["services"]
+    assert set(services) == {"head", "node"}
+    for service in services.values():
+        known(service["command"].replace("${HEAD:-head}", "head"))
+        (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert service["ulimits"] == {"memlock": -1}
+        assert service["devices"] == ["/dev/infiniband"]
+        assert (service["network_mode"], service["shm_size"]) == ("host", "64gb")
+        assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_TOKEN"} <= set(service["environment"])
+        tag = service["image"].rpartition(":")[2].removesuffix("}")
+        assert find(load(), tag).accelerator.kind == "cuda"
+
+
+def kuberay(file: str) -> dict[str, Any]:
+    """Return the specification of the cluster in a file for KubeRay."""
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLES / file).read_text())["spec"]
+    cluster: dict[str, Any] = spec.get("rayClusterSpec", spec)
+    return cluster
+
+
 def pods() -> tuple[str, list[dict[str, Any]]]:
-    """Return the version of Ray in the file for KubeRay, and its pods as sent to Kubernetes."""
-    spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "raycluster.yaml").read_text())["spec"]
-    templates = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    """Return the version of Ray in the files for KubeRay, and their pods as sent to Kubernetes."""
+    specs = [kuberay(file) for file in ("raycluster.yaml", "rayjob.yaml")]
+    (release,) = {spec["rayVersion"] for spec in specs}
+    templates = [group for spec in specs for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
     common = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
-    return spec["rayVersion"], [common | template["template"] for template in templates]
+    return release, [common | template["template"] for template in templates]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -90,8 +113,35 @@ def test_the_pods_of_kuberay_have_shared_memory_and_no_rights_that_they_do_not_n
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["requests"] == container["resources"]["limits"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        (volume,) = [volume for volume in pod["volumes"] if volume["emptyDir"].get("medium") == "Memory"]
+        (volume,) = [volume for volume in pod["volumes"] if "emptyDir" in volume]
+        assert volume["emptyDir"]["medium"] == "Memory"
         assert mounts[volume["name"]] == "/dev/shm"
+        assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_job_of_kuberay_reads_and_writes_on_its_claim() -> None:
+    """Every pod has the claim and the secret; the flags are OpenRLHF's."""
+    spec: dict[str, Any] = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())["spec"]
+    launcher, module, name, *words = shlex.split(spec["entrypoint"])
+    assert (launcher, module, name) == ("python", "-m", "openrlhf.cli.train_ppo_ray")
+    published = (ROOT / "tests" / "cluster" / "published" / "openrlhf-0.11.2.toml").read_text()
+    for word in words:
+        assert not word.startswith("--") or f"{word} " in published or f"{word}\n" in published
+    assert {word.split("/")[1] for word in words if word.startswith("/")} == {"data"}
+    cluster = kuberay("rayjob.yaml")
+    (workers,) = cluster["workerGroupSpecs"]
+    for template in (cluster["headGroupSpec"]["template"], workers["template"]):
+        (container,) = template["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "rlhf"}}]
+        assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+        assert template["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"]
+    (container,) = workers["template"]["spec"]["containers"]
+    needed = int(words[words.index("--actor.num_gpus_per_node") + 1])
+    needed += int(words[words.index("--vllm.num_engines") + 1]) * int(
+        words[words.index("--vllm.tensor_parallel_size") + 1]
+    )
+    assert needed == workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert "vpc.amazonaws.com/efa" in container["resources"]["limits"]
 
 
 def test_the_slurm_script_is_a_shells() -> None:
@@ -107,7 +157,10 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    return {"PATH": path, "LOG": str(tmp_path / "log"), "SLURM_JOB_NODELIST": "n[1-2]", "RUN": "in image"}
+    return {"PATH": path, "LOG": str(tmp_path / "log"), "SLURM_JOB_NODELIST": "n[1-2]", "RUN": "in image"} | {
+        "SLURM_JOB_ID": "42",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
 
 
 def test_the_slurm_script_starts_every_node_and_ends_with_its_run(slurm: dict[str, str]) -> None:
@@ -116,13 +169,39 @@ def test_the_slurm_script_starts_every_node_and_ends_with_its_run(slurm: dict[st
     )
     assert done.returncode == 7, done.stderr
     log = Path(slurm["LOG"]).read_text().splitlines()
-    assert "one: in image rlhf-stack start --head --block token=64" in log
-    assert "two: in image rlhf-stack start --join one --block token=64" in log
-    assert "one: in image rlhf-stack submit -- python -m x token=64" in log
+    ending = "token=64 /tmp/ray-42"
+    assert f"one: in image rlhf-stack start --head --block {ending}" in log
+    assert f"two: in image rlhf-stack start --join one --block {ending}" in log
+    assert f"one: in image rlhf-stack submit -- python -m x {ending}" in log
+    assert any("cluster.readiness --nodes 2 --gpus 16 " in line for line in log)
+    assert not any("rm -rf" in line for line in log), "the logs of a run that failed are kept"
     assert sorted(line for line in log if line.endswith("ended")) == ["one: ended", "two: ended"]
     for line in log:
         if "rlhf-stack" in line:
-            known(line.partition("in image ")[2].removesuffix(" token=64"))
+            known(line.partition("in image ")[2].removesuffix(f" {ending}"))
+
+
+def test_the_slurm_script_removes_its_folder_after_a_run_that_succeeded(slurm: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", SLURM, "python", "-m", "x"],
+        env=slurm | {"CODE": "0"},
+        timeout=60,
+        check=False,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, last = Path(slurm["LOG"]).read_text().splitlines()
+    assert "rm -rf /tmp/ray-42" in last, "the nodes have ended before"
+
+
+def test_the_slurm_script_requests_gpus_and_a_time_limit() -> None:
+    options = {
+        line.split()[1].partition("=")[0]: line.partition("=")[2]
+        for line in SLURM.read_text().splitlines()
+        if line.startswith("#SBATCH")
+    }
+    assert options["--gres"].startswith("gpu:")
+    assert options["--time"]
 
 
 def test_the_slurm_script_asks_for_a_run(slurm: dict[str, str]) -> None:
