@@ -86,22 +86,26 @@ class Upload:
         return sum(now for now, _ in self._layers.values()), sum(total for _, total in self._layers.values())
 
 
-def refusals(
-    cell: Cell, image: Image, roots: Sequence[Path] = records.ROOTS, digest_for: DigestFor = digest_for
-) -> list[str]:
-    """Return why an image is not published as ``cell``, a line each; ``roots`` have the test records."""
+def refusals(cell: Cell, image: Image, roots: Sequence[Path] = records.ROOTS) -> list[str]:
+    """Return why an image is not published as ``cell``, a line each; ``roots`` have the test records.
+
+    Nothing is laid out for it: whether the inputs are still those of the checkout is a question of `changed`.
+    """
     if wrong := _wrong_image(cell, image.labels):
         return [f"{cell.id} {wrong}"]
     history = records.history(cell.id, roots)
     unproved = requirements.suites(cell, records.subject(cell, image), history, roots[0])
-    if reasons := [*requirements.dates(cell, _today()), *unproved]:
-        return [f"{cell.id}: {reason}" for reason in reasons]
-    if image.labels[INPUTS] != digest_for(cell):  # last, since it lays out a build
-        commit = image.labels[REVISION][: records.DIGITS]
-        return [
-            f"{cell.id} was built from {commit}, and its inputs have changed since: build and test it",
-        ]
-    return []
+    return [f"{cell.id}: {reason}" for reason in (*requirements.dates(cell, _today()), *unproved)]
+
+
+def changed(items: Iterable[Item], digest_for: DigestFor = digest_for) -> list[str]:
+    """Return a line for each image whose inputs are not those of a build now, which is laid out for this."""
+    return [
+        f"{item.cell.id} was built from {item.image.labels[REVISION][: records.DIGITS]}, and its inputs have "
+        "changed since: build and test it"
+        for item in items
+        if item.image.labels[INPUTS] != digest_for(item.cell)
+    ]
 
 
 def _today() -> datetime.date:
@@ -200,7 +204,6 @@ def collect(
     repo: str,
     cells: Iterable[Cell],
     roots: Sequence[Path] = records.ROOTS,
-    digest_for: DigestFor = digest_for,
 ) -> tuple[list[Item], list[str]]:
     """Return the items to publish, and every reason not to; ``roots`` have the test records."""
     items, reasons = [], []
@@ -211,7 +214,7 @@ def collect(
             reasons.append(f"{cell.tag} is not built")
             continue
         item = Item(cell, image)
-        refused = refusals(cell, image, roots, digest_for)
+        refused = refusals(cell, image, roots)
         if not refused:
             reference = f"{repo}:{item.immutable}"
             refused = overwrites(reference, inspect_remote(client, reference), str(image.id))
@@ -250,6 +253,7 @@ def publish_cells(repository_name: str, cells: Iterable[Cell]) -> int:
     with exclusive_lock(ROOT / "build" / "publish", f"publishing to {host_of(repo)}"):
         items, reasons = collect(client, repo, cells)
         reasons += untrue(items)
+        reasons = reasons or changed(items)  # last: in a fresh clone it makes root filesystems
         if reasons:
             for reason in reasons:
                 print(f"error: {reason}", file=sys.stderr)

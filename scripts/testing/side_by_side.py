@@ -1,7 +1,8 @@
 """Run suites side by side, each as a process of its own.
 
 A suite waits for Ray most of its time, so two suites at a time finish sooner than one after the other, even
-on two cores. Each line of output begins with its suite; all suites run, also after one has failed.
+on two cores. Each line of output begins with its suite, and its cell if there are several; all suites run,
+also after one has failed.
 """
 
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -51,10 +52,11 @@ class Lanes:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: bool = False
 
-    def run(self, jobs: Iterable[Job], lanes: int) -> None:
+    def run(self, jobs: Sequence[Job], lanes: int) -> None:
         """Run all jobs, ``lanes`` at a time; an interrupt first lets the running jobs clean up."""
+        names = labels(jobs)
         with ThreadPoolExecutor(lanes) as pool:
-            running = [pool.submit(self._run, job) for job in jobs]
+            running = [pool.submit(self._run, job, names[job]) for job in jobs]
             try:
                 for future in running:
                     future.result()
@@ -62,16 +64,16 @@ class Lanes:
                 self._end()
                 raise
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, name: str) -> None:
         start = time.monotonic()
         with self._lock:
             if self._ended:
                 return
-            process = _start(job.command(self.again), len(job.suite))
+            process = _start(job.command(self.again), len(name))
             self._running.append(process)
         with process:
             for line in process.stdout or ():
-                print(f"{job.suite} | {line}", end="", flush=True)
+                print(f"{name} | {line}", end="", flush=True)
         self.outcomes[job] = (abs(process.returncode), time.monotonic() - start)
 
     def _end(self) -> None:
@@ -79,6 +81,12 @@ class Lanes:
             self._ended = True
             for process in self._running:
                 process.terminate()
+
+
+def labels(jobs: Sequence[Job]) -> dict[Job, str]:
+    """What each job's lines begin with: its suite, and its cell unless all jobs have the same one."""
+    several = len({job.cell for job in jobs}) > 1
+    return {job: f"{job.suite} {job.cell}" if several else job.suite for job in jobs}
 
 
 def _start(command: list[str], indent: int) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ import pytest
 from scripts.docker.registry import Remote
 from scripts.errors import UserError
 from scripts.images.inputs import INPUTS, REVISION, image_labels
-from scripts.matrix.load import Cell, expand, load
+from scripts.matrix.load import expand, load
 from scripts.release import catalogue, facts, publish, requirements
 from scripts.testing import records
 
@@ -20,21 +20,13 @@ IMAGE, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 THERE = Remote(MANIFEST, IMAGE, (("sha256:" + "a" * 64, 100), ("sha256:" + "b" * 64, 20)))
 
 
-def digest_for(cell: Cell) -> str:
-    """Return the digest of the image's label."""
-    assert cell is CELL
-    return "digest"
-
-
 def image(changed: dict[str, str] | None = None) -> Any:
     """Return an image of the cell."""
     return SimpleNamespace(id=IMAGE, labels=LABELS | (changed or {}))
 
 
 def test_an_image_of_the_current_inputs_needs_its_records(tmp_path: Path) -> None:
-    """A missing one is reported before a build is laid out, which makes root filesystems in a new clone."""
-    lays_out_a_build = MagicMock(side_effect=AssertionError)
-    reasons = publish.refusals(CELL, image(), (tmp_path,), lays_out_a_build)
+    reasons = publish.refusals(CELL, image(), (tmp_path,))
     assert [reason.partition(": ")[2] for reason in reasons] == [
         f"no record of the suite {suite} on this image: run its tests" for suite in records.required(CELL)
     ]
@@ -45,7 +37,7 @@ def test_an_altered_record_is_an_error(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "image-1-000000000000.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="not a test record"):
-        publish.refusals(CELL, image(), (tmp_path,), digest_for)
+        publish.refusals(CELL, image(), (tmp_path,))
 
 
 def test_checks_and_a_catalogue_of_these_images_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,17 +61,39 @@ def test_checks_and_a_catalogue_of_these_images_are_required(monkeypatch: pytest
         ({"org.opencontainers.image.version": "1-x"}, r"was built for another release \(1-x\)"),
         ({REVISION: "abc-dirty"}, "was built from a dirty tree"),
         ({INPUTS: ""}, "was built without a digest of its inputs"),
-        ({INPUTS: "other"}, "was built from aaaaaaaaaaaa, and its inputs have changed"),
     ],
 )
 def test_another_image_is_refused_with_its_reason(
     changed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requirements, "suites", lambda *_: [])
-    [reason] = publish.refusals(CELL, image(changed), (Path("absent"),), digest_for)
+    [reason] = publish.refusals(CELL, image(changed), (Path("absent"),))
     assert reason.startswith(CELL.id)
     with pytest.raises(UserError, match=message):
         raise UserError(reason)
+
+
+def test_an_image_of_other_inputs_is_refused() -> None:
+    item = publish.Item(CELL, image())
+    assert publish.changed([item], lambda _: LABELS[INPUTS]) == []
+    reason = f"{CELL.id} was built from aaaaaaaaaaaa, and its inputs have changed since: build and test it"
+    assert publish.changed([item], lambda _: "other") == [reason]
+
+
+@pytest.mark.parametrize(("collected", "untrue", "laid_out"), [(["x"], [], 0), ([], ["x"], 0), ([], [], 1)])
+def test_a_build_is_laid_out_only_if_nothing_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, collected: list[str], untrue: list[str], laid_out: int
+) -> None:
+    """In a fresh clone that downloads packages and builds root filesystems."""
+    lays_out = MagicMock(return_value=["changed"])
+    monkeypatch.setattr(publish, "require_clean_tree", lambda: None)
+    monkeypatch.setattr(publish, "connect", MagicMock())
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    monkeypatch.setattr(publish, "collect", lambda *_: ([], collected))
+    monkeypatch.setattr(publish, "untrue", lambda _: untrue)
+    monkeypatch.setattr(publish, "changed", lays_out)
+    assert publish.publish_cells("registry.example/x", [CELL]) == 2
+    assert lays_out.call_count == laid_out
 
 
 def test_the_same_content_is_not_an_overwrite() -> None:

@@ -61,7 +61,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     return make
 
 
-def test_two_run_at_a_time_and_each_line_names_its_suite(
+def test_two_run_at_a_time_and_each_line_names_its_suite_and_cell(
     made_up: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each of the two waits for the other; one after the other, both would fail."""
@@ -69,7 +69,13 @@ def test_two_run_at_a_time_and_each_line_names_its_suite(
     lanes = Lanes()
     lanes.run([Job("left", "one"), Job("right", "two")], lanes=2)
     assert [code for code, _ in lanes.outcomes.values()] == [0, 0]
-    assert sorted(capfd.readouterr().out.splitlines()) == ["left | met for one", "right | met for two"]
+    lines = ["left one | met for one", "right two | met for two"]
+    assert sorted(capfd.readouterr().out.splitlines()) == lines
+
+
+def test_the_cell_is_omitted_where_there_is_only_one() -> None:
+    jobs = [Job("image", "one"), Job("demo", "one")]
+    assert list(side_by_side.labels(jobs).values()) == ["image", "demo"]
 
 
 def test_a_failure_does_not_stop_the_other_suites(made_up: Callable[..., None]) -> None:
