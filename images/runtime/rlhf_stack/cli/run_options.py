@@ -70,7 +70,7 @@ def parse_run(options: argparse.Namespace) -> tuple[Run, Sequence[str]]:
     """Parse the run with OpenRLHF's parser; return it with the parser's messages."""
     parsed = command_line.parse(command_line.extract_arguments(command_words(options)))
     run = run_spec.run_of(parsed.release, parsed.values)
-    requirements.refuse_missing_packages(run)
+    requirements.refuse_missing_packages(parsed.values)
     return run, parsed.notes
 
 

@@ -16,6 +16,7 @@ from rlhf_stack.inputs.text import one_line, shortened
 PIPE_BYTES, CONFIG_BYTES, YAML_BYTES = 64 << 20, 4 << 20, 1 << 20  # YAML takes seconds for a MiB
 IDLE_SECONDS = 30.0  # without data from a pipe
 CHUNK = 1 << 20
+DEEPEST = 100  # levels of nesting in YAML
 
 
 def read_config(path: Path, most: int = CONFIG_BYTES) -> str:
@@ -59,8 +60,15 @@ def read_yaml(path: Path) -> Any:
     """The content of a YAML file; `UserError` if it is invalid or nested too deeply."""
     import yaml
 
-    try:  # not by the loader in C, whose stack overflows on deep nesting
-        return yaml.safe_load(read_config(path, YAML_BYTES))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = read_config(path, YAML_BYTES)
+    try:
+        depth = 0
+        for event in yaml.parse(text, loader):  # before loading, on which the stack of libyaml overflows
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise RecursionError
+        return yaml.load(text, loader)  # noqa: S506  (a safe loader)
     except RecursionError:
         raise UserError(f"{_name(path)}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number

@@ -1,19 +1,45 @@
 """Packages that a run needs and that not every image has."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from rlhf_stack.errors import UserError
-from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.openrlhf.run_limits import KERNEL, flags_of
 
+SWITCHES = {  # the end of a flag and the packages that it needs
+    "load_in_4bit": ("bitsandbytes",),
+    "use_liger_kernel": ("liger_kernel",),
+    "use_ms": ("modelscope",),
+    "wandb.key": ("wandb",),
+    "use_wandb": ("wandb",),
+    "tensorboard_dir": ("tensorboard",),
+    "use_tensorboard": ("tensorboard",),
+}
 RING_ATTENTION = ("flash_attn", "ring_flash_attn")
+FLASH_3 = ("flash_attn_interface",)
 
 
-def refuse_missing_packages(run: Run) -> None:
-    """Raise `UserError` if a feature of ``run`` needs a package that is not installed."""
-    missing = [name for name in RING_ATTENTION if find_spec(name) is None] if run.ring > 1 else []
-    if missing:
-        flag = "--ring_attn_size" if run.flat else "--ds.ring_attn_size"
-        raise UserError(
-            f"{flag} {run.ring} needs {' and '.join(missing)}, not installed here: "
-            "leave the flag out, or add the packages to a derived image"
-        )
+def refuse_missing_packages(values: Any) -> None:
+    """Raise `UserError` if a feature of the parsed arguments needs a package that is not installed."""
+    for flag, packages in _needed(values):
+        if missing := [name for name in packages if find_spec(name) is None]:
+            raise UserError(
+                f"{flag} needs {' and '.join(missing)}, not installed here: leave the flag out, or add "
+                f"{'it' if len(missing) == 1 else 'the packages'} to a derived image"
+            )
+
+
+def _needed(values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The flags of ``values`` that need packages, and these."""
+    for name, value in flags_of(values):
+        flag = f"--{name} {value}" if not isinstance(value, bool) else f"--{name}"
+        if name.endswith("ring_attn_size") and value > 1:
+            yield flag, RING_ATTENTION
+        elif name.endswith("attn_implementation") and value == "flash_attention_3":
+            yield flag, FLASH_3
+        elif name.endswith("attn_implementation") and KERNEL.fullmatch(str(value)):
+            yield flag, ("kernels",)
+        elif value:
+            found = next((SWITCHES[end] for end in SWITCHES if name == end or name.endswith(f".{end}")), ())
+            yield f"--{name}", found

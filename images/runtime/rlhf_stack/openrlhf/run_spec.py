@@ -38,7 +38,9 @@ class Run:
     ``release`` is OpenRLHF's. ``order`` is that in which upstream creates its groups. ``length`` is the
     tokens of prompt and answer. ``train_batch`` and ``rollout_batch`` are sequences per GPU at a time;
     ``tokens`` and ``rollout_tokens`` replace them if batches are dynamic. ``batch`` is the sequences of an
-    optimizer step. ``tensor_parallel`` ranks share each layer, ``ring`` ranks each sequence.
+    optimizer step. ``tensor_parallel`` ranks share each layer, ``ring`` ranks each sequence. ``answer``
+    limits the tokens of an answer, None if only ``length`` does. ``quantized``: the linear layers of the
+    trainer have 4 bits per weight.
     """
 
     release: str
@@ -63,6 +65,8 @@ class Run:
     lora: int = 0
     ema: bool = False
     half_precision_logits: bool = False
+    answer: int | None = None
+    quantized: bool = False
 
     @property
     def flat(self) -> bool:
@@ -160,6 +164,8 @@ def _sections(release: str, args: Any) -> Run:
         ring=args.ds.ring_attn_size,
         lora=args.ds.lora.rank,
         ema=args.train.enable_ema,
+        answer=getattr(args.rollout, "max_new_tokens", None),
+        quantized=getattr(args.ds, "load_in_4bit", False),
     )
 
 
@@ -203,4 +209,6 @@ def _flat(release: str, args: Any) -> Run:
         lora=args.lora_rank,
         ema=args.enable_ema,
         half_precision_logits=True,
+        answer=None if args.max_len else args.generate_max_len,
+        quantized=getattr(args, "load_in_4bit", False),
     )

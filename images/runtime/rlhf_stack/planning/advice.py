@@ -11,7 +11,9 @@ from rlhf_stack.planning.assessment import Assessment, assess
 from rlhf_stack.planning.cluster_spec import Machine
 
 LOWEST_UTILIZATION = 0.3
+WITHOUT = "without "  # before a flag that must be left out
 STEP = 0.05
+SHORTEST = 512  # tokens: no shorter length is advised
 
 FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
     "checkpointing": ("--gradient_checkpointing", "--actor.gradient_checkpointing_enable"),
@@ -24,7 +26,12 @@ FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
     "utilization": ("", "--vllm.gpu_memory_utilization"),
     "engine_size": ("--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size"),
     "engine_count": ("--vllm_num_engines", "--vllm.num_engines"),
+    "tokens": ("", "--train.max_tokens_per_gpu"),
+    "rollout_tokens": ("", "--rollout.max_tokens_per_gpu"),
     "length": ("--generate_max_len", "--data.max_len"),
+    "total_length": ("--max_len", "--data.max_len"),
+    "answer": ("", "--rollout.max_new_tokens"),
+    "role_offload": ("--ref_reward_offload", "--ref.offload"),
     "sync": ("--vllm_sync_backend", "--vllm.sync_backend"),
     "attention": ("--flash_attn", "--ds.attn_implementation"),
     "nodes": ("--{}_num_nodes", "--{}.num_nodes"),
@@ -128,8 +135,8 @@ def _excess(found: Assessment) -> int:
 
 
 def _last(flags: Mapping[str, None]) -> tuple[str, ...]:
-    """The flags, with the last value of each."""
-    return tuple({text.split()[0]: text for text in flags}.values())
+    """The flags, with the last value of each, and no flag both set and left out."""
+    return tuple({text.removeprefix(WITHOUT).split()[0]: text for text in flags}.values())
 
 
 def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
@@ -158,6 +165,13 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
         half = run.rollout_batch // 2
         reason = "fewer sequences at a time in the rollout"
         yield from change("rollout_batch", reason, replace(run, rollout_batch=half), half)
+    if run.tokens is not None and run.tokens > run.length:
+        half = max(run.length, run.tokens // 2)
+        yield from change("tokens", "fewer tokens at a time in training", replace(run, tokens=half), half)
+    if run.rollout_tokens is not None and run.rollout_tokens > run.length:
+        half = max(run.length, run.rollout_tokens // 2)
+        reason = "fewer tokens at a time in the rollout"
+        yield from change("rollout_tokens", reason, replace(run, rollout_tokens=half), half)
     if run.zero.stage < 3:
         reason = "weights are sharded over the ranks and gathered layer by layer"
         yield from change("stage", reason, replace(run, zero=replace(run.zero, stage=3)), 3)
@@ -170,9 +184,45 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
             "utilization", "a smaller KV cache next to the trainer", replace(run, utilization=less), less
         )
     yield from _engine_changes(run)
-    if run.length > 1024:
-        half = run.length // 2
-        yield from change("length", "shorter sequences", replace(run, length=half), half)
+    yield from _host_changes(run)
+    yield from _shorter(run)
+
+
+def _host_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    """Less host memory: nothing is moved to the host."""
+    if run.zero.offload:
+        reason = "the optimiser stays on the GPUs: less host memory, more GPU memory"
+        yield (WITHOUT + flag(run, "offload"),), reason, replace(run, zero=replace(run.zero, offload=False))
+    if run.trainer_sleeps:
+        reason = "the optimiser stays on the GPUs while engines generate: less host memory"
+        yield (WITHOUT + flag(run, "trainer_sleeps"),), reason, replace(run, trainer_sleeps=False)
+    if any(role.offloaded for role in run.roles):
+        roles = tuple(replace(role, offloaded=False) for role in run.roles)
+        names = {role.name.rstrip("0123456789") for role in run.roles if role.offloaded}
+        flags = (
+            [flag(run, "role_offload")]
+            if run.flat
+            else [flag(run, "role_offload").replace("ref", name) for name in sorted(names)]
+        )
+        reason = "models that are not trained stay on the GPUs: less host memory"
+        yield tuple(WITHOUT + text for text in flags), reason, replace(run, roles=roles)
+
+
+def _shorter(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    """Half the length; a limit of the answer that would be longer is lowered too."""
+    half = run.length // 2
+    if half < SHORTEST:
+        return
+    if run.flat and run.answer is not None:  # its length is that of the prompt and of the answer
+        answer = run.answer // 2
+        text = flag(run, "length", answer)
+        yield (text,), "shorter answers", replace(run, length=run.length - run.answer + answer, answer=answer)
+        return
+    flags = [flag(run, "total_length", half)]
+    if run.answer is not None and run.answer >= half:
+        flags.append(flag(run, "answer", half // 2))
+        run = replace(run, answer=half // 2)
+    yield tuple(flags), "shorter sequences", replace(run, length=half)
 
 
 def _engine_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:

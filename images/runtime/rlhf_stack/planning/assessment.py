@@ -70,6 +70,23 @@ class Assessment:
         """The number of GPUs that the run needs."""
         return self.run.request.size
 
+    @property
+    def memory_checked(self) -> bool:
+        """Whether the memory of the GPUs is known; otherwise only the placement was checked."""
+        return all(node.machine.gpu_memory for node in self.nodes if node.gpus)
+
+    @property
+    def least_span(self) -> int:
+        """The number of nodes that an engine needs at least; 1 without engines."""
+        engines = self.run.request.engines
+        largest = max((node.machine.gpus for node in self.nodes), default=0)
+        return -(-engines.size // largest) if engines and largest else 1
+
+
+def spans(engines: Sequence[Sequence[int]]) -> list[int]:
+    """The number of nodes that each engine spans; ``engines`` has the node of each worker."""
+    return [len(set(nodes)) for nodes in engines]
+
 
 def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Assessment:
     """Assess ``run`` on ``machines``; ``shapes`` by the name of the model."""
@@ -78,6 +95,8 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
     smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
     engine = engine_cache(run, shapes, smallest)
     problems = [*_mismatches(run), *_heads(run, shapes)]
+    if run.quantized and not run.lora:
+        problems.append("weights of 4 bits cannot be trained: use LoRA with them (a rank above 0)")
     ours, upstream, refusal = _placed(run, free)
     nodes = [
         PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
@@ -235,6 +254,11 @@ def _notes(run: Run, upstream: UpstreamLayout, gpu_memory: int, memory: bool) ->
         found.append(f"OpenRLHF as released would wait without a deadline for the GPUs of {upstream.pending}")
     if run.zero.stage != 3 and any(role.offloaded for role in run.roles):
         found.append("offloading the reference or reward model has no effect below ZeRO stage 3")
+    if run.answer is not None and run.answer > run.length:
+        found.append(
+            f"sequences end at {run.length} tokens with their prompt: a limit of {run.answer} for the answer "
+            "has no effect"
+        )
     if run.request.engines is None:
         found.append("no engines: the actor itself generates, and its memory for that was not counted")
     return found

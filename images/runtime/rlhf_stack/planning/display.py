@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_stack.planning.advice import Advice
-from rlhf_stack.planning.assessment import Assessment, PlannedGpu, PlannedNode
+from rlhf_stack.planning.assessment import Assessment, PlannedGpu, PlannedNode, spans
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import Need
 
@@ -39,8 +39,15 @@ def print_assessment(
         console.print(Text(f"try: {' '.join(one.flags)}  ({one.reason})", style="yellow"))
     if layout and layout.run != assessment.run:
         console.print(Text(f"a layout identical on all nodes: {' '.join(layout.flags)}  ({layout.reason})"))
-    verdict = "this run does not fit" if assessment.problems else "this run fits"
-    console.print(Text(verdict, style="bold red" if assessment.problems else "bold green"))
+    console.print(_verdict(assessment))
+
+
+def _verdict(assessment: Assessment) -> Text:
+    if assessment.problems:
+        return Text("this run does not fit", style="bold red")
+    if assessment.memory_checked:
+        return Text("this run fits", style="bold green")
+    return Text("this run can be placed; its memory was not checked (--gpu-memory)", style="bold yellow")
 
 
 def print_machines(console: Console, machines: Sequence[Machine]) -> None:
@@ -61,9 +68,10 @@ def as_json(assessment: Assessment, advice: Sequence[Advice], layout: Advice | N
         "nodes": [_node_values(node) for node in assessment.nodes],
         "roles": [_need_values(assessment, need) for need in assessment.needs.values()],
         "engine": _engine_values(assessment),
+        "memory_checked": assessment.memory_checked,
         "straddling": {
-            "ours": list(assessment.ours.straddling) if assessment.ours else [],
-            "upstream": list(assessment.upstream.straddling),
+            "ours": _straddling(assessment.ours.engines if assessment.ours else (), assessment.least_span),
+            "upstream": _straddling(assessment.upstream.engines, assessment.least_span),
             "upstream_waits_for": assessment.upstream.pending,
         },
         "problems": list(assessment.problems),
@@ -71,6 +79,11 @@ def as_json(assessment: Assessment, advice: Sequence[Advice], layout: Advice | N
         "advice": [_advice_values(one) for one in advice],
         "symmetric": _advice_values(layout) if layout else None,
     }
+
+
+def _straddling(engines: Sequence[Sequence[int]], least: int) -> list[int]:
+    """The indices of the engines that span more than ``least`` nodes."""
+    return [index for index, span in enumerate(spans(engines)) if span > least]
 
 
 def gib(size: float) -> str:
@@ -150,12 +163,25 @@ def _engine(assessment: Assessment) -> Group | Text:
 def _summary(assessment: Assessment) -> list[Text]:
     available = sum(len(node.gpus) for node in assessment.nodes)
     lines = [Text(f"{assessment.gpus_needed} GPUs needed, {available} available")]
-    count = len(assessment.upstream.engines)
-    straddling = f"{len(assessment.upstream.straddling)} of {count} engines straddle nodes"
-    if count and assessment.ours:
-        ours = f"{len(assessment.ours.straddling)} of {len(assessment.ours.engines)}"
-        lines.append(Text(f"OpenRLHF as released: {straddling}; placed by rlhf_stack: {ours}"))
+    if assessment.ours and assessment.ours.engines:
+        least = assessment.least_span
+        upstream = _spanned(assessment.upstream.engines, least)
+        ours = _spanned(assessment.ours.engines, least)
+        lines.append(Text(f"OpenRLHF as released: {upstream}; placed by rlhf_stack: {ours}"))
     return lines
+
+
+def _spanned(engines: Sequence[Sequence[int]], least: int) -> str:
+    """How engines are placed, ``least`` nodes being needed: comparable between two placements."""
+    if not engines:
+        return "not placed"
+    found = spans(engines)
+    if least == 1:
+        return f"{sum(span > 1 for span in found)} of {len(found)} engines straddle nodes"
+    if max(found) == least:
+        return f"each of {len(found)} engines spans {least} nodes (needs to)"
+    more = sum(span > least for span in found)
+    return f"{more} of {len(found)} engines span up to {max(found)} nodes, {least} are needed"
 
 
 def _node_values(node: PlannedNode) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from rlhf_stack.openrlhf.run_spec import ACTOR, Role, Run
 from rlhf_stack.planning.cluster_spec import GIB
 
 CONTEXT = 3 * GIB // 4  # of a CUDA process: context, kernels, NCCL buffers; assumed, not measured
+NF4_BYTES = (
+    4 + 8 / 64 + 32 / 64 / 256
+) / 8  # per weight: a scale of 8 bits for 64, one of 32 bits for 256 of these
 PROCESS = 2 * GIB  # host memory of a process that imported torch; assumed, not measured
 
 
@@ -60,7 +63,8 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
     trained = _trained(run, role, shape, own)
     zero = run.zero_of(role)
     found = model_states(own, zero, trained)
-    weights, host = found.weights, found.host
+    stored = quantized_bytes(shape, parameters) if run.quantized else BYTES_16BIT * parameters
+    weights, host = found.weights * stored // (BYTES_16BIT * parameters), found.host
     if role.name == ACTOR and run.ema:
         copy = BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own)
         weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
@@ -78,6 +82,12 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
         host=PROCESS + host + sleeping,
         loading=BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own),
     )
+
+
+def quantized_bytes(shape: Shape, parameters: int) -> int:
+    """Bytes of ``parameters`` with linear layers in NF4 with double quantisation, the rest in 16 bits."""
+    heads = min(parameters, shape.embedding * (1 if shape.tied else 2))
+    return int(BYTES_16BIT * heads + NF4_BYTES * (parameters - heads))
 
 
 def needs(run: Run, shapes: Mapping[str, Shape]) -> dict[str, Need]:

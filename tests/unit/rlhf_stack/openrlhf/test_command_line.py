@@ -110,3 +110,22 @@ def test_arguments_are_extracted_from_a_command(command: list[str]) -> None:
 def test_other_command_is_an_error() -> None:
     with pytest.raises(ArgumentsError, match="'ls' does not start a run"):
         extract_arguments(["ls", "-l"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ckpt.path", "/ckpt/train_ppo_ray", "--nodes", "2"],
+        ["--nodes", "2", "--ckpt.path", "runs/train_ppo_ray.py"],
+        ["--path", "-m", "train_ppo_ray"],
+    ],
+    ids=" ".join,
+)
+def test_a_value_that_ends_as_the_program_does_hides_nothing(words: list[str]) -> None:
+    """All that stands before it was lost, so that another run was planned and submitted."""
+    assert extract_arguments(["python", "-m", "openrlhf.cli.train_ppo_ray", *words]) == words
+
+
+def test_another_module_is_an_error_even_if_a_value_names_the_program() -> None:
+    with pytest.raises(ArgumentsError, match="'my.module' does not start a run"):
+        extract_arguments(["python", "-m", "my.module", "--path", "/ckpt/train_ppo_ray"])

@@ -8,16 +8,37 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import requirements
 
 
-def run(ring: int, flat: bool = False) -> Any:
-    return SimpleNamespace(ring=ring, flat=flat)
+def sections(**ds: Any) -> SimpleNamespace:
+    defaults = {"ring_attn_size": 1, "attn_implementation": "sdpa", "load_in_4bit": False}
+    return SimpleNamespace(ds=SimpleNamespace(**defaults | ds), use_ms=False)
 
 
-def test_ring_attention_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        (sections(ring_attn_size=2), r"--ds.ring_attn_size 2 needs flash_attn and ring_flash_attn, not"),
+        (SimpleNamespace(ring_attn_size=4), r"^--ring_attn_size 4 needs"),
+        (sections(load_in_4bit=True), "--ds.load_in_4bit needs bitsandbytes, not installed"),
+        (sections(use_liger_kernel=True), "--ds.use_liger_kernel needs liger_kernel"),
+        (sections(attn_implementation="flash_attention_3"), "flash_attention_3 needs flash_attn_interface"),
+        (sections(attn_implementation="owner/kernel"), "owner/kernel needs kernels"),
+    ],
+)
+def test_a_feature_without_its_packages_is_refused(
+    values: Any, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenRLHF fails after every model is loaded."""
-    requirements.refuse_missing_packages(run(ring=1))
-    with pytest.raises(UserError, match=r"--ds.ring_attn_size 2 needs flash_attn and ring_flash_attn, not"):
-        requirements.refuse_missing_packages(run(ring=2))
-    with pytest.raises(UserError, match=r"^--ring_attn_size 4 needs"):
-        requirements.refuse_missing_packages(run(ring=4, flat=True))
+    monkeypatch.setattr(requirements, "find_spec", lambda _: None)
+    requirements.refuse_missing_packages(sections())
+    with pytest.raises(UserError, match=error):
+        requirements.refuse_missing_packages(values)
     monkeypatch.setattr(requirements, "find_spec", lambda _: object())
-    requirements.refuse_missing_packages(run(ring=2))
+    requirements.refuse_missing_packages(values)
+
+
+def test_a_key_of_wandb_is_not_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda _: None)
+    values = SimpleNamespace(logger=SimpleNamespace(wandb=SimpleNamespace(key="secret")))
+    with pytest.raises(UserError, match=r"--logger.wandb.key needs wandb") as raised:
+        requirements.refuse_missing_packages(values)
+    assert "secret" not in str(raised.value)

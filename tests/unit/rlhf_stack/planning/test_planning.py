@@ -18,7 +18,7 @@ from rlhf_stack.memory import Zero, parse_shape
 from rlhf_stack.openrlhf.run_spec import Role, Run
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
-from rlhf_stack.planning import Machine, advise, assess, cluster_spec, uniform_machines
+from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, display, uniform_machines
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
@@ -372,3 +372,70 @@ def test_settings_replace_those_of_the_command_line() -> None:
     assert words[words.index("--train.micro_batch_size") + 1] == str(tuned.run.train_batch)
     assert words[words.index("--keep") + 1] == "it"
     assert apply_settings(words, tuned) == words
+
+
+def shown(found: Any, machines: Any, shapes: Any = SHAPES) -> str:
+    """The printed plan."""
+    console = Console(file=io.StringIO(), width=200)
+    print_assessment(console, found, advise(found, machines, shapes), None)
+    output: Any = console.file
+    return str(output.getvalue())
+
+
+def test_the_nodes_that_an_engine_spans_are_comparable() -> None:
+    """An engine over 16 GPUs on nodes of 8 spans two nodes in every placement."""
+    shapes = {"big": replace(QWEN_7B, heads=32, kv_heads=8)}
+    machines = uniform_machines(5, 8, 80, 64, 2000)
+    planned = run("big", engines=Engines(2, 16))
+    found = assess(planned, machines, shapes)
+    line = next(line for line in shown(found, machines, shapes).splitlines() if "as released" in line)
+    assert line.strip().endswith("placed by rlhf_stack: each of 2 engines spans 2 nodes (needs to)")
+    assert as_json(found, [], None)["straddling"]["ours"] == []
+    wide = display.__dict__["_spanned"](((0, 1, 2), (3, 4)), 2)
+    assert wide == "1 of 2 engines span up to 3 nodes, 2 are needed"
+
+
+def test_a_run_whose_memory_is_unknown_is_not_said_to_fit() -> None:
+    machines = uniform_machines(2, 8, 0, 64, 0)
+    found = assess(run(), machines, SHAPES)
+    assert shown(found, machines).strip().endswith("its memory was not checked (--gpu-memory)")
+    assert as_json(found, [], None)["memory_checked"] is False
+    known = uniform_machines(2, 8, 80, 64, 500)
+    assert shown(assess(run(), known, SHAPES), known).strip().endswith("this run fits")
+
+
+def test_advice_halves_dynamic_batches() -> None:
+    machines = uniform_machines(2, 8, 40, 64, 2000)
+    planned = run(tokens=131072, rollout_tokens=131072)
+    texts = {
+        text for one in advise(assess(planned, machines, SHAPES), machines, SHAPES) for text in one.flags
+    }
+    assert any(text.startswith("--train.max_tokens_per_gpu ") for text in texts), texts
+
+
+def test_advice_against_too_little_host_memory_moves_less_to_the_host() -> None:
+    planned = run("big", zero=Zero(2, 1, offload=True))
+    machines = uniform_machines(2, 8, 141, 64, 120)
+    found = assess(planned, machines, SHAPES)
+    assert any("of the host" in problem for problem in found.problems)
+    texts = {text for one in advise(found, machines, SHAPES) for text in one.flags}
+    assert "without --ds.adam_offload" in texts
+
+
+def test_advice_to_shorten_lowers_the_limit_of_the_answer_too() -> None:
+    """`--data.max_len 37120` was advised next to `--rollout.max_new_tokens 64000`."""
+    planned = run("big", length=74240, answer=64000)
+    changes = [flags for flags, reason, _ in advice._changes(planned) if reason == "shorter sequences"]
+    assert changes == [("--data.max_len 37120", "--rollout.max_new_tokens 18560")]
+    flat = run("big", release="0.5.1", length=3072, answer=2048)
+    changes = [flags for flags, reason, _ in advice._changes(flat) if reason == "shorter answers"]
+    assert changes == [("--generate_max_len 1024",)]
+
+
+def test_weights_of_4_bits_need_a_quarter_and_lora() -> None:
+    machines = uniform_machines(2, 8, 80, 64, 2000)
+    full = assess(run("big", lora=8), machines, SHAPES)
+    small = assess(run("big", lora=8, quantized=True), machines, SHAPES)
+    assert 0.25 < small.needs["actor"].weights / full.needs["actor"].weights < 0.40  # heads stay in 16 bits
+    assert not small.problems
+    assert any("use LoRA" in problem for problem in assess(run(quantized=True), machines, SHAPES).problems)

@@ -20,8 +20,9 @@ its sizes:
 gpus: index, `holds`, and the bytes needed in `training`, `generating` and `syncing`), `roles` (role, ranks,
 parameters, and per rank weights, gradients, optimizer, activations, buffers, step, asleep, host, loading),
 `engine` (count, size, shares, and cache, per GPU: budget, weights, working, cache, per engine: tokens,
-concurrency; or null) and `straddling` (indices of engines: ours, upstream; upstream_waits_for is the
-placement group that upstream's placement would leave pending).
+concurrency; or null), `memory_checked` (false if the memory of the GPUs is unknown: then `fits` is about the
+placement alone) and `straddling` (indices of engines that span more nodes than they need: ours, upstream;
+upstream_waits_for is the placement group that upstream's placement would leave pending).
 """
 
 import argparse
@@ -63,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
         print_json("plan", 1, **as_json(found, advice, layout), said=list(notes))
     else:
         console = Console(record=options.svg is not None, highlight=False)
+        for note in notes:
+            console.print(f"OpenRLHF: {note}", markup=False, style="yellow")
         print_assessment(console, found, advice, layout)
         if options.svg:
             run_options.write_file(options.svg, console.export_svg(title="rlhf-stack plan"))
