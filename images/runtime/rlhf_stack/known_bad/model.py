@@ -13,6 +13,7 @@ likely another error of the log, so the row ranks behind others.
 was confirmed.
 """
 
+import functools
 import re
 import tomllib
 from collections import Counter
@@ -73,7 +74,12 @@ class Row:
 
 def load() -> list[Row]:
     """Load all rows in the order of the files; `MalformedRow` if one is invalid."""
-    rows = []
+    return list(_rows())
+
+
+@functools.cache
+def _rows() -> tuple[Row, ...]:
+    rows: list[Row] = []
     for file in sorted((files("rlhf_stack.known_bad") / "rows").iterdir(), key=lambda entry: entry.name):
         rows += list(read(file.read_text(encoding="utf-8")))
     ids = Counter(row.id for row in rows)
@@ -83,7 +89,7 @@ def load() -> list[Row]:
     unknown = sorted({name for row in rows for name in row.instead_of} - set(ids))
     if unknown:
         raise MalformedRow(f"instead_of names rows that do not exist: {', '.join(unknown)}")
-    return rows
+    return tuple(rows)
 
 
 def read(text: str) -> Iterator[Row]:

@@ -16,7 +16,9 @@ from rlhf_stack.cli.main import main
 from rlhf_stack.diagnostics.doctor import checks, collect, comparison, libraries
 from rlhf_stack.diagnostics.doctor.facts import (
     Disk,
+    GpuHealth,
     GpuProcess,
+    GpuReport,
     Library,
     NodeAnswer,
     NodeFacts,
@@ -52,7 +54,13 @@ HEALTHY = NodeFacts(
     stale_processes=(),
     gpu_processes=(),
 )
-CUDA: dict[str, Any] = {"accelerator": "cuda", "gpus": 8, "driver": "580.95.05", "built_for": "cuda 13.0"}
+CUDA: dict[str, Any] = {
+    "accelerator": "cuda",
+    "gpus": 8,
+    "driver": "580.95.05",
+    "built_for": "cuda 13.0",
+    "gpu_report": GpuReport((GpuHealth(0, "0000:3b:00.0", "NVIDIA H100"),), unavailable=""),
+}
 ONE, TWO = Library("trainer", "/a", "2.20.5+cuda12.4", "aa"), Library("engine", "/b", "2.18.1+cuda12.1", "bb")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from rlhf_stack import known_bad
 from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.diagnostics.doctor.facts import NodeFacts
+from rlhf_stack.diagnostics.doctor.gpu_health import check_gpu_health
 from rlhf_stack.diagnostics.doctor.rdma import check_rdma
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
@@ -268,6 +269,7 @@ CHECKS: tuple[Check, ...] = (
     open_files,
     interfaces,
     check_rdma,
+    check_gpu_health,
     ports,
     disks,
     stale,

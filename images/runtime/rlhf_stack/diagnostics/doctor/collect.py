@@ -33,6 +33,7 @@ from rlhf_stack.diagnostics.doctor.facts import (
     RayProcess,
     relevant_variables,
 )
+from rlhf_stack.diagnostics.doctor.gpu_health import collect_gpu_report
 
 SMI_SECONDS = 10.0
 PORTS = (6379, 8265, 10001)
@@ -77,6 +78,7 @@ def collect_facts() -> NodeFacts:
         ),
         gpu_processes=gpu_processes,
         rdma=collect_rdma(),
+        gpu_report=collect_gpu_report(_nvidia_gpus()),
     )
 
 
@@ -127,7 +129,11 @@ def _built_for() -> str:
 
 def _gpus() -> int:
     """The number of GPUs of this machine, including hidden ones."""
-    return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else rocm.kernel_count()
+    return _nvidia_gpus() or rocm.kernel_count()
+
+
+def _nvidia_gpus() -> int:
+    return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else 0
 
 
 def _driver() -> str:

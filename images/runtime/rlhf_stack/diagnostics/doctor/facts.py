@@ -98,6 +98,40 @@ class Rdma:
 
 
 @dataclass(frozen=True)
+class GpuHealth:
+    """The health of a GPU as nvidia-smi reports it; "" and None if it reports none.
+
+    ``bus``: its PCI address. ``uncorrected``: ECC errors since the driver was loaded. ``remap_pending``:
+    faulty memory is replaced at the next reset. ``slowdowns``: why its clocks are reduced, if by a fault.
+    ``recovery``: the action that the driver requests. ``fabric``: the state of its NVSwitch fabric.
+    """
+
+    index: int
+    bus: str
+    name: str
+    uncorrected: int | None = None
+    remap_pending: bool = False
+    remap_failed: bool = False
+    slowdowns: tuple[str, ...] = ()
+    recovery: str = ""
+    fabric: str = ""
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """The health of the NVIDIA GPUs of a node, or why it is ``unavailable``.
+
+    ``nvlinks``: active links by GPU. ``xids``: faults in the kernel's log, or why that is unavailable.
+    """
+
+    gpus: tuple[GpuHealth, ...] = ()
+    unavailable: str = "not collected"
+    nvlinks: tuple[int, ...] = ()
+    xids: tuple[str, ...] = ()
+    xids_unavailable: str = ""
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """The facts of one node. Sizes in bytes; None and "" if absent or unknown."""
 
@@ -124,6 +158,7 @@ class NodeFacts:
     stale_processes: tuple[str, ...]
     gpu_processes: tuple[GpuProcess, ...]
     rdma: Rdma = field(default_factory=Rdma)
+    gpu_report: GpuReport = field(default_factory=GpuReport)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def check_rdma(node: NodeFacts) -> Iterator[Finding]:
         yield Finding("rdma", NOTE, "NCCL uses TCP: " + _unused(adapters), _names(adapters))
     else:
         yield from _access(node, usable)
+        yield from _inactive(adapters)
         yield from _locked_memory(node, usable)
         yield from _gpudirect(node, usable)
 
@@ -84,6 +85,18 @@ def _access(node: NodeFacts, usable: Sequence[RdmaAdapter]) -> Iterator[Finding]
         )
     else:
         yield Finding("rdma", OK, "NCCL can use the RDMA adapters", names)
+
+
+def _inactive(adapters: Sequence[RdmaAdapter]) -> Iterator[Finding]:
+    down = [each for each in adapters if not each.active]
+    if down:
+        yield Finding(
+            "rdma-ports",
+            NOTE,
+            f"{len(down)} of {len(adapters)} RDMA adapters have no active port",
+            _names(adapters),
+            "if they are meant to be used: check cable and switch with `ibstat`",
+        )
 
 
 def _locked_memory(node: NodeFacts, usable: Sequence[RdmaAdapter]) -> Iterator[Finding]:
