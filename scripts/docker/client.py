@@ -165,7 +165,8 @@ def check_space(root: Path, megabytes: int, free_bytes: int) -> None:
     if free < megabytes:
         raise UserError(
             f"no space left: this needs {megabytes} MB in {root}, which has {free} MB; "
-            "`docker system prune` frees what no container uses"
+            "`docker image prune --filter label=io.rlhf-stacks.cell` removes this project's replaced images, "
+            "`docker builder prune` the cache of every build"
         )
 
 

@@ -6,9 +6,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import docker
 import docker.errors
 from docker.models.images import Image
 from rich.console import Console
@@ -25,9 +27,10 @@ from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 
 LEAK_MARKER = "# rlhf-stacks: a secret of the build, in no layer of an image"
-# In 10^6 bytes: all layers, the builder root and its caches; less if the image exists already.
-BUILD_MEGABYTES, REBUILD_MEGABYTES = 9000, 3000
-CONTEXT_MEGABYTES = 3000
+# Relative to the layers of an image: uv's cache has their packages once more (measured: 8.5 GB for two
+# images of 8.8 GB), and containerd's image store the packed layers.
+CACHE, PACKED = 1.0, 0.5
+ROOTS_MEGABYTES = 2000  # root filesystems and what is compiled
 SHOWN_SECONDS = 1.0
 
 
@@ -38,6 +41,22 @@ def build(cell: Cell) -> str:
     """
     with build_lock(cell):
         return _build(cell)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a build needs, in 10^6 bytes: below the checkout, and where Docker stores images."""
+
+    checkout: int
+    docker: int
+
+
+def space(cell: Cell, exists: bool) -> Space:
+    """Return the space for a build of the cell, from its size budget; less if there is an image of it."""
+    layers = cell.size_budget_mb
+    factor = 1 if exists else 1 + CACHE + PACKED
+    fixed = ROOTS_MEGABYTES // 4 if exists else ROOTS_MEGABYTES
+    return Space(checkout=ROOTS_MEGABYTES + layers // 4, docker=round(factor * layers) + fixed)
 
 
 def unpacked_size(image: Image) -> int:
@@ -83,13 +102,14 @@ def _build(cell: Cell) -> str:
     client = connect()
     preflight.require(cell, client)
     before = client.images.list(name=cell.tag)
-    check_space(ROOT, CONTEXT_MEGABYTES, shutil.disk_usage(ROOT).free)
+    needed = space(cell, bool(before))
+    check_space(ROOT, needed.checkout, shutil.disk_usage(ROOT).free)
     inputs = collect(cell, config)
     if before and inputs.matches(before[0]):
         return str(before[0].id)
     for line in config.unsupported:
         print(f"warning: the build does not use a setting of pip's configuration: {line}", file=sys.stderr)
-    need_space(REBUILD_MEGABYTES if before else BUILD_MEGABYTES)
+    need_space(needed.docker)
     with tempfile.TemporaryDirectory() as temporary:
         secrets = write_secrets(config, Path(temporary))
         image_id = Path(temporary, "image")
@@ -99,11 +119,16 @@ def _build(cell: Cell) -> str:
             raise UserError(f"building {cell.id} failed: {cause} (full log: {log.relative_to(ROOT)})")
         built = image_id.read_text().strip()
     client.images.get(built).tag(cell.tag)
-    for image in before:
-        if image.id != built:
-            with contextlib.suppress(docker.errors.APIError):  # a container or another tag still uses it
-                client.images.remove(str(image.id))
+    remove_unnamed(client, [str(image.id) for image in before])
     return built
+
+
+def remove_unnamed(client: docker.DockerClient, images: Iterable[str]) -> None:
+    """Remove images that no tag names and no container uses; a tested image has a tag (`testing.kept`)."""
+    for image in images:
+        with contextlib.suppress(docker.errors.APIError):  # a container uses it, or it is gone
+            if not client.images.get(image).tags:
+                client.images.remove(image)
 
 
 def _run(arguments: list[str], log: Path, environment: Mapping[str, str]) -> int:

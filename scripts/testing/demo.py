@@ -22,7 +22,7 @@ from scripts.images.build import build
 from scripts.locking import exclusive_lock
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
-from scripts.testing import credit, demo_report, records
+from scripts.testing import credit, demo_report, kept, records
 from scripts.testing.cluster import Cluster, ContainerNode
 
 OUT = ROOT / "build" / "demo"
@@ -252,6 +252,7 @@ def run_demo(
             path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             tally.attach(path.read_bytes(), path.suffix)
             tally.count("demo", records.PASSED if report["weights_equal"] else records.FAILED)
+        kept.keep(connect(), cell, tally.record)
     demo_report.show(report, console)
     console.print(f"report: {path.relative_to(ROOT)}")
     if not report["weights_equal"]:

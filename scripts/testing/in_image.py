@@ -25,7 +25,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.pristine import fetch_pristine, locked_hashes
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
-from scripts.testing import credit, proofs, records
+from scripts.testing import credit, kept, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing"
@@ -205,4 +205,5 @@ def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
         if run.suite == "patches" and not run.arguments:
             unproved = proofs.report(cell, series_of(cell), counted.proofs, Console())
             counted.code = counted.code or unproved
+    kept.keep(client, cell, counted.record)
     return 1 if counted.code else 0

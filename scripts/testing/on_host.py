@@ -10,7 +10,7 @@ from scripts.errors import UserError
 from scripts.matrix.load import Cell
 from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
-from scripts.testing import credit, records
+from scripts.testing import credit, kept, records
 from scripts.testing.in_image import local_image
 
 
@@ -33,6 +33,7 @@ def run_suite(
             tally.add(junit, _run_pytest(cell, suite, [], junit))
             if local_image(client, cell) != image:
                 raise UserError(f"{cell.tag} was rebuilt while its tests ran: run them again")
+        kept.keep(client, cell, tally.record)
     return min(1, tally.code)
 
 

@@ -125,7 +125,8 @@ def test_an_unreachable_docker_host_is_an_error(host: str, monkeypatch: pytest.M
 def test_too_little_space_is_an_error() -> None:
     client.check_space(Path("/d"), 9000, 9_000_000_000)
     with pytest.raises(
-        UserError, match="no space left: this needs 9000 MB in /d, which has 8999 MB; `docker system prune`"
+        UserError,
+        match="no space left: this needs 9000 MB in /d, which has 8999 MB; `docker image prune --filter",
     ):
         client.check_space(Path("/d"), 9000, 8_999_999_999)
 
