@@ -13,6 +13,7 @@ ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
 CHECK_COTENANCY = "RLHF_STACK_CHECK_COTENANCY"
 TRACEBACK = "RLHF_STACK_TRACEBACK"  # set: an error that is a defect of rlhf-stack ends with its traceback
+EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
 
 
@@ -70,6 +71,11 @@ def engine_timeout() -> float:
 def placement_timeout() -> float:
     """Return the deadline in seconds of a reservation of free GPUs (120); nothing has started by then."""
     return seconds(PLACEMENT_TIMEOUT, 120.0)
+
+
+def excluded_nodes() -> set[str]:
+    """Return the addresses of nodes on which nothing is placed."""
+    return {address.strip() for address in os.environ.get(EXCLUDED_NODES, "").split(",")} - {""}
 
 
 def accelerator() -> str | None:

@@ -42,7 +42,7 @@ def driver_cpus(gpus: float) -> float:
 
 
 def free_nodes() -> list[FreeNode]:
-    """Return the live nodes with their free resources; each has a distinct address.
+    """Return the live nodes that are not excluded, with their free resources; each has a distinct address.
 
     A restarted machine is listed twice until Ray finds the old node dead. This waits for it, and raises
     `PlacementError` at the deadline.
@@ -182,13 +182,14 @@ def _nodes(free: bool) -> list[FreeNode]:
 
 
 def _live_nodes(free: bool) -> list[FreeNode]:
-    """Return the live nodes in Ray's order."""
+    """Return the live nodes in Ray's order, without the excluded ones."""
     import ray
 
     available = ray_private.available_resources_per_node()
+    excluded = env_vars.excluded_nodes()
     found = []
     for entry in ray.nodes():
-        if entry["Alive"]:
+        if entry["Alive"] and entry["NodeManagerAddress"] not in excluded:
             total = entry["Resources"]
             resources = available.get(entry["NodeID"], total) if free else total
             found.append(

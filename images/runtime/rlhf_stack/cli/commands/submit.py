@@ -12,43 +12,43 @@ Ray's workers inherit the environment of their machine, not of this shell. The r
 the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
 Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
 
+With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
+left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
+rank and role, and adds the flag that loads it. With --min-nodes M it then continues on M nodes or more, with
+fewer engines if it must. A node that was lost twice is not used again. What would fail again is not repeated:
+a rejected command line, a known cause that the installed versions confirm, memory that ran out before the
+first checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM stop the job. If this process
+is killed the job continues; the same command follows it again, unless the head was restarted.
+
+  rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
+
 Exit codes of submit itself: 120 the run does not fit and was not submitted (--force submits it anyway), 121
 wrong usage, or the job could not be submitted, 122 the connection to the running job was lost. --json prints
 rlhf-stack/submit/1 when the job has ended, with the job's output on stderr: `submitted`, `job`, `status`,
-`code` (that of the job, unchanged), `problems`.
+`code` (that of the job, unchanged), `problems`; with --restarts also `attempts` (job, status, code, seconds,
+resumed, saved: the step of the last complete checkpoint, error, lost: addresses of nodes, causes).
 """
 
 import argparse
-import asyncio
 import os
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from rlhf_stack.cli import run_options
+from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import gibibytes
-from rlhf_stack.cluster.connect import summarize_ray_error
+from rlhf_stack.cli.option_types import gibibytes, node_count, non_negative_int, seconds
 from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
+from rlhf_stack.recovery import job as jobs
+from rlhf_stack.recovery.supervisor import Limits
 
-REFUSED, WRONG_USAGE, LOST = 120, 121, 122  # exit codes that are never those of the job
+REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, as `jobs.LOST`
 PREFIX = "RLHF_STACK_"
 OF_THE_IMAGE = (env_vars.ACCELERATOR, "RLHF_STACK_TOLD")  # set by the image on every machine
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The final state of a job; ``code`` is its exit code, or 1 if it failed and Ray reports none."""
-
-    job: str
-    status: str
-    code: int
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +74,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a variable for the job; repeatable",
     )
     parser.add_argument("--working-dir", metavar="FOLDER", help="a folder that Ray copies to every machine")
+    parser.add_argument(
+        "--restarts",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="submit the run again after a fault, at most N times (0)",
+    )
+    parser.add_argument(
+        "--min-nodes",
+        type=node_count,
+        metavar="M",
+        help="continue on M nodes or more if others stay lost [all are needed]",
+    )
+    parser.add_argument(
+        "--node-wait",
+        type=seconds,
+        default=Limits.seconds,
+        metavar="SECONDS",
+        help=f"time limit of each wait for lost nodes ({Limits.seconds:.0f})",
+    )
     parser.add_argument("--force", action="store_true", help="submit a run that does not fit")
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/submit/1 (see above)")
     run_options.add_run_options(parser)
@@ -82,8 +102,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plan the run, submit it and follow it; return the job's exit code."""
     words = run_options.command_words(options)
-    environment = runtime_env(os.environ, options.env, options.working_dir)
-    problems = _problems(options, words)
+
+    def environment() -> dict[str, Any]:
+        return runtime_env(os.environ, options.env, options.working_dir)
+
+    def write(text: str) -> None:
+        print(text, end="", file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    environment()  # before anything starts: `UserError` for a variable without a value
+    supervision = _supervision(options, words, environment) if options.restarts else None
+    problems = [] if supervision and supervision.follows_a_job else _problems(options, words)
     for problem in problems:
         print(f"rlhf-stack: {problem}", file=sys.stderr)
     if problems and not options.force:
@@ -91,8 +119,9 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print_json("submit", 1, submitted=False, job=None, status=None, code=REFUSED, problems=problems)
         return REFUSED
-    ended = _follow(options.address, words, environment, sys.stderr if options.json else sys.stdout)
+    ended = supervision.run(write) if supervision else _once(options.address, words, environment(), write)
     if options.json:
+        attempts = [asdict(one) for one in supervision.attempts] if supervision else []
         print_json(
             "submit",
             1,
@@ -101,8 +130,34 @@ def run(options: argparse.Namespace) -> int:
             status=ended.status,
             code=ended.code,
             problems=problems,
+            **({"attempts": attempts} if supervision else {}),
         )
-    return 1 if ended.code in (REFUSED, WRONG_USAGE, LOST) else ended.code
+    return 1 if ended.code in (REFUSED, WRONG_USAGE, jobs.LOST) else ended.code
+
+
+def _supervision(
+    options: argparse.Namespace, words: Sequence[str], environment: Callable[[], dict[str, Any]]
+) -> supervised.Supervision:
+    def assess(changed: Sequence[str]) -> list[str]:
+        return _problems(argparse.Namespace(**(vars(options) | {"command_line": list(changed)})), changed)
+
+    limits = Limits(options.restarts, options.min_nodes, options.node_wait)
+    return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
+
+
+def _once(
+    address: str, words: Sequence[str], environment: Mapping[str, Any], write: Callable[[str], None]
+) -> jobs.Ended:
+    """Submit the job and follow it until it ends."""
+    job = jobs.submit(address, words, environment)
+    try:
+        return jobs.follow(address, job, write)
+    except KeyboardInterrupt:
+        print(
+            f"rlhf-stack: job {job} is still running: ray job logs -f {job}, ray job stop {job}",
+            file=sys.stderr,
+        )
+        raise
 
 
 def runtime_env(
@@ -136,54 +191,3 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
     run, _ = run_options.parse_run(options)
     machines = run_options.ray_machines(options.ray, options.gpu_memory)
     return list(assess(run, machines, run_options.read_shapes(run, options)).problems)
-
-
-def _follow(address: str, words: Sequence[str], environment: Mapping[str, Any], output: Any) -> Ended:
-    """Submit the job, copy its output to ``output`` until it ends, and return its final state."""
-    from aiohttp import ClientError
-    from ray.exceptions import RayError
-    from ray.job_submission import JobSubmissionClient
-
-    try:
-        client = JobSubmissionClient(address)
-        job = client.submit_job(entrypoint=shlex.join(words), runtime_env=dict(environment))
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise UserError(f"Ray's job server at {address}: {summarize_ray_error(error)}") from None
-    print(f"rlhf-stack: job {job}", file=sys.stderr, flush=True)
-    try:
-        asyncio.run(_tail(client, job, output))
-        info = client.get_job_info(job)
-    except KeyboardInterrupt:
-        print(
-            f"rlhf-stack: job {job} is still running: ray job logs -f {job}, ray job stop {job}",
-            file=sys.stderr,
-        )
-        raise
-    except (OSError, RuntimeError, RayError, ClientError) as error:
-        raise _lost(job, address, summarize_ray_error(error)) from None
-    status = str(getattr(info.status, "value", info.status))
-    if status not in ENDED:
-        raise _lost(job, address, f"its log ended, but its status is {status}")
-    if status != "SUCCEEDED":
-        print(f"rlhf-stack: job {job} {status.lower()}: {_first(info.message)}", file=sys.stderr)
-    code = getattr(info, "driver_exit_code", None)
-    return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
-
-
-def _lost(job: str, address: str, why: str) -> UserError:
-    return UserError(
-        f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
-        "too, and a restarted head does not know them: submit the command again, with the flag that loads "
-        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}",
-        LOST,
-    )
-
-
-def _first(message: str | None) -> str:
-    """The first line of a message, without the log lines that Ray appends."""
-    return (message or "no reason").split(", last available logs")[0].splitlines()[0]
-
-
-async def _tail(client: Any, job: str, output: Any) -> None:
-    async for lines in client.tail_job_logs(job):
-        print(lines, end="", file=output, flush=True)

@@ -1,0 +1,115 @@
+"""The supervision of a run by `rlhf-stack submit --restarts`: its state, its signals and its final table."""
+
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rlhf_stack.errors import UserError
+from rlhf_stack.recovery import job as jobs
+from rlhf_stack.recovery.attempts import Attempt
+from rlhf_stack.recovery.checkpoints import checkpoints_of
+from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.ray_cluster import RayCluster
+from rlhf_stack.recovery.supervisor import Limits, State, Supervisor, read_state
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Supervision:
+    """A run that is submitted again after faults, on the cluster at ``address`` with its job ``server``."""
+
+    def __init__(
+        self,
+        server: str,
+        address: str,
+        words: Sequence[str],
+        limits: Limits,
+        assess: Callable[[Sequence[str]], list[str]],
+        environment: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._server, self._limits = server, limits
+        self._run, self._checkpoints = checkpoints_of(words)
+        key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+        self._cluster = RayCluster(server, address, key, assess, environment)
+        kept = self._cluster.recall()
+        began = 0.0 if self._checkpoints.loads else time.time()
+        self._state = read_state(kept) if kept else State(list(words), began)
+        if self.follows_a_job:
+            print(f"rlhf-stack: this run is job {self._state.job}: following it", file=sys.stderr)
+        if not self._checkpoints.every:
+            print(
+                "rlhf-stack: the run saves no checkpoints, so each restart repeats all of it: "
+                f"set {'--save_steps' if self._run.flat else '--ckpt.save_steps'}",
+                file=sys.stderr,
+            )
+
+    @property
+    def follows_a_job(self) -> bool:
+        """Whether a supervisor of the same run was killed, and left this job."""
+        return bool(self._state.job)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The attempts so far."""
+        return self._state.attempts
+
+    def run(self, write: Callable[[str], None]) -> Ended:
+        """Supervise the run; its jobs' output goes to ``write``. Ctrl-C and SIGTERM stop its job."""
+        supervisor = Supervisor(self._cluster, self._run, self._checkpoints, self._limits, self._state, write)
+        try:
+            with _terminated_as_exception():
+                return supervisor.supervise()
+        except (KeyboardInterrupt, SystemExit):
+            if self._state.job:
+                print(f"rlhf-stack: stopping job {self._state.job}", file=sys.stderr, flush=True)
+                jobs.stop(self._server, self._state.job)
+            raise
+        finally:
+            self._forget()
+            _show(self.attempts)
+
+    def _forget(self) -> None:
+        try:
+            self._cluster.remember({})
+        except (UserError, OSError, RuntimeError):  # the head has ended, and its GCS with it
+            return
+
+
+@contextmanager
+def _terminated_as_exception() -> Iterator[None]:
+    """Let SIGTERM raise `SystemExit`, so that the job is stopped."""
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show(attempts: Sequence[Attempt]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("attempt", "job", "ended", "after", "from step", "saved step", "lost nodes", "error")
+    for number, one in enumerate(attempts, 1):
+        table.add_row(
+            str(number),
+            one.job,
+            one.status.lower(),
+            f"{one.seconds:.0f} s",
+            str(one.resumed + 1),
+            str(one.saved or "none"),
+            escape(", ".join(one.lost)),
+            escape(one.error[:200]),
+        )
+    if attempts:
+        Console(stderr=True, highlight=False).print(table)

@@ -1,0 +1,83 @@
+"""The attempts of a supervised run, and the rule that decides whether there is another one."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+SUCCEEDED, FAILED, STOPPED, HEAD_LOST = "SUCCEEDED", "FAILED", "STOPPED", "HEAD LOST"
+WRONG_USAGE = 2
+FAILURES_OF_A_NODE = 2  # after which the next attempt does not use it
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+SOURCE = re.compile(r"^\((?:[^()]|\([^()]*\))*\)\s*")  # of a line that Ray copied from an actor
+ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Mismatch)\b(?:\(\w+\))?: .*")
+OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory\b|No available memory for the cache blocks")
+VARIES = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{16,}\b|\d+(?:\.\d+)*")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One job of a run.
+
+    It began at step ``resumed`` + 1 and ended when the checkpoint of step ``saved`` was the last complete one
+    (0: none). ``lost`` are the addresses of nodes that did not answer at its end. ``causes`` are known causes
+    in its output that the versions and settings of this image confirm.
+    """
+
+    job: str
+    status: str
+    code: int
+    seconds: float
+    resumed: int
+    saved: int
+    error: str = ""
+    lost: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+
+def why_not_again(attempts: Sequence[Attempt], restarts: int) -> str | None:
+    """Return why the run is not submitted again after its last attempt, None if it is.
+
+    Whatever would fail again in the same way is not repeated: a rejected command line, a confirmed known
+    cause, memory that was exhausted before any progress, or the same error twice without progress.
+    """
+    last = attempts[-1]
+    if last.status == STOPPED:
+        return "it was stopped by a user"
+    if len(attempts) > restarts:
+        return f"{restarts} of {restarts} restarts are used"
+    if last.lost or last.status == HEAD_LOST:
+        return None
+    return next(_permanent_causes(attempts), None)
+
+
+def _permanent_causes(attempts: Sequence[Attempt]) -> Iterator[str]:
+    """Yield why the last attempt, which lost no node, would fail again."""
+    last, before = attempts[-1], attempts[-2] if len(attempts) > 1 else None
+    if last.code == WRONG_USAGE:
+        yield "its command line was rejected"
+    if last.causes:
+        yield f"the cause is not transient: {last.causes[0]}"
+    if last.saved > last.resumed:
+        return
+    if OUT_OF_MEMORY.search(last.error):
+        yield "it ran out of memory before it saved a checkpoint, and would do so again"
+    if before and not before.lost and last.error and _kind(before.error) == _kind(last.error):
+        yield f"it failed twice with the same error and without progress after step {last.resumed}"
+
+
+def excluded_nodes(attempts: Sequence[Attempt]) -> list[str]:
+    """Return the nodes that were lost so often that the next attempt does not use them."""
+    counts = Counter(address for attempt in attempts for address in attempt.lost)
+    return sorted(address for address, count in counts.items() if count >= FAILURES_OF_A_NODE)
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """Return the last exception in the output of a job, without colours and the name of an actor."""
+    plain = (SOURCE.sub("", COLOUR.sub("", line).strip()) for line in reversed(lines))
+    return next((line for line in plain if ERROR.match(line)), "")
+
+
+def _kind(error: str) -> str:
+    """An error without the numbers and addresses that differ between two attempts."""
+    return VARIES.sub("#", error)

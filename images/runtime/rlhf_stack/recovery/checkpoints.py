@@ -1,0 +1,122 @@
+"""The checkpoints of a run: which are complete, and the choice of the one that the next attempt loads.
+
+DeepSpeed writes ``latest`` when its rank 0 has saved, and actor and critic save one after the other. After a
+fault ``latest`` may therefore name a checkpoint without the files of other ranks, or two different steps.
+"""
+
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_stack.openrlhf import command_line
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, Run, run_of
+
+TAG = re.compile(r"global_step(\d+)")
+OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+SHARDED_MODEL = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
+LATEST = "latest"
+ASIDE = "incomplete"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints that a run saves below ``folder``: for each of ``ranks``, a folder ``_ROLE``.
+
+    ``every`` is the number of steps between two of them, 0 if none is saved. ``loads`` is whether the command
+    already has ``load_flag``. ``stage`` and ``tensor_parallel`` decide the files of a checkpoint.
+    """
+
+    folder: Path
+    ranks: dict[str, int]
+    every: int
+    load_flag: str
+    loads: bool
+    stage: int
+    tensor_parallel: int = 1
+
+    def complete_steps(self, since: float) -> set[int]:
+        """Return the steps of which every role has a complete checkpoint, written after ``since``.
+
+        ``since`` is in unix seconds, and keeps out what an earlier run left in the folder.
+        """
+        steps = [
+            {
+                step
+                for step, tag in self._tags(role).items()
+                if self._is_complete(role, tag) and _written(tag, min) >= since
+            }
+            for role in self.ranks
+        ]
+        return set.intersection(*steps)
+
+    def select(self, step: int, since: float) -> list[Path]:
+        """Make ``step`` the latest checkpoint of each role; return what was set aside, under new names.
+
+        These are checkpoints of later steps written after ``since``; for step 0, which has no checkpoint, the
+        folders of all roles.
+        """
+        moved = []
+        for role in self.ranks:
+            if not step:
+                moved += [_set_aside(self._of(role))] if self._of(role).is_dir() else []
+                continue
+            for later, tag in self._tags(role).items():
+                if later > step and _written(tag, max) >= since:
+                    moved.append(_set_aside(tag))
+            unfinished = self._of(role) / f"{LATEST}.unfinished"
+            unfinished.write_text(f"global_step{step}", encoding="ascii")
+            unfinished.rename(self._of(role) / LATEST)
+        return moved
+
+    def _of(self, role: str) -> Path:
+        return self.folder / f"_{role}"
+
+    def _tags(self, role: str) -> dict[int, Path]:
+        """The checkpoints of a role by step, complete or not."""
+        found = self._of(role).iterdir() if self._of(role).is_dir() else ()
+        return {int(match[1]): tag for tag in found if (match := TAG.fullmatch(tag.name))}
+
+    def _is_complete(self, role: str, tag: Path) -> bool:
+        """Whether a checkpoint has the files of every rank, each written to its end."""
+        ranks, files = self.ranks[role], [file for file in tag.iterdir() if file.suffix == ".pt"]
+        model = (SHARDED_MODEL, ranks) if self.stage == 3 else (MODEL, self.tensor_parallel)
+        expected = [model, *([(OPTIMIZER, ranks)] if self.stage else [])]
+        counts = [sum(bool(name.fullmatch(file.name)) for file in files) for name, _ in expected]
+        return counts == [count for _, count in expected] and all(map(zipfile.is_zipfile, files))
+
+
+def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
+    """Return the run and its checkpoints; `ArgumentsError` if OpenRLHF rejects the command line."""
+    parsed = command_line.parse(command_line.extract_arguments(words))
+    run = run_of(parsed.release, parsed.values)
+    folder, every, loads, without = _settings(run, parsed.values)
+    ranks = {role.name: role.ranks for role in run.roles if role.name in (ACTOR, CRITIC)}
+    flag = "--load_checkpoint" if run.flat else "--ckpt.load_enable"
+    saved = 0 if without else max(0, every)
+    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, run.zero.stage, run.tensor_parallel)
+
+
+def _settings(run: Run, values: Any) -> tuple[str, int, bool, bool]:
+    """The folder, the steps between checkpoints, whether one is loaded, and whether DeepSpeed's are off."""
+    if run.flat:
+        disabled = bool(getattr(values, "disable_ds_ckpt", False))
+        return values.ckpt_path, values.save_steps, values.load_checkpoint, disabled
+    own = values.ckpt
+    return own.path, own.save_steps, own.load_enable, own.disable_ds
+
+
+def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:
+    """The oldest or newest time of a checkpoint's files; 0 without a file."""
+    return choose([file.stat().st_mtime for file in tag.glob("*.pt")] or [0.0])
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a folder so that no run loads it."""
+    number = 1
+    while (aside := path.with_name(f"{ASIDE}-{path.name}-{number}")).exists():
+        number += 1
+    return path.rename(aside)

@@ -1,0 +1,57 @@
+"""The nodes of the cluster after a fault: which still answer, and what the ended run left on them."""
+
+import subprocess
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+REAP = ("rlhf-stack", "reap", "--yes")
+REAP_SECONDS = 60.0
+ANSWER_SECONDS = 90.0  # Ray notices a node that was cut off after about a minute
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Addresses of live nodes by whether they answer; a node that Ray still lists may have ended."""
+
+    answering: tuple[str, ...]
+    silent: tuple[str, ...]
+
+
+def clean_nodes(seconds: float = ANSWER_SECONDS) -> Nodes:
+    """Run `rlhf-stack reap --yes` on every node of the connected cluster; return which of them answered."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    reap = ray.remote(num_cpus=0, max_retries=0)(_reap)
+    tasks = {
+        reap.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
+        ).remote(): (str(entry["NodeManagerAddress"]))
+        for entry in ray.nodes()
+        if entry["Alive"]
+    }
+    done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=seconds)
+    for task in pending:
+        ray.cancel(task, force=True)
+    answering = {tasks[task] for task in done if _succeeded(task)}
+    return Nodes(tuple(sorted(answering)), tuple(sorted(set(tasks.values()) - answering)))
+
+
+def missing(before: Collection[str], now: Nodes) -> tuple[str, ...]:
+    """Return the nodes of ``before`` that do not answer ``now``."""
+    return tuple(sorted(set(before) - set(now.answering)))
+
+
+def _succeeded(task: Any) -> bool:
+    import ray
+
+    try:
+        ray.get(task)
+    except ray.exceptions.RayError:  # the node ended meanwhile
+        return False
+    return True
+
+
+def _reap() -> None:
+    subprocess.run(REAP, capture_output=True, timeout=REAP_SECONDS, check=False)

@@ -1,0 +1,84 @@
+"""The Ray cluster of a supervised run, as `supervisor.Cluster` describes it."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_stack import known_bad
+from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.cluster.connect import connected
+from rlhf_stack.config import env_vars
+from rlhf_stack.known_bad.finding import ERROR
+from rlhf_stack.recovery import job as jobs
+from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.nodes import Nodes, clean_nodes
+
+PREFIX = "supervised/"
+
+
+class RayCluster:
+    """A job server at ``server`` and the cluster at ``address``; ``run`` identifies the run in its GCS.
+
+    ``assess`` returns why a command line cannot start now, ``environment`` the ``runtime_env`` of a job.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        address: str,
+        run: str,
+        assess: Callable[[Sequence[str]], list[str]],
+        environment: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._server, self._address, self._key = server, address, PREFIX + run
+        self._assess, self._environment = assess, environment
+
+    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+        """Return why the run cannot start on the free resources of nodes that are not ``excluded``."""
+        _exclude(excluded)
+        return self._assess(words)
+
+    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+        """Submit the run; no rank or engine of it is placed on an ``excluded`` node."""
+        _exclude(excluded)
+        return jobs.submit(self._server, words, self._environment())
+
+    def follow(self, job: str, write: Callable[[str], None]) -> Ended:
+        """Follow a job until it ends."""
+        return jobs.follow(self._server, job, write)
+
+    def clean(self) -> Nodes:
+        """Remove what the run left on each node."""
+        with connected(self._address):
+            return clean_nodes()
+
+    def known_causes(self, output: str) -> list[str]:
+        """Return the known causes in ``output`` whose versions and settings are those of this image."""
+        versions = known_bad.freeze("\n".join(_installed()))
+        rows = [row for row in known_bad.load() if row.has_condition and row.severity == ERROR]
+        environment = known_bad.Environment(versions, os.environ, env_vars.accelerator())
+        confirmed = {finding.id for finding in known_bad.judge(rows, environment)}
+        found = known_bad.explain([row for row in rows if row.id in confirmed], output, versions)
+        return [f"{finding.what}. {finding.remedy}" for finding in found]
+
+    def remember(self, state: dict[str, Any]) -> None:
+        """Keep ``state`` in the GCS, which a restart of the head empties."""
+        with connected(self._address):
+            gcs_kv.put_record(self._key, state)
+
+    def recall(self) -> dict[str, Any] | None:
+        """Return the state that a supervisor of this run kept, None if there is none."""
+        with connected(self._address):
+            return next((state for state in gcs_kv.list_records(self._key) if state), None)
+
+
+def _installed() -> list[str]:
+    from importlib.metadata import distributions
+
+    return [f"{one.name}=={one.version}" for one in distributions()]
+
+
+def _exclude(nodes: Sequence[str]) -> None:
+    """Exclude ``nodes`` from the placement of this process and of the jobs that it submits."""
+    named = os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")
+    os.environ[env_vars.EXCLUDED_NODES] = ",".join(sorted({*filter(None, named), *nodes}))

@@ -1,0 +1,208 @@
+"""Supervises a run from outside: submits it, and after a fault again from its last complete checkpoint.
+
+The cluster is behind `Cluster`, so that the loop is tested without one.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from rlhf_stack.errors import UserError
+from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.recovery.attempts import (
+    HEAD_LOST,
+    SUCCEEDED,
+    Attempt,
+    excluded_nodes,
+    last_error,
+    why_not_again,
+)
+from rlhf_stack.recovery.checkpoints import Checkpoints
+from rlhf_stack.recovery.engines import with_fewer_engines
+from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.recovery.nodes import Nodes, missing
+from rlhf_stack.telemetry import run_log
+
+POLL_SECONDS = 2.0
+KEPT_CHUNKS = 5000  # of a job's output, to find its error
+
+
+class GivenUpError(UserError):
+    """The run is not submitted again; the message has the reason."""
+
+
+class Cluster(Protocol):
+    """What the supervisor needs of a Ray cluster and of its job server."""
+
+    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+        """Return why the run cannot start on the free resources now."""
+
+    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+        """Submit the run; return the id of the job."""
+
+    def follow(self, job: str, write: Callable[[str], None]) -> Ended:
+        """Follow a job until it ends; `HeadLostError` if the head ends first."""
+
+    def clean(self) -> Nodes:
+        """Remove what the run left on each node; `UserError` if the head does not answer."""
+
+    def known_causes(self, output: str) -> list[str]:
+        """Return the causes in an output that the versions and settings of the image confirm."""
+
+    def remember(self, state: dict[str, Any]) -> None:
+        """Keep ``state`` for a supervisor that is started again."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """At most ``restarts``; each waits up to ``seconds`` for nodes, then uses ``min_nodes`` or more."""
+
+    restarts: int
+    min_nodes: int | None = None
+    seconds: float = 600.0
+
+
+@dataclass
+class State:
+    """The progress of a supervised run: the command line of ``job``, the attempts before it, and its nodes.
+
+    ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint.
+    """
+
+    words: list[str]
+    began: float
+    job: str = ""
+    resumed: int = 0
+    nodes: list[str] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values from which `read_state` makes an equal state."""
+        return asdict(self)
+
+
+def read_state(values: dict[str, Any]) -> State:
+    """Return the state that `State.to_json` wrote."""
+    attempts = [
+        Attempt(**(one | {"lost": tuple(one["lost"]), "causes": tuple(one["causes"])}))
+        for one in values["attempts"]
+    ]
+    return State(**(values | {"attempts": attempts}))
+
+
+class Supervisor:
+    """Submits ``run`` until it succeeds or must not be repeated; ``write`` prints the output of its jobs."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        run: Run,
+        checkpoints: Checkpoints,
+        limits: Limits,
+        state: State,
+        write: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._run, self._checkpoints = cluster, run, checkpoints
+        self._limits, self._write = limits, write
+        self.state = state
+
+    def supervise(self) -> Ended:
+        """Return the final state of the last job; `GivenUpError` if another attempt cannot be placed."""
+        state = self.state
+        if not state.nodes:
+            state.nodes = list(self._cluster.clean().answering)
+        while True:
+            if not state.job:
+                state.job = self._cluster.submit(state.words, excluded_nodes(state.attempts))
+                self._cluster.remember(state.to_json())
+            ended, attempt, lost_head = self._follow()
+            state.attempts.append(attempt)
+            if ended.status == SUCCEEDED:
+                return ended
+            if reason := why_not_again(state.attempts, self._limits.restarts):
+                run_log.warning(f"not submitted again: {reason}")
+                if lost_head:
+                    raise lost_head
+                return ended
+            self._prepare()
+
+    def _follow(self) -> tuple[Ended, Attempt, HeadLostError | None]:
+        state, begun = self.state, time.monotonic()
+        kept: deque[str] = deque(maxlen=KEPT_CHUNKS)
+
+        def write(text: str) -> None:
+            kept.append(text)
+            self._write(text)
+
+        lost: tuple[str, ...] = ()
+        lost_head: HeadLostError | None = None
+        try:
+            ended = self._cluster.follow(state.job, write)
+        except HeadLostError as problem:
+            ended, lost_head = Ended(state.job, HEAD_LOST, 1), problem
+        seconds = time.monotonic() - begun
+        output = "".join(kept)
+        if ended.status not in (SUCCEEDED, HEAD_LOST):
+            lost = missing(state.nodes, self._cluster.clean())
+        causes = [] if ended.status == SUCCEEDED else self._cluster.known_causes(output)
+        saved = max(self._checkpoints.complete_steps(state.began), default=0)
+        error = str(lost_head) if lost_head else last_error(output.splitlines())
+        attempt = Attempt(
+            ended.job, ended.status, ended.code, seconds, state.resumed, saved, error, lost, tuple(causes)
+        )
+        return ended, attempt, lost_head
+
+    def _prepare(self) -> None:
+        """Select the checkpoint, and wait until the cluster has room for the next attempt."""
+        state, saved = self.state, self.state.attempts[-1].saved
+        if saved or self._checkpoints.loads:
+            for path in self._checkpoints.select(saved, state.began):
+                run_log.warning(f"an incomplete checkpoint was set aside: {path}")
+        flag = self._checkpoints.load_flag
+        if saved and not self._checkpoints.loads and flag not in state.words:
+            state.words = [*state.words, flag]
+        state.job, state.resumed = "", saved
+        run_log.info(
+            f"submitting the run again, {len(state.attempts)} of {self._limits.restarts} restarts, "
+            + (f"from the checkpoint of step {saved}" if saved else "from its beginning: no checkpoint")
+        )
+        state.words = self._placeable()
+
+    def _placeable(self) -> list[str]:
+        """Wait for nodes; return the command line that can be placed, with fewer engines if it must."""
+        state, limits = self.state, self._limits
+        excluded = excluded_nodes(state.attempts)
+        if excluded:
+            run_log.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
+        end = time.monotonic() + limits.seconds
+        while True:
+            nodes, problems = self._look(state.words, excluded)
+            if not problems:
+                state.nodes = [address for address in nodes if address not in excluded]
+                return state.words
+            if time.monotonic() > end:
+                break
+            time.sleep(POLL_SECONDS)
+        usable = [address for address in nodes if address not in excluded]
+        if limits.min_nodes is not None and len(usable) >= limits.min_nodes:
+            for words in with_fewer_engines(state.words, self._run):
+                if not self._cluster.problems(words, excluded):
+                    run_log.warning(f"continuing on {len(usable)} nodes with fewer engines")
+                    state.nodes = usable
+                    return words
+        raise GivenUpError(
+            f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
+            f"({', '.join(usable) or 'none'}): {problems[0]}"
+        )
+
+    def _look(self, words: Sequence[str], excluded: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+        """The nodes that answer, and why the run cannot be placed on them now."""
+        try:
+            nodes = self._cluster.clean()
+            if unknown := [address for address in nodes.silent if address not in excluded]:
+                return nodes.answering, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
+            return nodes.answering, self._cluster.problems(words, excluded)
+        except UserError as error:  # the head has not been restarted yet
+            return (), [str(error)]

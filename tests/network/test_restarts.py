@@ -1,0 +1,108 @@
+"""`rlhf-stack submit --restarts`: a run that loses a node for good continues with fewer engines and ends."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+from docker.models.containers import Container
+from docker.models.volumes import Volume
+from rlhf_stack.telemetry import events
+
+from scripts.matrix.load import Cell
+from scripts.testing import demo
+from scripts.testing.cluster import LABEL, Cluster, ContainerNode, owner_label
+from tests.faults.runs import CHECKPOINTS, run_of
+from tests.network.waiting import until
+
+STEPS = 6
+STEP_OF_THE_FAULT = 2
+SECONDS = 900  # for what takes two minutes on a quiet machine
+EVENTS = "/events"
+ENGINES = {"0.11": "--vllm.num_engines", "0.5": "--vllm_num_engines"}
+SUBMIT = ("rlhf-stack", "submit", "--json", "--restarts", "2", "--min-nodes", "4", "--node-wait", "5")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder on the host with the events of all nodes."""
+    folder = tmp_path / "events"
+    folder.mkdir()
+    folder.chmod(0o777)  # the containers' user has another uid
+    return folder
+
+
+@pytest.fixture
+def disk(nothing_left: None, client: docker.DockerClient) -> Iterator[Volume]:
+    """A file system that all nodes share."""
+    del nothing_left
+    memory = {"type": "tmpfs", "device": "tmpfs", "o": "size=256m,mode=1777"}
+    volume = client.volumes.create(driver_opts=memory, labels={LABEL: owner_label()})
+    yield volume
+    volume.remove()
+
+
+@pytest.fixture
+def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
+    """A head without a GPU, and a node with one GPU for each rank and for two engines."""
+    names = ("one", "two", "three", "four", "five")[: run_of(cell).gpus + 1]
+    nodes = (ContainerNode("head", gpus=0), *(ContainerNode(name, gpus=1) for name in names))
+    mounts = {
+        str(disk.name): {"bind": CHECKPOINTS, "mode": "rw"},
+        str(folder): {"bind": EVENTS, "mode": "rw"},
+    }
+    environment = demo.ENVIRONMENT | {"RLHF_STACK_EVENTS": EVENTS, "RLHF_STACK_SYNC_TIMEOUT": "30"}
+    with Cluster(client, cell.tag, nodes, environment, options={"volumes": mounts}) as running:
+        demo.prepare(running, STEPS, seed=0)
+        yield running
+
+
+def engine_node(cluster: Cluster, folder: Path) -> Container:
+    """Return the node of the last engine."""
+    placed = [event for event in events.read(folder) if event["event"] == "placement"]
+    address = placed[-1]["engines"][-1][0]
+    (host,) = {node["host"] for node in cluster.addresses if node["address"] == address}
+    return next(one for one in cluster.containers if one.attrs["Config"]["Hostname"] == host)
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the numbers of the steps that have ended, in their order."""
+    return [int(event["step"]) for event in events.read(folder) if event["event"] == "step"]
+
+
+@pytest.mark.timeout(SECONDS + 300)
+def test_a_run_that_loses_a_node_continues_from_its_checkpoint_with_fewer_engines(
+    cluster: Cluster, cell: Cell, folder: Path
+) -> None:
+    """No human acts after the node is killed; the last weights of trainer and engine are equal."""
+    run = run_of(cell)
+    engines = next(flag for release, flag in ENGINES.items() if cell.versions["openrlhf"].startswith(release))
+    command = [*demo.command(cluster, run.layout, STEPS, seed=0), *run.arguments, engines, "2"]
+    printed: list[str] = []
+
+    def submit() -> int:
+        job = [*SUBMIT, "--", *command]
+        return cluster.follow(job, printed.append, timeout=SECONDS, nodes_may_end=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(submit)
+        until(lambda: code.done() or max(steps(folder), default=0) >= STEP_OF_THE_FAULT, "a step")
+        assert not code.done(), printed[-20:]
+        before = steps(folder)
+        engine_node(cluster, folder).kill()
+        assert code.result() == 0, printed[-40:]
+    report: dict[str, Any] = json.loads("\n".join(printed[printed.index("{") : printed.index("}") + 1]))
+    first, last = report["attempts"]
+    assert (report["status"], first["status"], last["status"]) == ("SUCCEEDED", "FAILED", "SUCCEEDED")
+    assert first["saved"] >= len(before) - 1
+    assert len(first["lost"]) == 1
+    assert (last["resumed"], last["saved"]) == (first["saved"], STEPS)
+    assert sorted(set(steps(folder))) == list(range(1, STEPS + 1))
+    placed = [event for event in events.read(folder) if event["event"] == "placement"]
+    assert [len(event["engines"]) for event in placed] == [2, 1]
+    verified = [event for event in events.read(folder) if event["event"] == "verify"]
+    assert verified
+    assert all(event["equal"] for event in verified)

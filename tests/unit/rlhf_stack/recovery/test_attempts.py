@@ -1,0 +1,74 @@
+"""rlhf_stack.recovery.attempts: when a run is submitted again, and without which nodes."""
+
+from dataclasses import replace
+
+import pytest
+from rlhf_stack.recovery.attempts import Attempt, excluded_nodes, last_error, why_not_again
+
+KILLED = Attempt("job", "FAILED", 1, 60.0, resumed=0, saved=0, error="PeerError: rank 1 is dead")
+PROGRESS = replace(KILLED, saved=4)
+
+
+def test_a_run_that_failed_is_repeated_until_the_restarts_are_used() -> None:
+    assert why_not_again([PROGRESS], 2) is None
+    moving = [replace(PROGRESS, resumed=step, saved=step + 4) for step in (0, 4, 8)]
+    assert why_not_again(moving[:2], 2) is None
+    assert why_not_again(moving, 2) == "2 of 2 restarts are used"
+
+
+def test_a_run_that_a_user_stopped_is_not_repeated() -> None:
+    assert why_not_again([replace(PROGRESS, status="STOPPED")], 5) == "it was stopped by a user"
+
+
+def test_a_rejected_command_line_is_not_repeated() -> None:
+    assert why_not_again([replace(KILLED, code=2)], 5) == "its command line was rejected"
+
+
+def test_a_confirmed_cause_is_not_repeated() -> None:
+    reason = why_not_again([replace(PROGRESS, causes=("an old NCCL. Set X",))], 5)
+    assert reason == "the cause is not transient: an old NCCL. Set X"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "ValueError: No available memory for the cache blocks.",
+    ],
+)
+def test_memory_that_ran_out_is_repeated_only_after_progress(error: str) -> None:
+    assert "ran out of memory" in str(why_not_again([replace(KILLED, error=error)], 5))
+    assert why_not_again([replace(PROGRESS, error=error)], 5) is None
+
+
+def test_the_same_error_without_progress_is_not_repeated_a_second_time() -> None:
+    again = replace(KILLED, error="PeerError: rank 7 is dead")
+    assert why_not_again([KILLED], 5) is None
+    assert "failed twice with the same error" in str(why_not_again([KILLED, again], 5))
+    assert why_not_again([KILLED, replace(again, saved=2)], 5) is None
+    assert why_not_again([KILLED, replace(again, error="OSError: full")], 5) is None
+
+
+def test_the_loss_of_a_node_or_the_head_is_repeated_whatever_the_error() -> None:
+    lost = replace(KILLED, lost=("10.0.0.2",))
+    assert why_not_again([lost, lost], 5) is None
+    assert why_not_again([replace(KILLED, status="HEAD LOST")], 5) is None
+
+
+def test_a_node_that_was_lost_twice_is_excluded() -> None:
+    lost = [replace(KILLED, lost=nodes) for nodes in (("a", "b"), ("b",), ("c",))]
+    assert excluded_nodes(lost) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rlhf_stack.sync.errors.SyncError: rank 1 on 10.0.0.2 is dead",
+        "(PolicyModelActor(rank=1) pid=7, ip=10.0.0.2) \x1b[31mRayTaskError(OSError): disk\x1b[0m",
+    ],
+)
+def test_the_error_is_the_last_exception_of_the_output(line: str) -> None:
+    found = last_error(["ValueError: first", "  raise ValueError", line, "Traceback:", "the end"])
+    assert found
+    assert line.endswith(found) or found == "RayTaskError(OSError): disk"
+    assert last_error(["all is well"]) == ""

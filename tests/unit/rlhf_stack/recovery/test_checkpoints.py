@@ -1,0 +1,101 @@
+"""rlhf_stack.recovery.checkpoints: which checkpoints are complete, and what the next attempt loads."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+from rlhf_stack.recovery.checkpoints import Checkpoints
+
+EARLIER, BEGAN, NOW = 1000.0, 2000.0, 3000.0
+
+
+def checkpoints(folder: Path, stage: int = 2, **ranks: int) -> Checkpoints:
+    return Checkpoints(folder, ranks or {"actor": 2}, 1, "--load", loads=False, stage=stage)
+
+
+def save(folder: Path, role: str, step: int, ranks: int = 2, stage: int = 2, written: float = NOW) -> Path:
+    """Write the files of a checkpoint, as DeepSpeed names them, and `latest`."""
+    tag = folder / f"_{role}" / f"global_step{step}"
+    tag.mkdir(parents=True)
+    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks if stage else 0)]
+    if stage == 3:
+        names += [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
+    else:
+        names.append("mp_rank_00_model_states.pt")
+    for name in names:
+        with zipfile.ZipFile(tag / name, "w") as archive:
+            archive.writestr("data", bytes(100))
+        os.utime(tag / name, (written, written))
+    (tag.parent / "latest").write_text(tag.name)
+    return tag
+
+
+def latest(folder: Path, role: str) -> str:
+    return (folder / f"_{role}" / "latest").read_text()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_with_the_files_of_every_rank_is_complete(tmp_path: Path, stage: int) -> None:
+    save(tmp_path, "actor", 4, stage=stage)
+    assert checkpoints(tmp_path, stage).complete_steps(BEGAN) == {4}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_without_the_file_of_a_rank_is_not_complete(tmp_path: Path, stage: int) -> None:
+    save(tmp_path, "actor", 4, stage=stage)
+    next((tmp_path / "_actor/global_step4").glob("*rank_1_mp*")).unlink()
+    assert checkpoints(tmp_path, stage).complete_steps(BEGAN) == set()
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_not_complete(tmp_path: Path) -> None:
+    save(tmp_path, "actor", 4, ranks=3)
+    assert checkpoints(tmp_path, actor=2).complete_steps(BEGAN) == set()
+
+
+def test_a_file_that_was_written_in_part_is_not_complete(tmp_path: Path) -> None:
+    tag = save(tmp_path, "actor", 4)
+    file = next(tag.glob("*optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:-30])
+    os.utime(file, (NOW, NOW))
+    assert checkpoints(tmp_path).complete_steps(BEGAN) == set()
+
+
+def test_a_step_counts_only_if_every_role_has_it(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, "actor", step)
+    save(tmp_path, "critic", 1, ranks=1)
+    both = checkpoints(tmp_path, actor=2, critic=1)
+    assert both.complete_steps(BEGAN) == {1}
+    moved = both.select(1, BEGAN)
+    assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "global_step1"
+    assert [path.name for path in moved] == ["incomplete-global_step2-1"]
+    assert moved[0].is_dir()
+
+
+def test_what_an_earlier_run_left_is_neither_loaded_nor_moved(tmp_path: Path) -> None:
+    save(tmp_path, "actor", 50, written=EARLIER)
+    own = checkpoints(tmp_path)
+    assert own.complete_steps(BEGAN) == set()
+    save(tmp_path, "actor", 5)
+    assert own.complete_steps(BEGAN) == {5}
+    assert own.select(5, BEGAN) == []
+    assert latest(tmp_path, "actor") == "global_step5"
+    assert own.complete_steps(0.0) == {5, 50}
+
+
+def test_without_a_complete_checkpoint_no_run_finds_a_folder_to_load(tmp_path: Path) -> None:
+    tag = save(tmp_path, "actor", 1)
+    next(tag.glob("*optim_states.pt")).unlink()
+    own = checkpoints(tmp_path)
+    (aside,) = own.select(0, BEGAN)
+    assert not (tmp_path / "_actor").exists()
+    assert (aside / "global_step1").is_dir()
+    save(tmp_path, "actor", 1)
+    assert [path.name for path in own.select(0, BEGAN)] == ["incomplete-_actor-2"]
+
+
+def test_a_run_that_has_not_saved_has_no_complete_step(tmp_path: Path) -> None:
+    own = checkpoints(tmp_path / "missing", actor=2, critic=2)
+    assert own.complete_steps(BEGAN) == set()
+    assert own.select(0, BEGAN) == []

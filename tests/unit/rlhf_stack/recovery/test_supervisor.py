@@ -1,0 +1,188 @@
+"""rlhf_stack.recovery.supervisor: the loop, on a cluster made of lists."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_stack.errors import UserError
+from rlhf_stack.placement.model import Engines
+from rlhf_stack.recovery import supervisor
+from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.recovery.nodes import Nodes
+from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervisor, read_state
+
+ALL = Nodes(("a", "b", "c"), ())
+DEAD = "PeerError: rank 1 is dead"
+WORDS = ["train", "--vllm.num_engines", "2"]
+
+
+class Saved:
+    """The checkpoints of a run: one after each attempt, at the next of ``steps``."""
+
+    loads, every, load_flag = False, 1, "--load"
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = list(steps)
+        self.selected: list[int] = []
+
+    def complete_steps(self, since: float) -> set[int]:
+        del since
+        return {self.steps.pop(0)} - {0}
+
+    def select(self, step: int, since: float) -> list[Path]:
+        del since
+        self.selected.append(step)
+        return []
+
+
+class Faulty:
+    """A cluster whose jobs end as ``ends`` lists, and whose nodes are the next of ``views``."""
+
+    def __init__(self, ends: Sequence[str], views: Sequence[Nodes | str] = (ALL,), needs: int = 3) -> None:
+        self._ends, self._views, self._needs = list(ends), list(views), needs
+        self.submitted: list[tuple[list[str], list[str]]] = []
+        self.remembered: list[dict[str, Any]] = []
+        self._now: Nodes = ALL
+
+    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+        """Two engines need all nodes, one needs one node less."""
+        usable = set(self._now.answering) - set(excluded)
+        fits = len(usable) >= self._needs - ("1" in words)
+        return [] if fits else ["a GPU is missing"]
+
+    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+        self.submitted.append((list(words), list(excluded)))
+        return f"job{len(self.submitted)}"
+
+    def follow(self, job: str, write: Callable[[str], None]) -> Ended:
+        end = self._ends.pop(0)
+        if end == "head":
+            raise HeadLostError("the head was lost")
+        write(f"line\n{'' if end == 'ok' else end}\n")
+        return Ended(job, "SUCCEEDED", 0) if end == "ok" else Ended(job, "FAILED", 1)
+
+    def clean(self) -> Nodes:
+        view = self._views.pop(0) if len(self._views) > 1 else self._views[0]
+        if isinstance(view, str):
+            raise UserError(view)
+        self._now = view
+        return view
+
+    def known_causes(self, output: str) -> list[str]:
+        return ["known. remedy"] if "known cause" in output else []
+
+    def remember(self, state: dict[str, Any]) -> None:
+        self.remembered.append(json.loads(json.dumps(state)))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `time.sleep` advance the clock instead of waiting."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(
+        supervisor, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=lambda: now[0])
+    )
+
+
+def supervise(
+    cluster: Faulty, steps: Sequence[int], limits: Limits, state: State | None = None
+) -> tuple[Ended, State, Saved]:
+    run: Any = SimpleNamespace(request=SimpleNamespace(engines=Engines(2, 1)))
+    saved: Any = Saved(steps)
+    one = Supervisor(cluster, run, saved, limits, state or State(list(WORDS), 1.0), lambda _: None)
+    return one.supervise(), one.state, saved
+
+
+def test_a_run_without_a_fault_is_submitted_once() -> None:
+    cluster = Faulty(["ok"])
+    ended, state, _ = supervise(cluster, [9], Limits(3))
+    assert (ended.status, len(state.attempts)) == ("SUCCEEDED", 1)
+    assert cluster.submitted == [(WORDS, [])]
+
+
+def test_after_a_fault_the_run_continues_from_its_checkpoint() -> None:
+    cluster = Faulty([DEAD, "ok"])
+    ended, state, saved = supervise(cluster, [4, 9], Limits(3))
+    assert ended.code == 0
+    assert [words for words, _ in cluster.submitted] == [WORDS, [*WORDS, "--load"]]
+    assert saved.selected == [4]
+    assert [(one.resumed, one.saved, one.error) for one in state.attempts] == [(0, 4, DEAD), (4, 9, "")]
+
+
+def test_without_a_checkpoint_the_run_begins_again() -> None:
+    cluster = Faulty([DEAD, "ok"])
+    _, _, saved = supervise(cluster, [0, 9], Limits(3))
+    assert [words for words, _ in cluster.submitted] == [WORDS, WORDS]
+    assert saved.selected == []
+
+
+def test_the_flag_that_loads_is_added_once() -> None:
+    cluster = Faulty([DEAD, "OSError: other", "ok"])
+    supervise(cluster, [4, 5, 9], Limits(3))
+    assert cluster.submitted[2][0] == [*WORDS, "--load"]
+
+
+def test_a_lost_node_is_awaited() -> None:
+    lost, silent = Nodes(("a", "b"), ()), Nodes(("a", "b"), ("c",))
+    cluster = Faulty([DEAD, "ok"], [ALL, lost, silent, lost, ALL])
+    _, state, _ = supervise(cluster, [4, 9], Limits(3))
+    assert state.attempts[0].lost == ("c",)
+    assert cluster.submitted[1][0] == [*WORDS, "--load"]
+    assert state.nodes == ["a", "b", "c"]
+
+
+def test_fewer_engines_are_used_when_a_node_stays_lost_and_that_is_allowed() -> None:
+    cluster = Faulty([DEAD, "ok"], [ALL, Nodes(("a", "b"), ())])
+    _, state, _ = supervise(cluster, [4, 9], Limits(3, min_nodes=2))
+    assert cluster.submitted[1][0] == ["train", "--vllm.num_engines", "1", "--load"]
+    assert state.nodes == ["a", "b"]
+
+
+@pytest.mark.parametrize("least", [None, 3])
+def test_a_run_that_cannot_be_placed_is_given_up_with_the_reason(least: int | None) -> None:
+    cluster = Faulty([DEAD], [ALL, Nodes(("a", "b"), ())])
+    with pytest.raises(GivenUpError, match=r"after 60 s on 2 nodes \(a, b\): a GPU is missing"):
+        supervise(cluster, [4], Limits(3, least, seconds=60.0))
+
+
+def test_a_node_that_was_lost_twice_is_left_out() -> None:
+    lost = Nodes(("a", "b"), ())
+    cluster = Faulty([DEAD, DEAD, "ok"], [ALL, lost, ALL, lost, ALL], needs=2)
+    _, state, _ = supervise(cluster, [4, 5, 9], Limits(3))
+    assert [excluded for _, excluded in cluster.submitted] == [[], [], ["c"]]
+    assert state.nodes == ["a", "b"]
+
+
+def test_a_lost_head_is_awaited() -> None:
+    cluster = Faulty(["head", "ok"], [ALL, "no Ray cluster", "no Ray cluster", ALL])
+    ended, state, _ = supervise(cluster, [4, 9], Limits(3))
+    assert ended.status == "SUCCEEDED"
+    assert state.attempts[0].status == "HEAD LOST"
+
+
+def test_a_lost_head_is_the_error_when_no_restart_is_left() -> None:
+    with pytest.raises(HeadLostError, match="the head was lost"):
+        supervise(Faulty(["head"]), [4], Limits(0))
+
+
+def test_what_would_fail_again_is_not_repeated() -> None:
+    cluster = Faulty(["ValueError: known cause"])
+    ended, state, _ = supervise(cluster, [4], Limits(3))
+    assert (ended.status, ended.code) == ("FAILED", 1)
+    assert state.attempts[0].causes == ("known. remedy",)
+
+
+def test_a_supervisor_that_is_started_again_follows_the_job_of_the_first() -> None:
+    first = Faulty([DEAD, "ok"])
+    supervise(first, [4, 9], Limits(3))
+    again = Faulty(["ok"])
+    _, state, _ = supervise(again, [9], Limits(3), read_state(first.remembered[-1]))
+    assert again.submitted == []
+    assert [one.job for one in state.attempts] == ["job1", "job2"]
