@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from rlhf_stack import known_bad
+from rlhf_stack.diagnostics.doctor.checks import environment_of
+from rlhf_stack.diagnostics.doctor.collect import collect_facts
 from rlhf_stack.errors import UserError
+from rlhf_stack.known_bad.finding import ERROR
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.checkpoints import checkpoints_of
@@ -35,7 +39,7 @@ class Supervision:
         self._server, self._limits = server, limits
         self._run, self._checkpoints = checkpoints_of(words)
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-        self._cluster = RayCluster(server, address, key, assess, environment)
+        self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes)
         kept = self._cluster.recall()
         began = 0.0 if self._checkpoints.loads else time.time()
         self._state = read_state(kept) if kept else State(list(words), began)
@@ -78,6 +82,15 @@ class Supervision:
             self._cluster.remember({})
         except (UserError, OSError, RuntimeError):  # the head has ended, and its GCS with it
             return
+
+
+def confirmed_causes(output: str) -> list[str]:
+    """Return the known causes of errors in ``output`` that the versions and settings of this image confirm."""
+    node = collect_facts()
+    rows = [row for row in known_bad.load() if row.has_condition and row.severity == ERROR]
+    confirmed = {finding.id for finding in known_bad.judge(rows, environment_of(node))}
+    found = known_bad.explain([row for row in rows if row.id in confirmed], output, node.versions)
+    return [f"{finding.what}. {finding.remedy}" for finding in found]
 
 
 @contextmanager

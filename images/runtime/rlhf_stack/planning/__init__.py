@@ -1,6 +1,6 @@
 """Plans a run before it starts: its placement, its memory, and the settings to change.
 
-May import every package except ``cli``, ``hooks``, ``demo`` and ``diagnostics``.
+May import every package except ``cli``, ``hooks``, ``demo``, ``diagnostics`` and ``recovery``.
 """
 
 from rlhf_stack.planning.advice import advise

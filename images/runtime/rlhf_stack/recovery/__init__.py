@@ -1,4 +1,4 @@
 """Submits a run again after a fault: when, from which checkpoint, on which nodes, and with how many engines.
 
-May import every package except `cli`, `hooks`, `demo` and `diagnostics`.
+May import every package except ``cli``, ``hooks``, ``demo``, ``diagnostics`` and ``planning``.
 """

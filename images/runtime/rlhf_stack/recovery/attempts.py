@@ -8,9 +8,6 @@ from dataclasses import dataclass
 SUCCEEDED, FAILED, STOPPED, HEAD_LOST = "SUCCEEDED", "FAILED", "STOPPED", "HEAD LOST"
 WRONG_USAGE = 2
 FAILURES_OF_A_NODE = 2  # after which the next attempt does not use it
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-SOURCE = re.compile(r"^\((?:[^()]|\([^()]*\))*\)\s*")  # of a line that Ray copied from an actor
-ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Mismatch)\b(?:\(\w+\))?: .*")
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory\b|No available memory for the cache blocks")
 VARIES = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{16,}\b|\d+(?:\.\d+)*")
 
@@ -70,12 +67,6 @@ def excluded_nodes(attempts: Sequence[Attempt]) -> list[str]:
     """Return the nodes that were lost so often that the next attempt does not use them."""
     counts = Counter(address for attempt in attempts for address in attempt.lost)
     return sorted(address for address, count in counts.items() if count >= FAILURES_OF_A_NODE)
-
-
-def last_error(lines: Sequence[str]) -> str:
-    """Return the last exception in the output of a job, without colours and the name of an actor."""
-    plain = (SOURCE.sub("", COLOUR.sub("", line).strip()) for line in reversed(lines))
-    return next((line for line in plain if ERROR.match(line)), "")
 
 
 def _kind(error: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_stack.cluster.connect import summarize_ray_error
 from rlhf_stack.errors import UserError
 
+LOST = 122  # exit code: the connection to the running job was lost
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 STOP_SECONDS = 60.0
 
@@ -81,7 +82,8 @@ def _lost(job: str, address: str, why: str) -> HeadLostError:
     return HeadLostError(
         f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
         "too, and a restarted head does not know them: submit the command again, with the flag that loads "
-        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}"
+        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}",
+        LOST,
     )
 
 

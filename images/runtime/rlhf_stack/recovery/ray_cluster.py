@@ -4,11 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_stack import known_bad
 from rlhf_stack.cluster import gcs_kv
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.config import env_vars
-from rlhf_stack.known_bad.finding import ERROR
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.job import Ended
 from rlhf_stack.recovery.nodes import Nodes, clean_nodes
@@ -19,7 +17,8 @@ PREFIX = "supervised/"
 class RayCluster:
     """A job server at ``server`` and the cluster at ``address``; ``run`` identifies the run in its GCS.
 
-    ``assess`` returns why a command line cannot start now, ``environment`` the ``runtime_env`` of a job.
+    ``assess`` returns why a command line cannot start now, ``environment`` the ``runtime_env`` of a job, and
+    ``causes`` the known causes in an output that the versions and settings of this image confirm.
     """
 
     def __init__(
@@ -29,9 +28,11 @@ class RayCluster:
         run: str,
         assess: Callable[[Sequence[str]], list[str]],
         environment: Callable[[], dict[str, Any]],
+        causes: Callable[[str], list[str]],
     ) -> None:
         self._server, self._address, self._key = server, address, PREFIX + run
         self._assess, self._environment = assess, environment
+        self.known_causes = causes
 
     def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
         """Return why the run cannot start on the free resources of nodes that are not ``excluded``."""
@@ -52,15 +53,6 @@ class RayCluster:
         with connected(self._address):
             return clean_nodes()
 
-    def known_causes(self, output: str) -> list[str]:
-        """Return the known causes in ``output`` whose versions and settings are those of this image."""
-        versions = known_bad.freeze("\n".join(_installed()))
-        rows = [row for row in known_bad.load() if row.has_condition and row.severity == ERROR]
-        environment = known_bad.Environment(versions, os.environ, env_vars.accelerator())
-        confirmed = {finding.id for finding in known_bad.judge(rows, environment)}
-        found = known_bad.explain([row for row in rows if row.id in confirmed], output, versions)
-        return [f"{finding.what}. {finding.remedy}" for finding in found]
-
     def remember(self, state: dict[str, Any]) -> None:
         """Keep ``state`` in the GCS, which a restart of the head empties."""
         with connected(self._address):
@@ -70,12 +62,6 @@ class RayCluster:
         """Return the state that a supervisor of this run kept, None if there is none."""
         with connected(self._address):
             return next((state for state in gcs_kv.list_records(self._key) if state), None)
-
-
-def _installed() -> list[str]:
-    from importlib.metadata import distributions
-
-    return [f"{one.name}=={one.version}" for one in distributions()]
 
 
 def _exclude(nodes: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery.attempts import (
@@ -16,7 +17,6 @@ from rlhf_stack.recovery.attempts import (
     SUCCEEDED,
     Attempt,
     excluded_nodes,
-    last_error,
     why_not_again,
 )
 from rlhf_stack.recovery.checkpoints import Checkpoints
@@ -148,7 +148,8 @@ class Supervisor:
             lost = missing(state.nodes, self._cluster.clean())
         causes = [] if ended.status == SUCCEEDED else self._cluster.known_causes(output)
         saved = max(self._checkpoints.complete_steps(state.began), default=0)
-        error = str(lost_head) if lost_head else last_error(output.splitlines())
+        _, found = known_bad.last_error(output) or (0, "")
+        error = str(lost_head or "") or ("" if ended.status == SUCCEEDED else found)
         attempt = Attempt(
             ended.job, ended.status, ended.code, seconds, state.resumed, saved, error, lost, tuple(causes)
         )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from rlhf_stack.recovery.attempts import Attempt, excluded_nodes, last_error, why_not_again
+from rlhf_stack.recovery.attempts import Attempt, excluded_nodes, why_not_again
 
 KILLED = Attempt("job", "FAILED", 1, 60.0, resumed=0, saved=0, error="PeerError: rank 1 is dead")
 PROGRESS = replace(KILLED, saved=4)
@@ -58,17 +58,3 @@ def test_the_loss_of_a_node_or_the_head_is_repeated_whatever_the_error() -> None
 def test_a_node_that_was_lost_twice_is_excluded() -> None:
     lost = [replace(KILLED, lost=nodes) for nodes in (("a", "b"), ("b",), ("c",))]
     assert excluded_nodes(lost) == ["b"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "rlhf_stack.sync.errors.SyncError: rank 1 on 10.0.0.2 is dead",
-        "(PolicyModelActor(rank=1) pid=7, ip=10.0.0.2) \x1b[31mRayTaskError(OSError): disk\x1b[0m",
-    ],
-)
-def test_the_error_is_the_last_exception_of_the_output(line: str) -> None:
-    found = last_error(["ValueError: first", "  raise ValueError", line, "Traceback:", "the end"])
-    assert found
-    assert line.endswith(found) or found == "RayTaskError(OSError): disk"
-    assert last_error(["all is well"]) == ""

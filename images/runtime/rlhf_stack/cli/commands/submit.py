@@ -90,7 +90,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-wait",
         type=seconds,
-        default=Limits.seconds,
         metavar="SECONDS",
         help=f"time limit of each wait for lost nodes ({Limits.seconds:.0f})",
     )
@@ -109,6 +108,9 @@ def run(options: argparse.Namespace) -> int:
     def write(text: str) -> None:
         print(text, end="", file=sys.stderr if options.json else sys.stdout, flush=True)
 
+    for name in ("min_nodes", "node_wait"):
+        if getattr(options, name) is not None and not options.restarts:
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --restarts")
     environment()  # before anything starts: `UserError` for a variable without a value
     supervision = _supervision(options, words, environment) if options.restarts else None
     problems = [] if supervision and supervision.follows_a_job else _problems(options, words)
@@ -141,7 +143,7 @@ def _supervision(
     def assess(changed: Sequence[str]) -> list[str]:
         return _problems(argparse.Namespace(**(vars(options) | {"command_line": list(changed)})), changed)
 
-    limits = Limits(options.restarts, options.min_nodes, options.node_wait)
+    limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds)
     return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
 
 

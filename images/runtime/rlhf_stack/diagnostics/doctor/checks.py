@@ -20,11 +20,15 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 Check = Callable[[NodeFacts], Iterator[Finding]]
 
 
+def environment_of(node: NodeFacts) -> known_bad.Environment:
+    """Return the environment of the node, for the known-bad database."""
+    present = {patch.name for patch in node.patches if patch.state == installed_patches.PRESENT}
+    return known_bad.Environment(node.versions, node.variables, node.accelerator, present)
+
+
 def versions(node: NodeFacts) -> Iterator[Finding]:
     """Check the versions and variables of the node against the known-bad database."""
-    present = {patch.name for patch in node.patches if patch.state == installed_patches.PRESENT}
-    environment = known_bad.Environment(node.versions, node.variables, node.accelerator, present)
-    found = known_bad.judge(known_bad.load(), environment)
+    found = known_bad.judge(known_bad.load(), environment_of(node))
     if not found:
         yield Finding("versions", OK, "no known-bad combination")
     yield from found
