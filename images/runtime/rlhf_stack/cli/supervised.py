@@ -85,7 +85,7 @@ class Supervision:
 
 
 def confirmed_causes(output: str) -> list[str]:
-    """Return the known causes of errors in ``output`` that the versions and settings of this image confirm."""
+    """Return the known causes in ``output`` that the versions and settings of this image confirm."""
     node = collect_facts()
     rows = [row for row in known_bad.load() if row.has_condition and row.severity == ERROR]
     confirmed = {finding.id for finding in known_bad.judge(rows, environment_of(node))}
