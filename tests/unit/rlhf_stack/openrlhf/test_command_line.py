@@ -127,5 +127,5 @@ def test_a_value_that_ends_as_the_program_does_hides_nothing(words: list[str]) -
 
 
 def test_another_module_is_an_error_even_if_a_value_names_the_program() -> None:
-    with pytest.raises(ArgumentsError, match="'my.module' does not start a run"):
+    with pytest.raises(ArgumentsError, match=r"'my\.module' does not start a run"):
         extract_arguments(["python", "-m", "my.module", "--path", "/ckpt/train_ppo_ray"])
