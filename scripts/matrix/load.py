@@ -195,7 +195,7 @@ def _resolve(matrix: Matrix, entry: CellEntry) -> Cell:
         base=msgspec.structs.replace(base, builder=(*base.builder, *variant.builder)),
         accelerator=accelerator,
         packages=packages,
-        requirements=stack.requirements,
+        requirements=(*stack.requirements, *variant.requirements),
         excluded=(*variant.excluded, *entry.excluded),
         overrides=(*variant.overrides, *entry.overrides),
         layers=variant.layers,

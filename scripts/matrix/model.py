@@ -332,6 +332,9 @@ class Variant(_Struct, frozen=True):
         tuple[SystemPackage, ...],
         Meta(description="Debian packages of its builder root, in addition to those of the base."),
     ] = ()
+    requirements: Annotated[
+        tuple[Requirement, ...], Meta(description="Requirements in addition to those of the stack.")
+    ] = ()
     excluded: Excluded = ()
     overrides: Overrides = ()
     build_from_source: Annotated[

@@ -150,7 +150,8 @@ def _dangling(name: str, known: Sequence[str], path: str) -> Iterator[tuple[str,
 def _bad_variant(matrix: Matrix, variant: Variant, path: str) -> Iterator[tuple[str, str]]:
     stack, base = named(matrix.stacks, variant.stack), named(matrix.bases, variant.base)
     packages = [pin.name for pin in stack.packages] + ["ray"]
-    required = [re.split(r"[^A-Za-z0-9._-]", item.requirement, maxsplit=1)[0] for item in stack.requirements]
+    further = (*stack.requirements, *variant.requirements)
+    required = [re.split(r"[^A-Za-z0-9._-]", item.requirement, maxsplit=1)[0] for item in further]
     if base.python != stack.python:
         yield (
             f"{path}.base",

@@ -135,6 +135,14 @@ CELLS: tuple[Cell, ...] = (
         driver="amdgpu of ROCm 6.1",
         note="a recipe that was never built",
     ),
+    Cell(
+        id="ray2.55.0-vllm0.29.0-rocm7",
+        kind="rocm",
+        accelerator="rocm7",
+        architectures=("gfx942",),
+        driver="amdgpu of ROCm 7.2",
+        note="a recipe that was never built",
+    ),
 )
 # cells: end
 

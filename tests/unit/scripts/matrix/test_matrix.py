@@ -58,7 +58,7 @@ def error(text: str) -> str:
             ": cells[0].size_budget_mb: expected int >= 1; got -",
         ),
         ("local: cpu", "version: 2.13.0", ": variants[0].plain_index: expected `local` in one of"),
-        ("variant: current-cpu", "variant: x", ": cells[0].variant: expected one of current-cpu, "),
+        ("- variant: current-cpu", "- variant: x", ": cells[0].variant: expected one of current-cpu, "),
         ("stack: current", "stack: x", ": variants[0].stack: expected one of current, "),
         ("base: debian12", "base: x", ": variants[0].base: expected one of debian12, "),
         ("accelerator: cpu", "accelerator: x", ": variants[0].accelerator: expected one of cpu, "),
