@@ -1,24 +1,33 @@
 """Real Ray actors on machines with eight simulated GPUs: on which of them would each compute?
 
 The variables of a process determine which GPUs it sees (`visible_devices.visible_gpus` of rlhf_stack), and
-its device is the one that it would use of these. A ``rocm-smi`` of these tests reports AMD's GPUs.
+its device is the one that it would use of these. A ``rocm-smi`` or an ``amd-smi`` of these tests reports
+AMD's GPUs, the latter also to Ray 2.55, which queries a library.
 """
 
 import importlib.metadata
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 NOSET_CUDA = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 NOSET_ROCR = "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES"
+NOSET_HIP = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
+HERE = Path(__file__).parent
+SECONDS = 300
 RAY = importlib.metadata.version("ray").split("+")[0]
 VLLM_042 = importlib.util.find_spec("vllm.executor") is not None  # later ones have it elsewhere
 AMD_RAY = pytest.mark.skipif(
     RAY != "2.12.0", reason="of the releases here only Ray 2.12.0 has this AMD support"
 )
 OLD_RAY = pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is not patched")
+NEW_RAY = pytest.mark.skipif(
+    RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell uses no NOSET variable"
+)
 OLD_VLLM = pytest.mark.skipif(not VLLM_042, reason="this vLLM places its workers otherwise")
 
 NODE = """
@@ -104,7 +113,8 @@ start(len(seen()))
 half = len(seen()) // 2
 trainers = [Trainer.options(num_gpus=1).remote() for _ in range(half)]
 check("trainer ranks", ray.get([actor.device.remote() for actor in trainers]))
-if os.environ.get(visible_devices.NOSET) != "1":
+noset = [os.environ.get(f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES") for name in ("CUDA", "HIP")]
+if "1" not in noset:
     own = [Own.options(num_gpus=1).remote() for _ in range(half)]
     check("users' own actors", ray.get([actor.device.remote() for actor in own]))
 print("trainer ranks and users' own actors compute on the GPUs that Ray assigned")
@@ -223,18 +233,14 @@ print("vLLM joined the cluster")
 def machine(monkeypatch):
     """A function that makes this a machine for "rocm" or "cuda", with further variables."""
 
-    def make(kind, **variables):
-        for name in (
-            "CUDA_VISIBLE_DEVICES",
-            "HIP_VISIBLE_DEVICES",
-            "ROCR_VISIBLE_DEVICES",
-            NOSET_CUDA,
-            NOSET_ROCR,
-        ):
+    def make(kind, smi="rocm", **variables):
+        visible = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        for name in (*visible, NOSET_CUDA, NOSET_ROCR, NOSET_HIP):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("RLHF_STACK_ACCELERATOR", kind)
         if kind == "rocm":
-            monkeypatch.setenv("PATH", f"{Path(__file__).with_name('rocm')}:{os.environ['PATH']}")
+            monkeypatch.setenv("PATH", f"{HERE / smi}:{os.environ['PATH']}")
+            monkeypatch.setenv("PYTHONPATH", str(HERE / smi), prepend=os.pathsep)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
@@ -263,11 +269,32 @@ def test_0_in_a_noset_variable_is_off(proves, machine):
     proves(f"{NODE}\n{RANKS}", "taken GPU")
 
 
-@pytest.mark.skipif(RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell uses no NOSET variable")
+@NEW_RAY
 @pytest.mark.parametrize("noset", ["0", "1"])
 def test_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, noset):
     machine("cuda", **{NOSET_CUDA: noset, "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
     proves(f"{NODE}\n{RANKS}", "none: GPU 6 of")
+
+
+@NEW_RAY
+@pytest.mark.parametrize("both", [False, True], ids=["HIP", "HIP and CUDA"])
+def test_on_rocm_7_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, both):
+    """With the defaults of the cell: both NOSET variables."""
+    lists = dict.fromkeys(("HIP_VISIBLE_DEVICES", *["CUDA_VISIBLE_DEVICES"] * both), "6,4,1,3")
+    machine("rocm", "amd_smi", **lists, **{NOSET_HIP: "1", NOSET_ROCR: "1"})
+    proves(f"{NODE}\n{RANKS}", "none: GPU 6 of")
+
+
+@NEW_RAY
+def test_on_rocm_7_ray_may_restrict_one_of_two_variables(machine):
+    """Ray's own manager then refuses the difference that it made."""
+    lists = dict.fromkeys(("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "6,4,1,3")
+    machine("rocm", "amd_smi", **lists)
+    probe = "\n".join([(HERE / "preamble.py").read_text(encoding="utf-8"), NODE, RANKS])
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @OLD_VLLM
