@@ -11,6 +11,8 @@ SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
+LOG_FORMAT = "RLHF_STACK_LOG_FORMAT"
+LOG_LEVEL = "RLHF_STACK_LOG_LEVEL"
 CHECK_COTENANCY = "RLHF_STACK_CHECK_COTENANCY"
 TRACEBACK = "RLHF_STACK_TRACEBACK"  # set: an error that is a defect of rlhf-stack ends with its traceback
 EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
@@ -23,6 +25,24 @@ def flag(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"{name}={value!r}: expected 0 or 1")
     return value == "1"
+
+
+def log_format() -> str:
+    """Return the format of log lines: "text" (default) or "json"; anything else is a `ValueError`."""
+    return _one_of(LOG_FORMAT, ("text", "json"))
+
+
+def log_level() -> str:
+    """Return the lowest level that is logged: "info" (default), "warning" or "error"."""
+    return _one_of(LOG_LEVEL, ("info", "warning", "error"))
+
+
+def _one_of(name: str, values: tuple[str, ...]) -> str:
+    """Return the value of a variable, of which the first of ``values`` is the default."""
+    value = os.environ.get(name) or values[0]
+    if value not in values:
+        raise ValueError(f"{name}={value!r}: expected {' or '.join(values)}")
+    return value
 
 
 def seconds(name: str, default: float) -> float:

@@ -2,11 +2,15 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.diagnostics.doctor import collect
 from rlhf_stack.diagnostics.doctor.facts import NodeAnswer
+
+CLOCKS = 0.25  # of the time, kept for the clocks of the nodes that responded
+AT_ONCE = 32  # more tasks at once would measure their own queue
 
 
 def collect_from_nodes(address: str, timeout: float) -> list[NodeAnswer]:
@@ -19,27 +23,32 @@ def collect_from_nodes(address: str, timeout: float) -> list[NodeAnswer]:
     deadline = time.monotonic() + timeout
     with connected(address):
         nodes = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
-        offsets = _clock_offsets(nodes, deadline)
-        facts = _wait({_start_task(node, _facts): node for node in nodes}, deadline)
+        facts = _wait({_start_task(node, _facts): node for node in nodes}, deadline - CLOCKS * timeout)
+        offsets = _clock_offsets(list(facts), deadline)
     return [
         NodeAnswer(address, facts.get(node), *offsets.get(node, (0.0, 0.0)))
         for node, address in nodes.items()
     ]
 
 
-def _clock_offsets(nodes: dict[str, str], deadline: float) -> dict[str, tuple[float, float]]:
+def _clock_offsets(nodes: Sequence[str], deadline: float) -> dict[str, tuple[float, float]]:
     """For each node, the offset of its clock from ours and its error, half of the round trip, in seconds.
 
-    The second task of a worker is timed, because the first includes the start of the worker.
+    The nodes have already run a task, because the first one includes the start of a worker.
     """
-    _wait({_start_task(node, _now): node for node in nodes}, deadline)
+    import ray
+
     found = {}
-    for node in nodes:
-        before = time.time()
-        remote = _wait({_start_task(node, _now): node}, deadline)
-        after = time.time()
-        if node in remote:
-            found[node] = (remote[node] - (before + after) / 2, (after - before) / 2)
+    for first in range(0, len(nodes), AT_ONCE):
+        started = {_start_task(node, _now): (node, time.time()) for node in nodes[first : first + AT_ONCE]}
+        pending = list(started)
+        while pending and time.monotonic() < deadline:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            after = time.time()
+            for task in done:
+                node, before = started[task]
+                with contextlib.suppress(ray.exceptions.RayError):
+                    found[node] = (ray.get(task) - (before + after) / 2, (after - before) / 2)
     return found
 
 
