@@ -42,8 +42,14 @@ class KvCache:
 
 
 def token_bytes(shape: Shape, size: int) -> int:
-    """Bytes per token in the cache of one GPU; KV heads are split, or replicated if fewer than GPUs."""
-    return 2 * BYTES_16BIT * shape.layers * max(1, shard_size(shape.kv_heads, size)) * shape.head_dim
+    """Bytes per token in the cache of one GPU; KV heads are split, or replicated if fewer than GPUs.
+
+    What latent attention caches is replicated.
+    """
+    layers = shape.cached_layers or shape.layers
+    if shape.latent:
+        return BYTES_16BIT * layers * shape.latent
+    return 2 * BYTES_16BIT * layers * max(1, shard_size(shape.kv_heads, size)) * shape.head_dim
 
 
 def engine_weights(shape: Shape, size: int) -> int:

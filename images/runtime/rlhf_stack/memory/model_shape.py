@@ -1,13 +1,13 @@
 """The dimensions of a model that determine its memory, from its config.json or from text.
 
-The supported families are decoders with gated MLPs and RMS norms. For any other family, the number of
-parameters is read from the safetensors files next to the config.json, or given in the text.
+The number of parameters is read from the safetensors files next to the config.json, or given in the text, or
+computed by `families`.
 """
 
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,20 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.inputs import numbers
 from rlhf_stack.inputs.files import parse_json_object, read_json_object
 from rlhf_stack.inputs.text import shortened
+from rlhf_stack.memory import families
 
-BIASED = ("qwen2", "qwen2_moe")  # query, key and value have a bias, even if the config has no attention_bias
-NORMED = ("qwen3", "qwen3_moe")  # query and key are normalised per head
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-EXPERTS = ("mixtral", "qwen3_moe")
-TIED = ("gemma", "gemma2", "gemma3_text")  # if the config does not say; other families are untied by default
+# Names of GPT-2 for dimensions, and of older families.
+ALIASES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "d_model": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "ffn_dim": "intermediate_size",
+}
+VISION = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14, "spatial_merge_size": 2, "depth": 32}
+VISION |= {"intermediate_size": 3420}  # of Qwen2.5-VL, whose config.json omits its defaults
 HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
 MOST_PARAMETERS, MOST_SIZE = 10**15, 10**9  # of a model, and of one of its dimensions
 LIMIT = 100_000_000  # bytes: maximum length of the header
@@ -35,7 +43,8 @@ class Shape:
     """The dimensions of a decoder. ``parameters`` is the number of stored parameters; 0: computed by formula.
 
     ``intermediate`` is the width of the MLP, or of one expert. ``experts`` is 0 for a dense model; each token
-    uses ``active`` of them.
+    uses ``active`` of them. ``cached_layers`` have a cache that grows with the length, 0: all. ``latent`` is
+    what latent attention caches for a token, 0 without it. ``estimated``: the family is not known.
     """
 
     layers: int
@@ -51,6 +60,9 @@ class Shape:
     qkv_bias: bool = False
     head_norm: bool = False
     parameters: int = 0
+    cached_layers: int = 0
+    latent: int = 0
+    estimated: bool = False
 
     @property
     def embedding(self) -> int:
@@ -107,39 +119,79 @@ def read_shape(path: Path) -> Shape:
 def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stored: int = 0) -> Shape:
     """The shape of a Hugging Face ``config``; ``stored`` is the number of stored parameters, 0 if unknown.
 
-    `ShapeError` names the missing dimension, or the unsupported family.
+    `ShapeError` names the missing dimension.
     """
+    whole = config
     config = config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ShapeError(f"{name}: text_config is not an object")
-    family = shortened(str(config.get("model_type", "")), 60)
-    if family not in (*DENSE, *EXPERTS) and not stored:
-        raise ShapeError(
-            f"{name}: model type {family or 'unknown'} is not supported, and there are no weights "
-            f"(*.safetensors) next to it to count; supported: {', '.join((*DENSE, *EXPERTS))}. "
-            f"{REMEDY}"
-        )
-    heads = _size(config, name, "num_attention_heads")
-    hidden = _size(config, name, "hidden_size")
-    experts = _optional(config, name, "num_experts") or _optional(config, name, "num_local_experts")
-    expert_width = experts and _optional(config, name, "moe_intermediate_size")
     if stored > MOST_PARAMETERS:
         raise ShapeError(f"{name}: {stored} parameters, more than {MOST_PARAMETERS:.0e}")
-    return Shape(
-        layers=_size(config, name, "num_hidden_layers"),
+    config = {ALIASES.get(key, key): value for key, value in config.items()}
+    family = families.family_of(config)
+    heads, hidden = (_size(config, name, key) for key in ("num_attention_heads", "hidden_size"))
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": max(1, hidden // heads),
+        "intermediate_size": 4 * hidden if family == "gpt2" else 0,
+    }
+
+    def read(key: str) -> int:
+        return _optional(config, name, key) or defaults.get(key, 0)
+
+    for key in ("num_hidden_layers", "vocab_size"):
+        _size(config, name, key)
+    experts = families.experts(read)
+    width = (read("moe_intermediate_size") if experts else 0) or read("intermediate_size")
+    if not width:
+        raise ShapeError(f"{name}: intermediate_size is missing. {REMEDY}")
+    shape = Shape(
+        layers=read("num_hidden_layers"),
         hidden=hidden,
-        intermediate=expert_width or _size(config, name, "intermediate_size"),
+        intermediate=width,
         heads=heads,
-        kv_heads=_optional(config, name, "num_key_value_heads") or heads,
-        head_dim=_optional(config, name, "head_dim") or max(1, hidden // heads),
-        vocabulary=_size(config, name, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", family in TIED)),
+        kv_heads=read("num_key_value_heads"),
+        head_dim=read("head_dim"),
+        vocabulary=read("vocab_size"),
+        tied=bool(
+            config.get("tie_word_embeddings", whole.get("tie_word_embeddings", family in families.TIED))
+        ),
         experts=experts,
-        active=_optional(config, name, "num_experts_per_tok") if experts else 0,
-        qkv_bias=bool(config.get("attention_bias", family in BIASED)),
-        head_norm=family in NORMED,
+        active=(read("num_experts_per_tok") or 1) if experts else 0,
+        qkv_bias=bool(config.get("attention_bias", family in families.QKV_BIAS)),
+        head_norm=family in families.HEAD_NORMS,
         parameters=stored,
+        cached_layers=_cached_layers(config, read("num_hidden_layers")),
+        latent=(read("kv_lora_rank") + read("qk_rope_head_dim")) if read("kv_lora_rank") else 0,
+        estimated=not stored and family not in families.KNOWN,
     )
+    if stored:
+        return shape
+    counted = shape.embedding * (1 if shape.tied else 2) + shape.hidden
+    counted += families.layer_parameters(read, config, family)
+    counted += (read("n_positions") + 1) * hidden if family == "gpt2" else 0  # and the bias of the last norm
+    vision = _vision(whole, name)
+    counted += vision
+    if whole.get("vision_config") and not vision:
+        shape = replace(shape, estimated=True)
+    return shape if counted == shape.total else replace(shape, parameters=counted)
+
+
+def _vision(config: Mapping[str, Any], name: str) -> int:
+    """Parameters of the vision part, if it is known."""
+    part = config.get("vision_config")
+    if not isinstance(part, Mapping):
+        return 0
+    part = {**VISION, **part}
+    return families.vision_parameters(part, lambda key: _optional(part, f"{name}: vision_config", key))
+
+
+def _cached_layers(config: Mapping[str, Any], layers: int) -> int:
+    """The layers whose cache grows with the length: not those with linear attention."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return 0
+    return layers - kinds.count(families.LINEAR)
 
 
 REMEDY = (
@@ -150,7 +202,7 @@ REMEDY = (
 
 def parse_shape(text: str) -> Shape:
     """Parse a text such as ``layers:28,hidden:3584,...``; `ShapeError` names the invalid part."""
-    known = [field.name for field in fields(Shape)]
+    known = [field.name for field in fields(Shape) if field.name != "estimated"]
     values: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition(":")
@@ -191,6 +243,8 @@ def parse_shape(text: str) -> Shape:
         experts=values.get("experts", 0),
         active=values.get("active", 0),
         parameters=values.get("parameters", 0),
+        cached_layers=values.get("cached_layers", 0),
+        latent=values.get("latent", 0),
     )
 
 

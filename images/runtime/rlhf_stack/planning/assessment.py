@@ -114,6 +114,12 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
             f"largest step {engine.working / GIB:.1f}"
         )
     notes = _notes(run, upstream, smallest, any(machine.memory for machine in machines))
+    notes += [
+        f"{name} is estimated to have {shape.total / 1e9:.2f}B parameters, by its dimensions: its family, or "
+        f"its vision part, is not known (--model {name}=...,parameters:N gives the number)"
+        for name, shape in shapes.items()
+        if shape.estimated
+    ]
     return Assessment(
         run, nodes, per_role, engine if smallest else None, ours, upstream, tuple(problems), tuple(notes)
     )
