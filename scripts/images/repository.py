@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
@@ -78,11 +79,11 @@ def _stanza(deb: Deb, file: Path) -> str:
 
 
 def _explain(missing: Sequence[Deb], errors: str, relock: str) -> str:
-    gone = [deb for deb in missing if f"{deb.url}{GONE}" in errors]
+    lines = unquote(errors)  # apt encodes more characters than the lock
+    gone = [deb for deb in missing if f"{unquote(deb.url)}{GONE}" in lines]
     first, *others = gone or missing
     which = f"{first.name}={first.version}" + (f" and {len(others)} more locked packages" if others else "")
     if gone:
         return f"Debian's archive no longer has {which}: run {relock}, commit the lock, and build again"
-    lines = [line for line in errors.splitlines() if line.startswith("E:")]
-    cause = lines[0] if lines else "apt gave no reason"
+    cause = next((line for line in lines.splitlines() if line.startswith("E:")), "apt gave no reason")
     return f"{which} cannot be downloaded: check the network and apt's proxy ({cause})"

@@ -37,6 +37,9 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
+    direct = tmp_path / "apt.conf"
+    direct.write_text('Acquire::http::Proxy::127.0.0.1 "DIRECT";\n', encoding="utf-8")
+    monkeypatch.setenv("APT_CONFIG", str(direct))
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Silent, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(debian, "ARCHIVE", f"http://127.0.0.1:{server.server_port}")
@@ -99,6 +102,17 @@ def test_packages_that_the_archive_no_longer_has_are_one_line(archive: Path, tmp
         "run python -m scripts lock base, commit the lock, and build again"
     )
     assert [file.name for file in cache.iterdir()] == ["a_1_all.deb"]
+
+
+def test_a_missing_package_is_recognized_by_an_address_with_other_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's archive redirects, after which apt also escapes a tilde."""
+    deb = Deb("runtime", "libssl3", "3~deb12u2", "0" * 64, "debian/libssl3_3~deb12u2_amd64.deb")
+    error = f"E: Failed to fetch {deb.url.replace('~', '%7e')}  404  Not Found [IP: 203.0.113.80 80]\n"
+    monkeypatch.setattr(repository, "_download", lambda *_: error)
+    with pytest.raises(UserError, match=f"no longer has libssl3=3~deb12u2: run {RELOCK}"):
+        repository.fetch([deb], tmp_path, RELOCK)
 
 
 def test_a_package_with_another_content_is_refused(archive: Path, tmp_path: Path) -> None:
