@@ -146,6 +146,15 @@ def test_a_cell_names_the_source_of_each_package(cell: Cell) -> None:
         cell.package("jax")
 
 
+def test_a_variant_s_requirements_are_its_own(matrix: Matrix) -> None:
+    rocm, cuda = (find(matrix, f"ray2.55.0-vllm0.29.0-{name}") for name in ("rocm7", "cuda13.0"))
+    added = {item.requirement for item in rocm.requirements} - {
+        item.requirement for item in cuda.requirements
+    }
+    assert {name.partition(">")[0].partition("=")[0] for name in added} == {"amdsmi", "cmake"}
+    assert set(cuda.requirements) < set(rocm.requirements)
+
+
 def test_the_schema_for_editors_matches_the_types() -> None:
     assert SCHEMA.read_text(encoding="utf-8") == schema()
     assert f"$schema={SCHEMA.name}" in TEXT.splitlines()[0]
