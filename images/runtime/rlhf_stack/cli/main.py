@@ -19,9 +19,10 @@ from rlhf_stack.inputs.text import one_line, shortened, suggestion
 EPILOG = """
 `rlhf-stack COMMAND --help` explains a command with examples. Every command accepts --json; an error is then
 JSON too (rlhf-stack/error/1: `error`, `code`). Exit codes of every command but submit: 0 no problem, 1 the
-command found a problem, 2 wrong usage, 3 a serious problem, 70 a defect of rlhf-stack (RLHF_STACK_TRACEBACK=1
-shows where), 74 the output could not be written, 130 interrupted, 141 closed pipe. submit ends with the code
-of the job, or with 120 to 122, which it reserves (see its help).
+command found a problem, 2 wrong usage, 3 a serious problem, 4 an unexplained error (doctor --log), 70 a
+defect of rlhf-stack (RLHF_STACK_TRACEBACK=1 shows where), 74 the output could not be written, 130
+interrupted, 141 closed pipe. submit ends with the code of the job, or with 120 to 122, which it reserves (see
+its help).
 """
 WRONG_USAGE, DEFECT, NO_OUTPUT, INTERRUPTED, BROKEN_PIPE = 2, 70, 74, 130, 141
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
