@@ -1,16 +1,21 @@
 """Layouts and digests of a model that is sharded, fused, padded and replicated as by vLLM, rank by rank."""
 
+import json
+import multiprocessing
 import random
+from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rlhf_stack.sync import digest
 from rlhf_stack.sync.digest import RegionDigest
-from rlhf_stack.sync.weight_layout import Region, find_layout
+from rlhf_stack.sync.weight_layout import View, find_layout, strided_pieces
 from torch import nn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FORK = multiprocessing.get_context("fork")
 VOCABULARY, PADDED = 50, 64
 
 
@@ -135,7 +140,7 @@ def test_one_flipped_bit_is_found_with_its_parameter_and_rank(seed):
         [(r, location) for r, layout in enumerate(layouts) for location in layout if location.name == name]
     )
     tensor = dict(ranks[rank].named_parameters())[location.tensor].detach().reshape(-1)
-    positions = location.read(torch.arange(tensor.numel()))
+    positions = location.elements.select(torch.arange(tensor.numel())).reshape(-1)
     position = int(positions[choose.randrange(len(positions))])
     tensor[position : position + 1].view(torch.uint8)[0] ^= 1 << choose.randrange(8)
     found = compare(weights, ranks, layouts)
@@ -173,7 +178,7 @@ def test_a_rank_without_a_layout_leaves_its_shard_missing():
 def test_another_dtype_is_not_equal():
     torch.manual_seed(0)
     value = torch.randn(4).to(torch.bfloat16)
-    region = Region((4,), ((0, 4),))
+    region = View(0, (4,), (1,))
     reported = digest.digest_region(value.float(), "w", region)
     (difference,) = digest.differences("w", value, [[[reported]]])
     assert "torch.float32" in difference.what
@@ -222,31 +227,93 @@ def test_odd_layouts_are_followed_and_checked(tensor):
     model, value = Odd(), torch.randn(3, 4)
     model.load_weights([("w", value)])
     layout = find_layout(model, [("w", (3, 4))])
-    assert len(layout) == 5
     assert digest.differences("w", value, [[list(digest.digest_model(model, layout))]]) == []
     dict(model.named_parameters())[tensor].data.reshape(-1)[-1] += 1
     found = digest.differences("w", value, [[list(digest.digest_model(model, layout))]])
     assert len(found) == 1
 
 
+class Loaded(nn.Module):
+    """A model of one tensor ``w`` with a loader."""
+
+    def __init__(self, tensor, load):
+        super().__init__()
+        self.w = nn.Parameter(tensor, requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights):
+        for _, value in weights:
+            self.load(self.w, value)
+
+
+def interleave(tensor, value):
+    """Store the halves of a parameter alternately, as some rotary embeddings are: the loader rearranges."""
+    tensor.data.copy_(value.reshape(2, -1).t().reshape(value.shape))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("load", [interleave, lambda tensor, value: tensor.data.copy_(value)])
+def test_an_interleaved_tensor_of_a_million_elements_is_two_regions(dtype, load):
+    patterns = torch.randint(0, 256, ((1 << 20) * dtype.itemsize,), dtype=torch.uint8)
+    value = patterns.view(dtype).reshape(1024, 1024)
+    model = Loaded(torch.zeros(1024, 1024).to(dtype), load)
+    model.load_weights([("w", value)])
+    layout = find_layout(model, [("w", (1024, 1024))])
+    assert len(layout) <= 2
+    reported = [one.as_dict() for one in digest.digest_model(model, layout)]
+    assert len(json.dumps(reported)) < 1000, "it is sent to the trainer"
+    digests = [RegionDigest.from_dict(one) for one in json.loads(json.dumps(reported))]
+    assert digest.differences("w", value, [[digests]]) == []
+    model.w.data.view(torch.uint8)[-1, -1] ^= 1
+    assert len(digest.differences("w", value, [[list(digest.digest_model(model, layout))]])) == 1
+
+
+def test_a_scalar_that_the_loader_reads_is_followed():
+    model = Loaded(torch.zeros(()), lambda tensor, value: tensor.data.fill_(value.item()))
+    (location,) = find_layout(model, [("w", (1,))])
+    assert (location.region.offset, location.elements.offset) == (0, 0)
+
+
+def test_a_permutation_without_regularity_is_refused():
+    order = torch.randperm(200 * 200, generator=torch.Generator().manual_seed(0))
+    model = Loaded(
+        torch.zeros(200, 200), lambda tensor, value: tensor.copy_(value.reshape(-1)[order].reshape(200, 200))
+    )
+    with pytest.raises(NotImplementedError, match="places the elements of w without regularity"):
+        find_layout(model, [("w", (200, 200))])
+
+
 @pytest.mark.parametrize("seed", range(50))
-def test_a_region_selects_marks_and_counts_the_same_elements(seed):
+def test_pieces_of_a_view_of_a_view_hold_the_same_pairs(seed):
     choose = random.Random(seed)  # noqa: S311
     shape = tuple(choose.randrange(1, 6) for _ in range(choose.randrange(1, 4)))
-    total = int(np.prod(shape))
-    if seed % 2:
-        sides = [sorted(choose.sample(range(size + 1), 2)) for size in shape]
-        grid = np.arange(total).reshape(shape)[tuple(slice(a, b) for a, b in sides)]
-        flat = np.sort(grid.reshape(-1))
-    else:
-        flat = np.array(sorted(choose.sample(range(total), choose.randrange(1, total + 1))))
-    region = Region.from_flat(shape, flat)
-    assert region.bounds is not None or seed % 2 == 0, "a rectangle is kept as one"
-    selected = region.select(torch.arange(total).reshape(shape))
-    assert selected.tolist() == flat.tolist()
-    assert digest.count_uncovered(shape, [region]) == total - len(flat)
-    found = RegionDigest("w", region, "torch.int64", digest.sha256_of(selected))
-    assert RegionDigest.from_dict(found.as_dict()) == found
+    numbers = torch.arange(prod(shape)).reshape(shape)
+    for axis, size in enumerate(shape):
+        start = choose.randrange(size)
+        numbers = numbers.narrow(axis, start, choose.randrange(1, size - start + 1))
+    source = numbers.permute(choose.sample(range(len(shape)), len(shape))).reshape(-1).numpy()
+    target = np.arange(len(source)) * choose.choice([1, 3]) + 7
+    pairs, covered = [], []
+    for region, elements in strided_pieces(source, target, "w"):
+        chosen = region.select(torch.arange(prod(shape))).reshape(-1).tolist()
+        pairs += zip(chosen, elements.select(torch.arange(200 * 3)).reshape(-1).tolist(), strict=True)
+        covered.append(region)
+    assert pairs == list(zip(source.tolist(), target.tolist(), strict=True))
+    assert digest.count_uncovered(shape, covered) == prod(shape) - len(source)
+
+
+@pytest.mark.parametrize(
+    ("view", "bounds"),
+    [
+        (View(0, (4, 6), (6, 1)), [[0, 4], [0, 6]]),
+        (View(12, (2, 6), (6, 1)), [[2, 4], [0, 6]]),
+        (View(8, (3, 2), (1, 6)), [[1, 3], [2, 5]]),
+        (View(3, (), ()), [[0, 1], [3, 4]]),
+        (View(0, (12,), (2,)), None),
+    ],
+)
+def test_the_bounds_of_a_region_that_is_a_box(view, bounds):
+    assert view.bounds((4, 6)) == bounds
 
 
 def test_more_elements_than_two_digits_count():
@@ -254,17 +321,84 @@ def test_more_elements_than_two_digits_count():
     model.w = nn.Parameter(torch.zeros(300, 300, dtype=torch.bfloat16))
     model.load_weights = lambda weights: [model.w.data.copy_(value) for _, value in weights]
     (location,) = find_layout(model, [("w", (300, 300))])
-    assert location.region.bounds == ((0, 300), (0, 300))
-    assert location.positions == (0, (300, 300), (300, 1))
+    assert location.region == location.elements == View(0, (300, 300), (300, 1))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool])
 def test_the_last_bit_of_a_large_parameter_counts(dtype):
     value = torch.zeros((3 << 20) + 1, dtype=torch.uint8)
     value = value[: len(value) // dtype.itemsize * dtype.itemsize].view(dtype)
-    region = Region.from_flat(tuple(value.shape), np.arange(value.numel()))
+    region = View(0, tuple(value.shape), (1,))
     held = value.clone()
     held.view(torch.uint8)[-1] ^= 1
     reported = [digest.digest_region(tensor, "w", region) for tensor in (value, held)]
     assert digest.differences("w", value, [[[reported[0]]]]) == []
     assert len(digest.differences("w", value, [[[reported[1]]]])) == 1
+
+
+HIDDEN, INNER, WORDS, LAYERS = 1024, 4096, 8192, 8
+PARTS = {"q": 0, "k": HIDDEN, "v": 2 * HIDDEN, "gate": 0, "up": INNER}
+FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+class Decoder(nn.Module):
+    """Layers with fused tensors, as in vLLM, of a rank that holds them whole."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"qkv": (3 * HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        self.embed = nn.Parameter(torch.randn(WORDS, HIDDEN).bfloat16(), requires_grad=False)
+        for layer in range(LAYERS):
+            for name, shape in shapes.items():
+                self.register_parameter(f"{name}{layer}", nn.Parameter(torch.randn(shape).bfloat16(), False))
+
+    def load_weights(self, weights):
+        for name, value in weights:
+            part, layer = name[:-1], name[-1]
+            tensor = self.embed if name == "embed" else getattr(self, FUSED.get(part, part) + layer)
+            tensor.data[PARTS.get(part, 0) :][: len(value)].copy_(value)
+
+
+def trained_layers():
+    square, wide, high = (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    layer = {"q": square, "k": square, "v": square, "gate": wide, "up": wide, "down": high}
+    named = {f"{name}{index}": shape for index in range(LAYERS) for name, shape in layer.items()}
+    return {"embed": (WORDS, HIDDEN)} | named
+
+
+def memory(field):
+    """Return a field of this process's memory, in bytes."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if field in line]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.timeout(120)
+def test_a_verification_needs_at_most_twice_the_memory_of_the_largest_layer():
+    """The kernel counts the memory of layout, digests and comparison: 24 MB where a layer has 31 MB."""
+    torch.set_num_threads(1)
+
+    def measure():
+        model, shapes = Decoder(), trained_layers()
+        value = torch.zeros(prod(shapes["embed"]), dtype=torch.bfloat16)
+        digest.checksum(torch.zeros(1))  # the imports of torch, and constants
+        list(
+            digest.digest_model(
+                model, find_layout(Loaded(torch.zeros(1), torch.Tensor.copy_), [("w", (1,))])[:0]
+            )
+        )
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before = memory("VmRSS")
+        digests = list(digest.digest_model(model, find_layout(model, list(shapes.items()))))
+        for name, shape in shapes.items():
+            own = [one for one in digests if one.name == name]
+            assert len(digest.differences(name, value[: prod(shape)].reshape(shape), [[own]])) == 1
+        return memory("VmHWM") - before
+
+    results = FORK.Queue()
+    process = FORK.Process(target=lambda: results.put(measure()), daemon=True)
+    process.start()
+    peak = results.get(timeout=100)
+    process.join()
+    layer = 2 * sum(prod(shape) for name, shape in trained_layers().items() if name.endswith("0"))
+    assert 0 < peak <= 2 * layer
+    print(f"peak {peak / 1e6:.1f} MB, largest layer {layer / 1e6:.1f} MB")

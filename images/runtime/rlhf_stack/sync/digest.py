@@ -1,47 +1,49 @@
 """Checksums of the parameters that engine workers hold, and their comparison with the trainer's."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack.sync.weight_layout import Layout, Region, Shape, engine_tensors
+from rlhf_stack.sync.weight_layout import Layout, Shape, View, engine_tensors
 
 if TYPE_CHECKING:
     import torch
 
+CHUNK = 1 << 20  # bytes that are summed at a time
+WORD = 4  # bytes of a number that is summed
+FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a product with it loses nothing modulo 2**64
+
 
 @dataclass(frozen=True)
 class RegionDigest:
-    """The dtype and SHA-256 of a region of parameter ``name``, as one engine tensor holds it."""
+    """The dtype and checksum of a region of parameter ``name``, as one engine tensor holds it."""
 
     name: str
-    region: Region
+    shape: Shape
+    region: View
     dtype: str
-    sha256: str
+    checksum: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON and msgpack values."""
-        bounds = self.region.bounds
+        """Return it as JSON and msgpack values; ``bounds`` are for people."""
+        region = self.region
         return {
             "name": self.name,
-            "shape": list(self.region.shape),
-            "bounds": None if bounds is None else [list(side) for side in bounds],
-            "runs": [list(run) for run in self.region.runs],
+            "shape": list(self.shape),
+            "bounds": region.bounds(self.shape),
+            "region": [region.offset, list(region.sizes), list(region.strides)],
             "dtype": self.dtype,
-            "sha256": self.sha256,
+            "checksum": self.checksum,
         }
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> "RegionDigest":
         """Return the inverse of `as_dict`."""
-        bounds = value["bounds"]
-        region = Region(
-            tuple(value["shape"]),
-            None if bounds is None else tuple((a, b) for a, b in bounds),
-            tuple((a, b) for a, b in value["runs"]),
-        )
-        return RegionDigest(value["name"], region, value["dtype"], value["sha256"])
+        offset, sizes, strides = value["region"]
+        region = View(offset, tuple(sizes), tuple(strides))
+        return RegionDigest(value["name"], tuple(value["shape"]), region, value["dtype"], value["checksum"])
 
 
 @dataclass(frozen=True)
@@ -54,36 +56,50 @@ class Difference:
     what: str
 
 
-def sha256_of(elements: "torch.Tensor") -> str:
-    """Return the SHA-256 of the bytes of a flat tensor of any dtype on any device."""
+def checksum(tensor: "torch.Tensor") -> str:
+    """Return 128 bits, in hex, that depend on every bit of a ``tensor`` of any dtype and layout.
+
+    They are two sums of its words, each times an odd number of its position, modulo 2**64: any change of one
+    word changes both, and other changes are missed with a probability of about 2**-64. It is computed on the
+    tensor's device, in memory of a few `CHUNK`.
+    """
     import torch
 
-    content = elements.detach().contiguous().view(torch.uint8).cpu()
-    return hashlib.sha256(memoryview(content.numpy())).hexdigest()
+    state = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for chunk in _chunks(tensor.detach()):
+        content = chunk.contiguous().view(torch.uint8)
+        words = torch.zeros(-(-len(content) // WORD), dtype=torch.int32, device=tensor.device)
+        words.view(torch.uint8)[: len(content)] = content
+        numbers = words.to(torch.int64)
+        sums = [(numbers * weights[: len(words)]).sum() for weights in _weights(tensor.device)]
+        state = state * FACTOR + torch.stack(sums)
+    return "".join(f"{value % (1 << 64):016x}" for value in state.tolist())
 
 
-def digest_region(tensor: "torch.Tensor", name: str, region: Region) -> RegionDigest:
+def digest_region(tensor: "torch.Tensor", name: str, region: View) -> RegionDigest:
     """Return the digest that a worker with ``region`` of the trainer's parameter ``tensor`` must report."""
-    return RegionDigest(name, region, str(tensor.dtype), sha256_of(region.select(tensor.detach())))
+    whole = tensor.detach().contiguous()
+    elements = region.select(whole, whole.storage_offset())
+    return RegionDigest(name, tuple(tensor.shape), region, str(tensor.dtype), checksum(elements))
 
 
 def digest_model(model: Any, layout: Layout) -> Iterator[RegionDigest]:
     """Yield a digest for each location in ``layout``, from the live weights of the engine's ``model``."""
-    tensors = dict(engine_tensors(model))
+    tensors = engine_tensors(model)
     for location in layout:
-        tensor = tensors[location.tensor]
-        elements = location.read(tensor.detach().reshape(-1))
-        yield RegionDigest(location.name, location.region, str(tensor.dtype), sha256_of(elements))
+        elements = location.elements.select(tensors[location.tensor])
+        dtype = str(elements.dtype)
+        yield RegionDigest(location.name, location.shape, location.region, dtype, checksum(elements))
 
 
-def count_uncovered(shape: Shape, regions: Iterable[Region]) -> int:
+def count_uncovered(shape: Shape, regions: Iterable[View]) -> int:
     """Return how many elements of a parameter of ``shape`` are in none of ``regions``."""
-    import numpy as np
+    import torch
 
-    covered = np.zeros(shape, dtype=bool)
-    for region in regions:
+    covered = torch.zeros(prod(shape), dtype=torch.bool)
+    for region in set(regions):
         region.mark(covered)
-    return int(covered.size - np.count_nonzero(covered))
+    return int(covered.numel() - covered.count_nonzero())
 
 
 def differences(
@@ -94,7 +110,7 @@ def differences(
     In each engine, every element must be in a region of some rank, and every digest must equal the trainer's.
     """
     found = []
-    own: dict[Region, RegionDigest] = {}
+    own: dict[View, RegionDigest] = {}
     for engine, ranks in enumerate(engines):
         regions = [digest.region for digests in ranks for digest in digests]
         missing = count_uncovered(tuple(tensor.shape), regions)
@@ -108,8 +124,28 @@ def differences(
                 expected = own[digest.region]
                 if digest != expected:
                     what = (
-                        f"{digest.dtype} {digest.sha256[:12]}, "
-                        f"trainer {expected.dtype} {expected.sha256[:12]}"
+                        f"{digest.dtype} {digest.checksum[:12]}, "
+                        f"trainer {expected.dtype} {expected.checksum[:12]}"
                     )
                     found.append(Difference(name, engine, rank, what))
     return found
+
+
+def _chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
+    """Yield the elements in order, as flat tensors of at most `CHUNK` bytes."""
+    if tensor.numel() * tensor.element_size() <= CHUNK:
+        yield tensor.reshape(-1)
+        return
+    row = tensor.numel() // len(tensor) * tensor.element_size()
+    for part in tensor.split(max(1, CHUNK // row)):
+        yield from _chunks(part if len(part) > 1 or row <= CHUNK else part[0])
+
+
+@cache
+def _weights(device: "torch.device") -> tuple["torch.Tensor", ...]:
+    """Return an odd number for each word of a chunk, for two sums."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 1 << 62, (2, CHUNK // WORD), generator=generator) * 2 + 1
+    return tuple(numbers.to(device))

@@ -1,18 +1,16 @@
 """Where an engine worker's tensors hold the elements of the trainer's parameters.
 
 An engine shards, fuses and pads: its tensors have other names and shapes than the trainer's. The layout is
-found by calling the model's own loader: every element of every parameter gets a number, the numbers' base-256
-digits (0..255 is exact in bfloat16, float16 and float32) are loaded as if they were weights, one digit per
-pass, and read back from the engine's tensors. No code here depends on an architecture.
-
-`find_layout` runs once. It needs 8 bytes for each element that the worker holds, and a copy of the live
-weights; a checksum after each sync then only reads the live weights (`digest.digest_model`).
+found by calling the model's own loader, for one parameter at a time, while no operation may write to the
+engine's tensors (`load_trace`). No code here depends on an architecture. `find_layout` runs once and needs
+memory for one parameter; a checksum after each sync then only reads the live weights (`digest.digest_model`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
+
+from rlhf_stack.sync import load_trace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,78 +19,59 @@ if TYPE_CHECKING:
 
     Indices = NDArray[np.int64]
 
-DIGIT_BITS = 8
-BASE = 1 << DIGIT_BITS
+MAX_PIECES = 10_000  # of a parameter in a tensor; a layout of more is irregular
 Shape = tuple[int, ...]
-StridedView = tuple[int, Shape, Shape]  # offset, sizes and strides, in elements
 
 
 @dataclass(frozen=True)
-class Region:
-    """Elements of one parameter of ``shape``, in ascending order of their flat index.
+class View:
+    """A strided view of a tensor's storage: ``offset``, ``sizes`` and ``strides`` in elements."""
 
-    ``bounds`` are (start, stop) for each dimension if the elements fill a hyperrectangle; otherwise it is
-    None, and ``runs`` are (start, stop) of flat indices.
-    """
-
-    shape: Shape
-    bounds: tuple[tuple[int, int], ...] | None
-    runs: tuple[tuple[int, int], ...] = ()
+    offset: int
+    sizes: Shape
+    strides: Shape
 
     @staticmethod
-    def from_flat(shape: Shape, flat: "Indices") -> "Region":
-        """Return the region of the ascending, distinct flat indices ``flat`` (at least one) in ``shape``."""
-        import numpy as np
+    def of(tensor: "torch.Tensor") -> "View":
+        """Return the view that ``tensor`` is."""
+        return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
-        if not shape:
-            return Region(shape, ())
-        corners = np.stack(np.unravel_index(flat, shape))
-        low, high = corners.min(axis=1), corners.max(axis=1) + 1
-        if prod(int(side) for side in high - low) == len(flat):
-            return Region(shape, tuple((int(a), int(b)) for a, b in zip(low, high, strict=True)))
-        breaks = np.flatnonzero(np.diff(flat) != 1)
-        starts = flat[np.concatenate(([0], breaks + 1))]
-        stops = flat[np.concatenate((breaks, [len(flat) - 1]))] + 1
-        return Region(shape, None, tuple((int(a), int(b)) for a, b in zip(starts, stops, strict=True)))
+    def select(self, tensor: "torch.Tensor", offset: int = 0) -> "torch.Tensor":
+        """Return the elements of the storage of ``tensor``, from its element ``offset`` on."""
+        return tensor.as_strided(self.sizes, self.strides, self.offset + offset)
 
-    def select(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return the region's elements of ``tensor`` (of this shape), flat, in ascending order."""
-        import torch
+    def mark(self, covered: "torch.Tensor") -> None:
+        """Set the elements of the flat ``covered`` to True."""
+        distinct = [side for side in zip(self.sizes, self.strides, strict=True) if side[1]]
+        sizes, strides = [size for size, _ in distinct], [stride for _, stride in distinct]
+        covered.as_strided(sizes, strides, self.offset).fill_(True)
 
-        if self.bounds is not None:
-            return tensor[tuple(slice(a, b) for a, b in self.bounds)].reshape(-1)
-        flat = tensor.reshape(-1)
-        return torch.cat([flat[a:b] for a, b in self.runs])
-
-    def mark(self, covered: "NDArray[np.bool_]") -> None:
-        """Set the region's elements of ``covered`` (of this shape) to True."""
-        if self.bounds is not None:
-            covered[tuple(slice(a, b) for a, b in self.bounds)] = True
-        else:
-            flat = covered.reshape(-1)
-            for start, stop in self.runs:
-                flat[start:stop] = True
+    def bounds(self, shape: Shape) -> list[list[int]] | None:
+        """Return [start, stop] for each dimension of a contiguous tensor of ``shape``, None if not a box."""
+        sides = {stride: size for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1}
+        rest, stride, found = self.offset, 1, []
+        for size in reversed(shape):
+            start = rest % size
+            length = sides.pop(stride, 1) if size > 1 else 1
+            if start + length > size:
+                return None
+            found.append([start, start + length])
+            rest, stride = rest // size, stride * size
+        return None if sides else found[::-1]
 
 
 @dataclass(frozen=True)
 class Location:
-    """The elements of an engine ``tensor`` that hold a region of parameter ``name``.
+    """The ``elements`` of an engine ``tensor`` that hold a ``region`` of parameter ``name`` of ``shape``.
 
-    ``positions`` are a strided view of the flat engine tensor if its elements are regular, otherwise the flat
-    position of each element, in the region's order.
+    Both views have the same sizes. ``region`` is of the contiguous parameter.
     """
 
     name: str
-    region: Region
+    shape: Shape
+    region: View
     tensor: str
-    positions: "StridedView | torch.Tensor"
-
-    def read(self, flat: "torch.Tensor") -> "torch.Tensor":
-        """Return the elements, flat and in the region's order, from the ``flat`` engine tensor."""
-        if isinstance(self.positions, tuple):
-            offset, sizes, strides = self.positions
-            return flat.as_strided(sizes, strides, flat.storage_offset() + offset).reshape(-1)
-        return flat[self.positions.to(flat.device)]
+    elements: View
 
 
 Layout = tuple[Location, ...]
@@ -103,106 +82,78 @@ def find_layout(model: Any, parameters: Sequence[tuple[str, Shape]]) -> Layout:
 
     ``model.load_weights`` must accept (name, tensor) pairs, as every vLLM model does. Engine elements that
     the loader fills with zeros (vocabulary padding), does not change or computes belong to no parameter. The
-    live weights are restored bit for bit at the same addresses, also if the loader raises.
+    live weights are never written. NotImplementedError for a layout without any regularity.
     """
-    import torch
-
     tensors = engine_tensors(model)
-    first = _first_numbers(parameters)
-    last = first[-1] - 1
-    passes = -(-last.bit_length() // DIGIT_BITS)
-    saved = [(tensor, tensor.data, tensor.detach().clone()) for _, tensor in tensors]
-    numbers = {name: torch.zeros(tensor.numel(), dtype=torch.int64) for name, tensor in tensors}
-    unknown = {name: torch.zeros(tensor.numel(), dtype=torch.bool) for name, tensor in tensors}
-    try:
-        for digit in range(passes):
-            for _, tensor in tensors:
-                tensor.data.fill_(float("nan"))
-            model.load_weights(weights=list(_digit_tensors(parameters, first, digit, tensors[0][1])))
-            for name, tensor in tensors:
-                values = tensor.detach().reshape(-1).to("cpu", torch.float32)
-                unknown[name] |= ~((values >= 0) & (values < BASE) & (values == values.round()))
-                numbers[name] += torch.nan_to_num(values).to(torch.int64).clamp(0, BASE - 1) * BASE**digit
-    finally:
-        for tensor, data, content in saved:
-            tensor.data = data
-            tensor.data.copy_(content)
+    live = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     locations: list[Location] = []
-    for name, _ in tensors:
-        numbers[name][unknown[name]] = 0
-        locations += _locations(name, numbers[name].numpy(), parameters, first)
+    for name, shape in parameters:
+        try:
+            for tensor, region, elements in _found(model, tensors, name, shape):
+                locations.append(Location(name, shape, region, tensor, elements))
+        finally:
+            for tensor, data in live:
+                tensor.data = data  # of a loader that replaces tensors instead of writing them
     return tuple(locations)
 
 
-def engine_tensors(model: Any) -> list[tuple[str, "torch.Tensor"]]:
-    """Return the floating-point parameters of the engine's ``model``, by name."""
-    return [(name, tensor) for name, tensor in model.named_parameters() if tensor.is_floating_point()]
+def engine_tensors(model: Any) -> dict[str, "torch.Tensor"]:
+    """Return the parameters and buffers of the engine's ``model`` that have elements, by name."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if tensor.numel()}
 
 
-def _first_numbers(parameters: Sequence[tuple[str, Shape]]) -> list[int]:
-    """Return the number of each parameter's first element, then the first unused number; 0 means padding."""
-    first = [1]
-    for _, shape in parameters:
-        first.append(first[-1] + prod(shape))
-    return first
+def _found(
+    model: Any, tensors: dict[str, "torch.Tensor"], name: str, shape: Shape
+) -> Iterator[tuple[str, View, View]]:
+    """Yield the engine tensors that hold parameter ``name``, with the views of parameter and tensor."""
+    owners = {load_trace.storage_of(tensor): owner for owner, tensor in reversed(tensors.items())}
+    copies = load_trace.copies(model, list(tensors.values()), name, shape)
+    if copies is not None:
+        for target, source in copies:
+            yield owners[load_trace.storage_of(target)], View.of(source), View.of(target)
+        return
+    for storage, positions, numbers in load_trace.numbers(model, list(tensors.values()), name, shape):
+        for region, elements in strided_pieces(numbers, positions, name):
+            yield owners[storage], region, elements
 
 
-def _digit_tensors(
-    parameters: Sequence[tuple[str, Shape]], first: Sequence[int], digit: int, like: "torch.Tensor"
-) -> Iterator[tuple[str, "torch.Tensor"]]:
-    import torch
+def strided_pieces(source: "Indices", target: "Indices", name: str) -> Iterator[tuple[View, View]]:
+    """Split pairs of flat indices into strided views, each as large as its first row and step allow.
 
-    for (name, shape), start in zip(parameters, first, strict=False):
-        values = torch.arange(start, start + prod(shape), dtype=torch.int64, device=like.device)
-        yield name, ((values // BASE**digit) % BASE).to(like.dtype).reshape(shape)
-
-
-def _locations(
-    tensor: str, numbers: "Indices", parameters: Sequence[tuple[str, Shape]], first: Sequence[int]
-) -> Iterator[Location]:
-    """Yield the locations in an engine ``tensor`` whose elements have ``numbers`` (0: no parameter's)."""
+    ``name`` is for the NotImplementedError, raised for more than `MAX_PIECES`.
+    """
     import numpy as np
 
-    positions = np.flatnonzero((numbers > 0) & (numbers < first[-1]))
-    positions = positions[np.argsort(numbers[positions], kind="stable")]
-    ordered = numbers[positions]
-    for copy_positions, copy_numbers in _copies(positions, ordered):
-        edges = np.searchsorted(copy_numbers, first)
-        for index, (name, shape) in enumerate(parameters):
-            low, high = edges[index], edges[index + 1]
-            if low == high:
-                continue
-            region = Region.from_flat(shape, copy_numbers[low:high] - first[index])
-            yield _location(name, region, tensor, copy_positions[low:high])
-
-
-def _copies(positions: "Indices", ordered: "Indices") -> Iterator[tuple["Indices", "Indices"]]:
-    """Split the elements of a tensor that holds some repeatedly into parts without repetitions."""
-    import numpy as np
-
-    while len(ordered):
-        is_first = np.concatenate(([True], np.diff(ordered) != 0))
-        yield positions[is_first], ordered[is_first]
-        positions, ordered = positions[~is_first], ordered[~is_first]
-
-
-def _location(name: str, region: Region, tensor: str, positions: "Indices") -> Location:
-    """Return the location of ``region`` at flat ``positions``, as a strided view if they are regular."""
-    import numpy as np
-    import torch
-
-    if region.bounds is not None:
-        sizes = tuple(b - a for a, b in region.bounds)
-        grid = positions.reshape(sizes)
-        origin = int(grid.reshape(-1)[0])
-        strides = tuple(
-            int(grid.take(1, axis=axis).reshape(-1)[0]) - origin if size > 1 else 1
-            for axis, size in enumerate(sizes)
+    pairs = np.stack([source, target])
+    for _ in range(MAX_PIECES):
+        if not pairs.shape[1]:
+            return
+        count, sides = _leading_grid(pairs)
+        sizes = tuple(size for size, _ in reversed(sides))
+        region, elements = (
+            View(int(pairs[side, 0]), sizes, tuple(int(step[side]) for _, step in reversed(sides)))
+            for side in (0, 1)
         )
-        expected = np.full(sizes, origin, dtype=np.int64)
-        for axis, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-            line = np.arange(size, dtype=np.int64) * stride
-            expected += line.reshape([-1 if other == axis else 1 for other in range(len(sizes))])
-        if all(stride >= 0 for stride in strides) and np.array_equal(expected, grid):
-            return Location(name, region, tensor, (origin, sizes, strides))
-    return Location(name, region, tensor, torch.from_numpy(positions.copy()))
+        yield region, elements
+        pairs = pairs[:, count:]
+    raise NotImplementedError(f"the loader of the engine places the elements of {name} without regularity")
+
+
+def _leading_grid(starts: "Indices") -> "tuple[int, list[tuple[int, Indices]]]":
+    """Return how many of the leading pairs ``starts`` (2 x n) form a grid; its sides, from the innermost.
+
+    A side is its size and the step between its elements in both indices.
+    """
+    import numpy as np
+
+    if starts.shape[1] == 1 or (starts[:, 1] < starts[:, 0]).any():
+        return 1, []
+    steps = np.diff(starts)
+    step = steps[:, :1]
+    other = np.flatnonzero((steps != step).any(axis=0))
+    length = int(other[0]) + 1 if len(other) else starts.shape[1]
+    rows = starts[:, : starts.shape[1] // length * length].reshape(2, -1, length)
+    irregular = np.flatnonzero((np.diff(rows) != step[:, :, None]).any(axis=(0, 2)))
+    count, outer = _leading_grid(rows[:, : int(irregular[0]) if len(irregular) else None, 0])
+    return count * length, [(length, step[:, 0]), *outer]
