@@ -22,7 +22,7 @@ SYSTEMD = Path("/run/systemd/system")
 SYSTEM_DOCKER = Path("/usr/bin/docker")
 LAST_WITHOUT_BUILDX = 22
 ANSWER_SECONDS = 60
-SETUP = "bash scripts/nox.sh -s roots"
+SETUP = "sudo bash scripts/nox.sh -s roots"
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -57,10 +57,10 @@ def explain(error: BaseException, environment: Mapping[str, str], has_docker: bo
     if not has_docker:
         return (
             "Docker Engine is not installed: `sudo apt-get install docker.io` on Debian or Ubuntu, "
-            f"or `{SETUP}` as root"
+            f"or `{SETUP}`"
         )
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
-        return f"Docker Engine is not running: `{start_command()}`, or `{SETUP}` as root"
+        return f"Docker Engine is not running: `{start_command()}`, or `{SETUP}`"
     return f"Docker Engine does not answer: {' '.join(str(error).split())}"
 
 

@@ -166,8 +166,8 @@ def reason(output: str) -> str:
     cause = lines[0] if lines else "no error message"
     if "unable to pick chroot mode" in output:
         return (
-            f"{cause} (a user needs the package uidmap, a line in /etc/subuid, and a line in /etc/subgid for "
-            "the login group: log in again instead of using newgrp or sg, or run it as root)"
+            f"{cause} (a user needs the package uidmap and subordinate ids: `sudo usermod --add-subuids "
+            "100000-165535 --add-subgids 100000-165535 $USER`; then log in again, not with newgrp or sg)"
         )
     if "No space left" in output:
         return f"{cause} (free some space under {DOWNLOADS.relative_to(ROOT)} and in the temporary directory)"

@@ -69,6 +69,7 @@ def test_missing_user_namespaces_are_explained() -> None:
     )
     assert "uidmap" in message
     assert "log in again" in message
+    assert "as root" not in message, "nox runs as the owner of the checkout then too"
 
 
 def test_roots_differ_where_their_recipe_does() -> None:
