@@ -11,6 +11,7 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, requirements, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.openrlhf.trainer_command import trainer_command
 from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
@@ -66,10 +67,26 @@ def command_words(options: argparse.Namespace) -> list[str]:
     return command
 
 
-def parse_run(options: argparse.Namespace) -> tuple[Run, Sequence[str]]:
-    """Parse the run with OpenRLHF's parser; return it with the parser's messages."""
-    parsed = command_line.parse(command_line.extract_arguments(command_words(options)))
-    run = run_spec.run_of(parsed.release, parsed.values)
+def parse_run(
+    options: argparse.Namespace, machines: Sequence[Machine] | None = None
+) -> tuple[Run, Sequence[str]]:
+    """Parse the run with OpenRLHF's parser; return it with the parser's messages.
+
+    SFT, DPO and RM use the GPUs that their launcher names, otherwise all of ``machines``; without machines
+    they are a `UserError`, because they run neither on Ray nor with engines.
+    """
+    words = command_words(options)
+    trainer = trainer_command(words)
+    if trainer is None:
+        parsed = command_line.parse(command_line.extract_arguments(words))
+        run = run_spec.run_of(parsed.release, parsed.values)
+    elif machines is None:
+        raise UserError(f"{trainer.program} has no engines: there is no weight sync to check")
+    else:
+        parsed = command_line.parse(trainer.arguments, trainer.program)
+        gpus = trainer.gpus or min((machine.gpus for machine in machines), default=0)
+        nodes = trainer.nodes or len(machines)
+        run = run_spec.trainer_run(parsed.release, trainer.program, parsed.values, nodes, gpus)
     requirements.refuse_missing_packages(parsed.values)
     return run, parsed.notes
 

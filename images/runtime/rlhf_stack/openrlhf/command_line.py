@@ -63,16 +63,16 @@ def _not_a_run(word: str) -> ArgumentsError:
     )
 
 
-def parse(arguments: Sequence[str]) -> Parsed:
-    """Parse ``arguments`` with the installed OpenRLHF; `ArgumentsError` if it rejects them."""
+def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
+    """Parse ``arguments`` of ``program`` with the installed OpenRLHF; `ArgumentsError` if it rejects them."""
     check_words(arguments)
-    release, source = _installed()
+    release, source = _installed(program)
     recorded: list[Any] = []
     code, scope = _main_block(source, recorded.append)
     printed, errors = io.StringIO(), io.StringIO()
     try:
         with (
-            _argv([NAME, *arguments]),
+            _argv([program, *arguments]),
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(errors),
         ):
@@ -88,8 +88,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     return Parsed(release, recorded[0], tuple(notes))
 
 
-def _installed() -> tuple[str, Path]:
-    """Return the version of OpenRLHF and the file with its parser."""
+def _installed(program: str) -> tuple[str, Path]:
+    """Return the version of OpenRLHF and the file with the parser of ``program``."""
     try:
         release = version("openrlhf")
     except PackageNotFoundError:
@@ -97,9 +97,10 @@ def _installed() -> tuple[str, Path]:
             "OpenRLHF is not installed, and its parser reads the command line: run this in an image "
             "or in the environment of the run"
         ) from None
-    spec = importlib.util.find_spec(MODULE)
+    module = f"openrlhf.cli.{program}"
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ArgumentsError(f"OpenRLHF {release} has no {MODULE}")
+        raise ArgumentsError(f"OpenRLHF {release} has no {module}")
     return release, Path(spec.origin)
 
 

@@ -9,9 +9,10 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.request import DIGITS, request_of, upstream_order
 from rlhf_stack.openrlhf.run_limits import check_values
-from rlhf_stack.placement.model import ENGINES, PlacementError, Request
+from rlhf_stack.placement.model import ENGINES, Group, PlacementError, Request
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
+PPO, SFT, DPO = "train_ppo_ray", "train_sft", "train_dpo"
 VLLM_0_4_UTILIZATION = 0.9  # vLLM's default; OpenRLHF 0.5 has no flag for it
 
 
@@ -40,7 +41,8 @@ class Run:
     ``tokens`` and ``rollout_tokens`` replace them if batches are dynamic. ``batch`` is the sequences of an
     optimizer step. ``tensor_parallel`` ranks share each layer, ``ring`` ranks each sequence. ``answer``
     limits the tokens of an answer, None if only ``length`` does. ``quantized``: the linear layers of the
-    trainer have 4 bits per weight.
+    trainer have 4 bits per weight. ``program`` is the module of OpenRLHF, whose batches have ``pairs``
+    sequences for each of the requested ones: two if chosen and rejected answers are compared.
     """
 
     release: str
@@ -67,6 +69,8 @@ class Run:
     half_precision_logits: bool = False
     answer: int | None = None
     quantized: bool = False
+    program: str = PPO
+    pairs: int = 1
 
     @property
     def flat(self) -> bool:
@@ -211,4 +215,91 @@ def _flat(release: str, args: Any) -> Run:
         half_precision_logits=True,
         answer=None if args.max_len else args.generate_max_len,
         quantized=getattr(args, "load_in_4bit", False),
+    )
+
+
+def trainer_run(release: str, program: str, values: Any, nodes: int, gpus: int) -> Run:
+    """Return the run of SFT, DPO or RM on ``nodes`` with ``gpus`` GPUs each; errors as those of `run_of`."""
+    check_values(values, is_flat(release))
+    found = (
+        _flat_trainer(release, program, values) if is_flat(release) else _trainer(release, program, values)
+    )
+    group = Group(ACTOR, nodes, gpus, strict_spread=True)
+    roles = tuple(replace(role, ranks=group.size) for role in found.roles)
+    run = replace(found, roles=roles, request=Request((group,)))
+    _check_ranks(run)
+    return run
+
+
+def _trainer_roles(program: str, model: str, reference: str, offloaded: bool) -> tuple[Role, ...]:
+    is_reward = program not in (SFT, DPO)
+    trained = Role(REWARD if is_reward else ACTOR, ACTOR, 1, model, True, is_reward)
+    return (
+        (trained, Role(REF, ACTOR, 1, reference, False, False, offloaded)) if program == DPO else (trained,)
+    )
+
+
+def _trainer(release: str, program: str, args: Any) -> Run:
+    model = str(args.model.model_name_or_path)
+    own = getattr(args, "ref", None)
+    reference = str(getattr(own, "model_name_or_path", None) or model)
+    return Run(
+        release=release,
+        program=program,
+        roles=_trainer_roles(program, model, reference, bool(getattr(own, "offload", False))),
+        request=Request(),
+        order=(ACTOR,),
+        zero=Zero(
+            args.ds.zero_stage,
+            1,
+            getattr(args.ds, "adam_offload", False),
+            fp32_gradients=getattr(args.ds, "grad_accum_dtype", None) == "fp32",
+            overlap=getattr(args.ds, "overlap_comm", False),
+            shards=getattr(args.ds, "zpg", 1),
+        ),
+        length=args.data.max_len,
+        train_batch=args.train.micro_batch_size,
+        rollout_batch=args.train.micro_batch_size,
+        checkpointing=args.model.gradient_checkpointing_enable,
+        attention=args.ds.attn_implementation,
+        engine_model=model,
+        utilization=1.0,
+        batch=args.train.batch_size,
+        tensor_parallel=getattr(args.ds, "tensor_parallel_size", 1),
+        ring=getattr(args.ds, "ring_attn_size", 1),
+        lora=args.ds.lora.rank,
+        quantized=getattr(args.ds, "load_in_4bit", False),
+        pairs=1 if program == SFT else 2,
+    )
+
+
+def _flat_trainer(release: str, program: str, args: Any) -> Run:
+    model = str(args.pretrain)
+    reference = str(getattr(args, "ref_pretrain", None) or model)
+    return Run(
+        release=release,
+        program=program,
+        roles=_trainer_roles(program, model, reference, bool(getattr(args, "ref_offload", False))),
+        request=Request(),
+        order=(ACTOR,),
+        zero=Zero(
+            args.zero_stage,
+            1,
+            args.adam_offload,
+            fp32_gradients=args.grad_accum_dtype in (None, "fp32"),
+            shards=args.zpg,
+        ),
+        length=args.max_len,
+        train_batch=args.micro_train_batch_size,
+        rollout_batch=args.micro_train_batch_size,
+        checkpointing=args.gradient_checkpointing,
+        attention="flash_attention_2" if args.flash_attn else "eager",
+        engine_model=model,
+        utilization=1.0,
+        batch=args.train_batch_size,
+        ring=getattr(args, "ring_attn_size", 1),
+        lora=args.lora_rank,
+        half_precision_logits=True,
+        quantized=getattr(args, "load_in_4bit", False),
+        pairs=1 if program == SFT else 2,
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_stack.memory import Shape
-from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.openrlhf.run_spec import PPO, Run
 from rlhf_stack.placement.model import Engines, Group
 from rlhf_stack.planning.assessment import Assessment, assess
 from rlhf_stack.planning.cluster_spec import Machine
@@ -39,6 +39,9 @@ FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
 }
 
 
+OF_PPO = ("rollout_batch", "rollout_tokens", "answer", "trainer_sleeps")  # settings that no other program has
+
+
 @dataclass(frozen=True)
 class Advice:
     """Flags to add or replace, their effect, and the run with them; ``enough``: that run fits."""
@@ -52,6 +55,8 @@ class Advice:
 def flag(run: Run, name: str, *values: object) -> str:
     """The flag of the run's OpenRLHF for the setting ``name``, with its values; empty if there is none."""
     text = FLAGS[name][0 if run.flat else 1]
+    if run.program != PPO:
+        text = "" if name in OF_PPO else text.replace("--actor.", "--model.").replace("ref_reward", "ref")
     return " ".join([text, *map(str, values)]) if text else ""
 
 

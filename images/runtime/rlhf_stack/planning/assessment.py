@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.memory import KvCache, Shape, sync_memory
-from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, REF, REWARD, Run
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
@@ -256,7 +256,7 @@ def _notes(run: Run, upstream: UpstreamLayout, gpu_memory: int, memory: bool) ->
         found.append("GPU memory was not checked: its size is unknown (--gpu-memory)")
     if not memory:
         found.append("host memory was not checked: its size is unknown (--memory)")
-    if upstream.pending:
+    if upstream.pending and run.program == PPO:
         found.append(f"OpenRLHF as released would wait without a deadline for the GPUs of {upstream.pending}")
     if run.zero.stage != 3 and any(role.offloaded for role in run.roles):
         found.append("offloading the reference or reward model has no effect below ZeRO stage 3")
@@ -265,6 +265,6 @@ def _notes(run: Run, upstream: UpstreamLayout, gpu_memory: int, memory: bool) ->
             f"sequences end at {run.length} tokens with their prompt: a limit of {run.answer} for the answer "
             "has no effect"
         )
-    if run.request.engines is None:
+    if run.request.engines is None and run.program == PPO:
         found.append("no engines: the actor itself generates, and its memory for that was not counted")
     return found

@@ -127,7 +127,7 @@ def _activations(run: Run, role: Role, shape: Shape) -> int:
 def _pass(run: Run, role: Role, sequences: int, tokens: int | None) -> Pass:
     length = run.length if tokens is None else max(run.length, tokens * run.ring)
     return Pass(
-        sequences=sequences if tokens is None else 1,
+        sequences=sequences * run.pairs if tokens is None else 1,
         length=length,
         checkpointing=run.checkpointing and role.trained,
         attention=run.attention,

@@ -62,7 +62,7 @@ def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> 
             if problems(larger):
                 break
             found = larger
-    return Tuned(found, tuple(_settings(run, found)), ())
+    return Tuned(found, tuple(setting for setting in _settings(run, found) if setting.text), ())
 
 
 def apply_settings(command: Sequence[str], tuned: Tuned) -> list[str]:

@@ -111,7 +111,7 @@ def _upstream(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """An OpenRLHF with these flags, pipes that are given up soon, and no cluster on this machine."""
     file = tmp_path_factory.mktemp("openrlhf") / "train_ppo_ray.py"
     file.write_text(PARSER)
-    monkeypatch.setattr(command_line, "_installed", lambda: ("0.11.2", file))
+    monkeypatch.setattr(command_line, "_installed", lambda _: ("0.11.2", file))
     monkeypatch.setattr(files, "IDLE_SECONDS", 0.05)
 
 

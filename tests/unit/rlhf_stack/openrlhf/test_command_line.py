@@ -43,7 +43,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Install an OpenRLHF whose parser is in this file."""
     file = tmp_path / "train_ppo_ray.py"
     file.write_text(SOURCE)
-    monkeypatch.setattr(command_line, "_installed", lambda: ("0.11.2", file))
+    monkeypatch.setattr(command_line, "_installed", lambda _: ("0.11.2", file))
     return file
 
 

@@ -6,6 +6,7 @@ change if the run does not fit. Exit code 0 if the run fits, 1 if it does not.
 
   rlhf-stack plan --nodes 2 --gpus 8 --gpu-memory 80 -- python -m openrlhf.cli.train_ppo_ray ...
   rlhf-stack plan --cluster nodes.yaml -- ...      # nodes: [{count: 2, gpus: 8, gpu_memory: 80, cpus: 96}]
+  rlhf-stack plan --nodes 1 --gpu-memory 80 -- deepspeed --module openrlhf.cli.train_sft ...   # or DPO, RM
   rlhf-stack plan --ray auto --gpu-memory 80 -- ...          # the running Ray cluster of this machine
 
 Models are read from a local folder or the Hugging Face cache. For any other model, give its config.json or
@@ -54,8 +55,9 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--svg and --json exclude each other: the image is that of the printed plan")
     if options.svg:
         require_writable(options.svg)
-    run, notes = run_options.parse_run(options)
+    run_options.command_words(options)  # before anything is read
     machines = run_options.read_machines(options)
+    run, notes = run_options.parse_run(options, machines)
     shapes = run_options.read_shapes(run, options)
     found = assess(run, machines, shapes)
     advice = advise(found, machines, shapes)

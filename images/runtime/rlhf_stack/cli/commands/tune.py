@@ -34,8 +34,9 @@ def run(options: argparse.Namespace) -> int:
     """Choose the settings and print them; return 1 if the run does not fit."""
     if options.apply and options.json:
         raise UserError("--apply and --json exclude each other: JSON has the command line too")
-    run, _ = run_options.parse_run(options)
+    run_options.command_words(options)  # before anything is read
     machines = run_options.read_machines(options)
+    run, _ = run_options.parse_run(options, machines)
     if not all(machine.gpu_memory for machine in machines if machine.gpus):
         raise UserError("the GPU memory is required: give --gpu-memory GIB, or gpu_memory in the file")
     tuned = tune(run, machines, run_options.read_shapes(run, options))

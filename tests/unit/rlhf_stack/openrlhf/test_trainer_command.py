@@ -1,0 +1,89 @@
+"""The trainers without Ray: their command lines, and the runs that they request."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_stack.errors import UserError
+from rlhf_stack.memory import parse_shape
+from rlhf_stack.openrlhf.run_spec import trainer_run
+from rlhf_stack.openrlhf.trainer_command import TrainerCommand, trainer_command
+from rlhf_stack.planning import advise, assess, uniform_machines
+
+SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("deepspeed --module openrlhf.cli.train_sft --x 1", TrainerCommand("train_sft", ("--x", "1"))),
+        ("deepspeed --num_gpus 4 --num_nodes=2 train_dpo.py", TrainerCommand("train_dpo", (), 2, 4)),
+        (
+            "torchrun --nproc-per-node 8 --nnodes 1:3 -m openrlhf.cli.train_rm",
+            TrainerCommand("train_rm", (), 3, 8),
+        ),
+        ("torchrun --nproc_per_node gpu -m openrlhf.cli.train_rm", TrainerCommand("train_rm", ())),
+        ("python -m torch.distributed.run -m openrlhf.cli.train_sft", TrainerCommand("train_sft", ())),
+        ("python -m openrlhf.cli.train_ppo_ray --path train_sft.py", None),
+        ("ls train_sft", None),
+    ],
+)
+def test_command_lines_of_launchers(words: str, expected: TrainerCommand | None) -> None:
+    assert trainer_command(words.split()) == expected
+
+
+@pytest.mark.parametrize("value", ["0", "x", "", "100001", "-1", "1.5"])
+def test_a_wrong_number_of_a_launcher_is_an_error(value: str) -> None:
+    with pytest.raises(UserError, match=r"--nnodes .*: expected a whole number"):
+        trainer_command([f"--nnodes={value}", "-m", "openrlhf.cli.train_sft"])
+
+
+def sections(**model: Any) -> SimpleNamespace:
+    """Arguments of a trainer of OpenRLHF 0.11."""
+    ds = {"zero_stage": 2, "attn_implementation": "sdpa", "lora": SimpleNamespace(rank=0)}
+    own = {"model_name_or_path": "m", "gradient_checkpointing_enable": True}
+    return SimpleNamespace(
+        model=SimpleNamespace(**own | model),
+        ref=SimpleNamespace(model_name_or_path=None, offload=False),
+        ds=SimpleNamespace(**ds),
+        data=SimpleNamespace(max_len=4096),
+        train=SimpleNamespace(micro_batch_size=2, batch_size=128),
+    )
+
+
+def test_each_trainer_has_its_roles_on_all_gpus() -> None:
+    machines = uniform_machines(2, 8, 80, 0, 2000)
+    peaks = {}
+    for program, roles in {
+        "train_sft": ["actor"],
+        "train_dpo": ["actor", "ref"],
+        "train_rm": ["reward"],
+    }.items():
+        run = trainer_run("0.11.2", program, sections(), 2, 8)
+        found = assess(run, machines, SHAPES)
+        assert [role.name for role in run.roles] == roles
+        assert all(gpu.holds for node in found.nodes for gpu in node.gpus)
+        assert not any("engines" in note or "wait" in note for note in found.notes)
+        peaks[program] = found.nodes[0].gpus[0].peak
+    # A pair has two sequences; DPO has the weights of a reference, RM no logits.
+    assert peaks["train_rm"] < peaks["train_sft"] < peaks["train_dpo"]
+    assert trainer_run("0.11.2", "train_dpo", sections(), 2, 8).pairs == 2
+
+
+def test_advice_has_the_flags_of_the_trainer() -> None:
+    machines = uniform_machines(1, 8, 40, 0, 2000)
+    run = trainer_run("0.11.2", "train_sft", sections(gradient_checkpointing_enable=False), 1, 8)
+    flags = {
+        text.split()[0]
+        for one in advise(assess(run, machines, SHAPES), machines, SHAPES)
+        for text in one.flags
+    }
+    assert "--model.gradient_checkpointing_enable" in flags
+    assert not any(text.startswith(("--actor", "--rollout", "--vllm")) for text in flags)
+
+
+def test_numbers_of_a_trainer_are_checked_too() -> None:
+    values = sections()
+    values.ds.zero_stage = 7
+    with pytest.raises(UserError, match=r"--ds.zero_stage 7: expected a number from 0 to 3"):
+        trainer_run("0.11.2", "train_sft", values, 1, 8)
