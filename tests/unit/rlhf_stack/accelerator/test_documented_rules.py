@@ -205,6 +205,7 @@ RAYS = {
     "Ray 2.9.3, released, ROCm 6.1": Ray("hip 6.1", by_cuda),
     "Ray 2.12.0, released, ROCm 6.1": Ray("hip 6.1", by_rocr, NOSET_ROCR),
     "Ray 2.55.0, ROCm 7": Ray("hip 6.2", by_hip, NOSET_HIP, zero_is_on=False),
+    "Ray 2.55.0, ROCm 7 without its SMI library": Ray("hip 6.2", by_cuda, zero_is_on=False),
     "Ray 2.9.3 and 2.12.0, CUDA": Ray("cuda", by_cuda),
     "Ray 2.55.0, CUDA": Ray("cuda", by_cuda, zero_is_on=False),
 }

@@ -61,6 +61,8 @@ CUDA: dict[str, Any] = {
     "built_for": "cuda 13.0",
     "gpu_report": GpuReport((GpuHealth(0, "0000:3b:00.0", "NVIDIA H100"),), unavailable=""),
 }
+AMD = CUDA | {"accelerator": "rocm"}
+REPEATED = {"ROCR_VISIBLE_DEVICES": "0,0,1", "HIP_VISIBLE_DEVICES": "0,1"}
 ONE, TWO = Library("trainer", "/a", "2.20.5+cuda12.4", "aa"), Library("engine", "/b", "2.18.1+cuda12.1", "bb")
 
 
@@ -92,6 +94,8 @@ def test_a_healthy_node_passes_every_check() -> None:
         (CUDA | {"variables": {"CUDA_VISIBLE_DEVICES": "0"}}, [("gpus", "error")]),
         (CUDA | {"variables": {"CUDA_VISIBLE_DEVICES": "0,1,2"}}, [("gpus", "note")]),
         (CUDA | {"variables": {"CUDA_VISIBLE_DEVICES": ""}}, [("gpus", "error")]),
+        (AMD | {"variables": {"HIP_VISIBLE_DEVICES": "0, 1"}}, [("gpus", "error")]),
+        (AMD | {"variables": REPEATED}, [("gpus", "error")]),
         (CUDA | {"resources": {"GPU": 8.0}, "driver": "570.86.10"}, [("driver", "error")]),
         ({"missing_library": "/no/libnccl.so.2"}, [("nccl", "error")]),
         ({"libraries": (ONE, TWO)}, [("nccl", "warning")]),

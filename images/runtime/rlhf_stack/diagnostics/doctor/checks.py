@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from rlhf_stack import known_bad
+from rlhf_stack.accelerator import visible_devices
 from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.diagnostics.doctor.facts import NodeFacts
 from rlhf_stack.diagnostics.doctor.gpu_health import check_gpu_health
@@ -14,7 +15,10 @@ MIN_SHM = 1 << 30
 MIN_FILES, ENOUGH_FILES = 4096, 65536
 FULL_DISK, MIN_DISK = 0.95, 10 * GB
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
+VISIBLE: dict[str, tuple[str, ...]] = {
+    "cuda": (visible_devices.CUDA,),
+    "rocm": (visible_devices.ROCR, visible_devices.HIP, visible_devices.CUDA),
+}
 CUMEM = "NCCL_CUMEM_ENABLE"
 
 Check = Callable[[NodeFacts], Iterator[Finding]]
@@ -63,9 +67,10 @@ def gpus(node: NodeFacts) -> Iterator[Finding]:
             "gpus", OK, f"this environment needs no GPU; the Ray node declares {declared:g} (simulated) GPUs"
         )
         return
-    names = [name for name in VISIBLE[node.accelerator] if node.variables.get(name) is not None]
-    visible = node.gpus if not names else min(node.gpus, len(visible_devices(node.variables[names[0]])))
-    evidence = f"{node.gpus} in the machine, {visible} visible" + (f" by {names[0]}" if names else "")
+    kind: visible_devices.Kind = "rocm" if node.accelerator == "rocm" else "cuda"
+    names = [name for name in VISIBLE[kind] if node.variables.get(name) is not None]
+    visible = len(visible_devices.visible_gpus(node.variables, kind, node.gpus))
+    evidence = f"{node.gpus} in the machine, {visible} visible" + f" by {', '.join(names)}" * bool(names)
     if not node.gpus:
         yield Finding(
             "gpus",
@@ -283,16 +288,6 @@ CHECKS: tuple[Check, ...] = (
 def check_node(node: NodeFacts) -> list[Finding]:
     """The findings of all checks for a node."""
     return [finding for check in CHECKS for finding in check(node)]
-
-
-def visible_devices(value: str) -> list[str]:
-    """The devices in the value of a *_VISIBLE_DEVICES variable, up to the first invalid one."""
-    found: list[str] = []
-    for entry in (part.strip() for part in value.split(",")):
-        if entry in ("", "-1", "NoDevFiles"):
-            break
-        found.append(entry)
-    return found
 
 
 def size(amount: int) -> str:
