@@ -308,8 +308,21 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("torch.OutOfMemoryError: CUDA out of memory\n", 3),
         ("Worker exit type: SYSTEM_ERROR\nbook.OddError: strange\n", 4),
         ("first\nbook.OddError: strange\n", 4),
+        ("NCCL INFO Using network Socket\nbook.OddError: strange\n", 4),
+        ("torch.OutOfMemoryError: CUDA out of memory\nbook.OddError: strange\n", 3),
+        ("1\n2\nNCCL WARN NET/IB : Unable to open device mlx5_0\n", 1),
     ],
-    ids=["nothing", "a note", "a warning", "an error", "only a note explains", "an unexplained error"],
+    ids=[
+        "nothing",
+        "a note",
+        "a warning",
+        "an error",
+        "only a note explains",
+        "an unexplained error",
+        "an error after a warning",
+        "an error after its cause",
+        "a warning about the last error",
+    ],
 )
 def test_the_exit_code_says_what_was_found_in_a_log(
     text: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

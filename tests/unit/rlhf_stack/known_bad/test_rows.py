@@ -122,8 +122,8 @@ NO_ROOM = "ValueError: No available memory for the cache blocks.\n"
         (NO_ROOM + OUT_OF_MEMORY + NO_ROOM, ["vllm-no-cache-memory", "gpu-out-of-memory"]),
         (OUT_OF_MEMORY + DIED, ["gpu-out-of-memory", "ray-worker-died"]),
         (
-            OUT_OF_MEMORY + "NCCL error: unhandled cuda error\n",
-            ["gpu-out-of-memory", "nccl-unhandled-cuda-error"],
+            NO_ROOM + "NCCL error: unhandled cuda error\n",
+            ["vllm-no-cache-memory", "nccl-unhandled-cuda-error"],
         ),
         (NVLS + "NCCL error: unhandled cuda error\n", ["nccl-nvls-unified-group"]),
     ],

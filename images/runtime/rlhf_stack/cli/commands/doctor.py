@@ -88,8 +88,15 @@ def run(options: argparse.Namespace) -> int:
         _show(found, everything=options.all)
         if extra:
             print(f"{extra['lines_read']} lines with a version were read")
-    code = CODES[worst(findings)]
-    return UNEXPLAINED if code == CODES[NOTE] and extra.get("last_error") else code
+    return UNEXPLAINED if is_unexplained(findings, extra.get("last_error")) else CODES[worst(findings)]
+
+
+def is_unexplained(findings: list[Finding], last: dict[str, Any] | None) -> bool:
+    """Whether no finding names a cause of the last error: no error, and no warning about its line or later."""
+    return last is not None and not any(
+        one.severity == ERROR or (one.severity == WARNING and (one.line or 0) >= last["line"])
+        for one in findings
+    )
 
 
 def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
@@ -153,7 +160,7 @@ def _show_log(found: list[tuple[str, Finding]], last: dict[str, Any] | None) -> 
     """Print what explains a log, the likeliest cause first; otherwise its last error."""
     if found:
         _print_table([(finding, "") for _, finding in found], with_sources=True)
-    if last and worst([finding for _, finding in found]) in (OK, NOTE):
+    if last and is_unexplained([finding for _, finding in found], last):
         print(
             f"no entry names the cause of the last error of this log, {where(last['line'])}:\n{last['text']}"
         )
