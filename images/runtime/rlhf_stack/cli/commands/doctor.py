@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def is_unexplained(findings: list[Finding], last: dict[str, Any] | None) -> bool:
-    """Whether no finding names a cause of the last error: no error, and no warning about its line or later."""
+    """Whether no finding explains the last error: no error does, and no warning about its line or later."""
     return last is not None and not any(
         one.severity == ERROR or (one.severity == WARNING and (one.line or 0) >= last["line"])
         for one in findings
