@@ -53,6 +53,7 @@ HEALTHY = NodeFacts(
     stale_locks=(),
     stale_processes=(),
     gpu_processes=(),
+    attention="xformers 0.0.26.post1",
 )
 CUDA: dict[str, Any] = {
     "accelerator": "cuda",
@@ -97,6 +98,7 @@ def test_a_healthy_node_passes_every_check() -> None:
         (AMD | {"variables": {"HIP_VISIBLE_DEVICES": "0, 1"}}, [("gpus", "error")]),
         (AMD | {"variables": REPEATED}, [("gpus", "error")]),
         (CUDA | {"resources": {"GPU": 8.0}, "driver": "570.86.10"}, [("driver", "error")]),
+        (CUDA | {"resources": {"GPU": 8.0}, "attention": ""}, [("attention", "note")]),
         ({"missing_library": "/no/libnccl.so.2"}, [("nccl", "error")]),
         ({"libraries": (ONE, TWO)}, [("nccl", "warning")]),
         ({"libraries": (ONE, TWO), "variables": {"NCCL_CUMEM_ENABLE": "0"}}, [("nccl", "note")]),

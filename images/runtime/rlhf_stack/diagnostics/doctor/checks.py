@@ -111,6 +111,19 @@ def driver(node: NodeFacts) -> Iterator[Finding]:
         yield Finding("driver", OK, f"driver {node.driver} supports CUDA {release}")
 
 
+def attention(node: NodeFacts) -> Iterator[Finding]:
+    """Report what computes `flash_attention_2`, which packed samples need."""
+    if node.attention:
+        yield Finding("attention", OK, f"flash_attention_2 is computed by {node.attention}")
+    elif node.accelerator in VISIBLE:
+        yield Finding(
+            "attention",
+            NOTE,
+            "nothing here computes flash_attention_2: packed samples cannot be trained",
+            remedy="install flash-attn, or use another attention implementation without packing",
+        )
+
+
 def libraries(node: NodeFacts) -> Iterator[Finding]:
     """Compare the NCCL of trainer and engine, which join one process group for the weight sync."""
     if node.missing_library:
@@ -273,6 +286,7 @@ CHECKS: tuple[Check, ...] = (
     patched,
     gpus,
     driver,
+    attention,
     libraries,
     shared_memory,
     open_files,

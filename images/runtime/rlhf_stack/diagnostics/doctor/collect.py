@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from rlhf_stack.accelerator import rocm
 from rlhf_stack.cleanup import process_table, stale_resources
 from rlhf_stack.cleanup.process_table import Process
-from rlhf_stack.compat import deepspeed_ops
+from rlhf_stack.compat import attention_provider, deepspeed_ops
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.diagnostics.doctor import libraries
@@ -79,6 +79,7 @@ def collect_facts() -> NodeFacts:
         gpu_processes=gpu_processes,
         rdma=collect_rdma(),
         gpu_report=collect_gpu_report(_nvidia_gpus()),
+        attention=attention_provider.provider(),
     )
 
 

@@ -159,6 +159,7 @@ class NodeFacts:
     gpu_processes: tuple[GpuProcess, ...]
     rdma: Rdma = field(default_factory=Rdma)
     gpu_report: GpuReport = field(default_factory=GpuReport)
+    attention: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,45 @@
+"""The attention that OpenRLHF 0.5.1 packs samples with, where flash_attn is not installed."""
+
+import importlib.util
+
+import pytest
+
+PROBE = """
+import torch
+from rlhf_stack.demo import tiny_model
+
+on_cpu()
+try:
+    import openrlhf.models.model
+except ModuleNotFoundError:  # pristine: its imports of flash_attn are the subject of another patch
+    pretend_flash_attn()
+from openrlhf.models import Actor
+
+folder = Path("model")
+tiny_model.make_model(folder, seed=0, layers=2, heads=4)
+torch.manual_seed(0)
+lengths = (8, 5, 3)
+alone = [torch.randint(3, 20, (1, length)) for length in lengths]
+flash = Actor(str(folder), use_flash_attention_2=True, bf16=False, packing_samples=True)
+eager = Actor(str(folder), use_flash_attention_2=False, bf16=False)
+assert flash.model.config._attn_implementation == "flash_attention_2"
+mask = torch.cat([torch.full((1, length), index + 1) for index, length in enumerate(lengths)], dim=1)
+sizes = {"packed_seq_lens": list(lengths)}
+packed = flash(torch.cat(alone, dim=1), attention_mask=mask, return_output=True, **sizes)
+expected = [eager(one, attention_mask=torch.ones_like(one), return_output=True)["logits"][0] for one in alone]
+torch.testing.assert_close(packed["logits"][0], torch.cat(expected), rtol=0, atol=1e-4)
+longest = max(lengths)
+ids = torch.cat([torch.nn.functional.pad(one, (longest - one.shape[1], 0)) for one in alone])
+mask = torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
+flash.packing_samples = False
+padded = flash(ids, attention_mask=mask, return_output=True)["logits"]
+torch.testing.assert_close(padded[mask.bool()], torch.cat(expected), rtol=0, atol=1e-4)
+print("packed and padded samples have the logits of each sequence alone")
+"""
+
+
+@pytest.mark.carries("openrlhf==0.5.1")
+def test_packed_and_padded_samples_equal_each_sequence_alone(proves):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed here, where this patch changes nothing")
+    proves(PROBE, "FlashAttention2 has been toggled on, but it cannot be used")
