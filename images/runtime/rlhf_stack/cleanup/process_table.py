@@ -64,13 +64,14 @@ class Process:
 
 
 def snapshot(proc: Path = PROC) -> list[Process]:
-    """Read all visible processes, ordered by pid; those that end meanwhile are omitted.
+    """Read all visible processes, ordered by pid; those that end meanwhile or are hidden are omitted.
 
     On a host, the processes of containers are omitted too.
     """
     found, ours = [], _container(proc / "self")
     for folder in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # PermissionError: a process of another user, where /proc is mounted with hidepid.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if _container(folder) in (ours, None):
                 found.append(_read(folder))
     return found

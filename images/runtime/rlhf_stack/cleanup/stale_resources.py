@@ -16,6 +16,14 @@ SHM = Path("/dev/shm")  # noqa: S108  (the location of segments)
 SEGMENT = re.compile(r"(psm_|sem\.mp-|torch_\d+_|nccl-|mp-)\w*|\S+-cpushm_\d+")
 OWN_SHM = "shm"  # the mount source of a /dev/shm that Docker created for this container alone
 EXIT_SECONDS = 5.0
+HIDING = (
+    "hidepid=1",
+    "hidepid=2",
+    "hidepid=4",
+    "hidepid=noaccess",
+    "hidepid=invisible",
+    "hidepid=ptraceable",
+)
 HOST_PIDS = "pid:[4026531836]"  # the kernel's initial PID namespace, in which every process is visible
 
 
@@ -92,9 +100,11 @@ def segments(now: float, folder: Path = SHM) -> list[Segment]:
 def open_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> set[str] | None:
     """The files in /dev/shm that a process has open or mapped; None if not all processes are visible.
 
-    They are if /dev/shm belongs to this container only, or if this is the host.
+    They are if /dev/shm belongs to this container only, or if this is the host, and /proc hides none.
     """
-    if not (_shm_is_own(proc) or str((proc / "self" / "ns" / "pid").readlink()) == HOST_PIDS):
+    if _hides_processes(proc) or not (
+        _shm_is_own(proc) or str((proc / "self" / "ns" / "pid").readlink()) == HOST_PIDS
+    ):
         return None
     found: set[str] = set()
     for process in table:
@@ -115,6 +125,38 @@ def open_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> 
         found |= {link for link in links if link.startswith(str(SHM))}
         found |= set(re.findall(rf"{SHM}/\S+", mapped))
     return found
+
+
+def remove_segment(segment: Segment, proc: Path = process_table.PROC) -> bool:
+    """Remove a segment unless a process has opened it since; report whether it is gone.
+
+    It is renamed first, so that no process opens it between the check and the removal.
+    """
+    path = Path(segment.path)
+    hidden = path.with_name(f"{path.name}.reaped-{os.getpid()}")
+    try:
+        path.rename(hidden)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    used = open_segments(process_table.snapshot(proc), proc)
+    if used is None or {str(path), str(hidden)} & used:
+        hidden.rename(path)
+        return False
+    hidden.unlink(missing_ok=True)
+    return True
+
+
+def _hides_processes(proc: Path) -> bool:
+    """Whether ``proc`` is mounted with hidepid, so that users see only their own processes."""
+    if os.getuid() == 0:
+        return False
+    for line in (proc / "self" / "mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[4] == str(process_table.PROC):
+            return any(option in after for option in HIDING)
+    return False
 
 
 def _shm_is_own(proc: Path) -> bool:

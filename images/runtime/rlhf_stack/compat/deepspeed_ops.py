@@ -24,6 +24,7 @@ TORCH_LOCK_FILE = "lock"  # of torch.utils.cpp_extension: exists during a compil
 FLOCK_FILE = "rlhf-stack.lock"  # an flock: the kernel releases it when its owner ends
 COMPILE_SECONDS = 1800.0
 POLL_SECONDS = 0.2
+LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 
 
 def optimizer_config(config: Mapping[str, Any], offload: bool) -> dict[str, Any]:
@@ -126,9 +127,63 @@ def compilation_lock(name: str, folder: Path, timeout: float = COMPILE_SECONDS) 
         yield
 
 
-def stale_locks(root: Path) -> list[Path]:
-    """List torch's locks below ``root`` that no process holds; each blocks later compilations for ever."""
-    return [lock for lock in sorted(root.glob(f"**/{TORCH_LOCK_FILE}")) if not is_held(lock)]
+def stale_locks(root: Path, least: float = 0.0) -> list[Path]:
+    """List torch's locks below ``root`` that no build holds; each blocks later compilations for ever.
+
+    Younger ones than ``least`` seconds are omitted; see `is_stale`.
+    """
+    return [lock for lock in sorted(root.glob(f"**/{TORCH_LOCK_FILE}")) if is_stale(lock, least)]
+
+
+def is_stale(lock: Path, least: float = 0.0) -> bool:
+    """Report whether the owner of torch's ``lock`` is dead and it is at least ``least`` seconds old.
+
+    It is not while a build of this distribution holds its own lock next to it, also on another node: the
+    kernel shares these over NFS. On a network file system another node's owner is not visible otherwise, so
+    that a lock there counts as stale only when no compilation could still be running.
+    """
+    with _free_build_lock(lock.parent) as is_free:
+        return is_free and _is_abandoned(lock, least)
+
+
+def remove_stale_lock(lock: Path, least: float = 0.0) -> bool:
+    """Remove torch's ``lock`` if it `is_stale`, while no build can start; report whether it is gone."""
+    with _free_build_lock(lock.parent) as is_free:
+        if is_free and _is_abandoned(lock, least):
+            lock.unlink(missing_ok=True)
+    return not lock.exists()
+
+
+def _is_abandoned(lock: Path, least: float) -> bool:
+    """Report whether ``lock`` is old enough and no visible process has it open."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+        return age >= (least if _is_local(lock) else max(least, COMPILE_SECONDS)) and not is_held(lock)
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _free_build_lock(folder: Path) -> Iterator[bool]:
+    """Hold the lock of builds in ``folder`` if it is free, and yield whether it was; it is not created."""
+    try:
+        file = (folder / FLOCK_FILE).open("r+")
+    except OSError:  # no build of this distribution was here, or it is another user's
+        yield not (folder / FLOCK_FILE).exists()
+        return
+    with file:
+        yield _acquired(file)
+
+
+def _is_local(path: Path) -> bool:
+    """Report whether ``path`` is on a file system of this machine alone."""
+    best, kind = "", ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4]
+        if len(point) >= len(best) and path.resolve().is_relative_to(point):
+            best, kind = point, after.split()[0]
+    return kind in LOCAL_FILE_SYSTEMS
 
 
 def extensions_directory() -> Path:

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -55,11 +56,22 @@ def lock_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"rlhf-stack-collectives-{os.getuid()}"
 
 
+def _make_own(folder: Path) -> None:
+    """Create a folder with a predictable name; `RuntimeError` if it is not this user's alone."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise RuntimeError(
+            f"{folder} belongs to another user or is writable for others, who could stop this run with it: "
+            "remove it, or set TMPDIR to a folder of your own"
+        )
+
+
 class CollectiveTracker:
     """Tracks the collectives of this process on its ``gpu``, and holds the lock while one is in flight."""
 
     def __init__(self, gpu: str, who: str) -> None:
-        lock_directory().mkdir(mode=0o700, exist_ok=True)
+        _make_own(lock_directory())
         self._path = lock_directory() / f"{_name(gpu)}.{os.getpid()}"
         self._file = self._path.open("w", encoding="utf-8")
         self._who = who

@@ -1,8 +1,10 @@
 """rlhf_stack.cleanup: what a dead run left is found and ended, and nothing else."""
 
 import os
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -128,6 +130,79 @@ def sleeping(code: str = "") -> "subprocess.Popen[str]":
 
 def seen(pid: int) -> Process:
     return next(one for one in process_table.snapshot() if one.pid == pid)
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A segment in the machine's shared memory."""
+    path = stale_resources.SHM / f"psm_{secrets.token_hex(8)}"
+    path.write_bytes(b"x" * 4096)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+MAPPED = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+file = os.open({path!r}, os.O_RDWR)
+libc.mmap(None, 4096, 3, 1, file, 0)  # readable and writable, shared; Python's own mmap keeps a descriptor
+os.close(file)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_segment_that_is_only_mapped_is_in_use_and_never_removed(
+    segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM and torch close the descriptor of a segment as soon as they have mapped it."""
+    monkeypatch.setattr(stale_resources, "_shm_is_own", lambda _: True)
+    child = sleeping(MAPPED.format(path=str(segment)))
+    snapshot, mine = process_table.snapshot, (os.getpid(), child.pid)  # others may not be readable here
+    monkeypatch.setattr(
+        process_table,
+        "snapshot",
+        lambda proc=process_table.PROC: [p for p in snapshot(proc) if p.pid in mine],
+    )
+    one = next(one for one in stale_resources.segments(0.0) if one.path == str(segment))
+    links = {str(link.readlink()) for link in Path(f"/proc/{child.pid}/fd").iterdir()}
+    assert str(segment) not in links
+    assert str(segment) in (stale_resources.open_segments([seen(child.pid)]) or ())
+    assert not stale_resources.remove_segment(one)
+    assert segment.read_bytes() == b"x" * 4096
+    child.kill()
+    child.wait()
+    assert stale_resources.remove_segment(one)
+    assert not segment.exists()
+    assert stale_resources.remove_segment(one)
+
+
+def test_processes_that_proc_hides_make_segments_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hidepid a process of another user could have a segment mapped."""
+    monkeypatch.setattr(os, "getuid", lambda: UID)
+    (tmp_path / "self").mkdir()
+    mounts = "338 304 0:91 / /dev/shm rw - tmpfs shm rw\n21 1 0:19 / /proc rw - proc proc rw{}\n"
+    for options, known in (("", True), (",hidepid=invisible", False), (",hidepid=2", False)):
+        (tmp_path / "self" / "mountinfo").write_text(mounts.format(options))
+        assert (stale_resources.open_segments([], tmp_path) is not None) == known
+
+
+def test_processes_that_proc_does_not_show_are_omitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hidepid=1 their folders are listed and cannot be read."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "self" / "ns").mkdir(parents=True)
+    (tmp_path / "self" / "ns" / "pid").symlink_to("pid:[4026532553]")
+
+    def refuse(folder: Path) -> NoReturn:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(process_table, "_read", refuse)
+    assert process_table.snapshot(tmp_path) == []
 
 
 @pytest.mark.timeout(60)

@@ -136,3 +136,36 @@ def test_with_a_compiler_the_operator_is_compiled(
     loaded = lacks(monkeypatch)
     assert deepspeed_ops.load_adam_operator(offload)
     assert loaded == [name]
+
+
+def test_a_lock_is_not_stale_while_a_build_holds_its_own(tmp_path: Path) -> None:
+    """The builder may be on another node: then no process of this one has the lock open."""
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
+    with other(COMPILE, str(tmp_path)) as process:
+        lock.touch()
+        assert deepspeed_ops.stale_locks(tmp_path) == []
+        assert not deepspeed_ops.remove_stale_lock(lock)
+        process.kill()
+    assert deepspeed_ops.stale_locks(tmp_path) == [lock]
+    assert deepspeed_ops.remove_stale_lock(lock)
+    assert not lock.exists()
+
+
+def test_a_young_lock_is_not_stale(tmp_path: Path) -> None:
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
+    lock.touch()
+    assert deepspeed_ops.stale_locks(tmp_path, 60.0) == []
+    assert not deepspeed_ops.remove_stale_lock(lock, 60.0)
+    os.utime(lock, (1, 1))
+    assert deepspeed_ops.stale_locks(tmp_path, 60.0) == [lock]
+
+
+def test_on_a_network_file_system_a_lock_is_stale_after_the_longest_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
+    lock.touch()
+    monkeypatch.setattr(deepspeed_ops, "LOCAL_FILE_SYSTEMS", ())
+    assert deepspeed_ops.stale_locks(tmp_path) == []
+    os.utime(lock, (1, 1))
+    assert deepspeed_ops.stale_locks(tmp_path) == [lock]

@@ -1,5 +1,6 @@
 """Locks by which an engine detects trainer collectives; tests/patches has real collectives."""
 
+import os
 import time
 from pathlib import Path
 
@@ -104,3 +105,20 @@ def test_check_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.begin("allreduce")
     gpu_contention.ContentionCheck().check()
     gpu_contention.track_collectives()
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is predictable, and it is in /tmp."""
+    folder = tmp_path / "locks"
+    folder.symlink_to(tmp_path)
+    with pytest.raises(RuntimeError, match="belongs to another user or is writable"):
+        gpu_contention.CollectiveTracker("GPU-0", "rank 0")
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(RuntimeError, match="set TMPDIR"):
+        gpu_contention.CollectiveTracker("GPU-0", "rank 0")
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(RuntimeError, match="belongs to another user"):
+        gpu_contention.CollectiveTracker("GPU-0", "rank 0")

@@ -20,7 +20,6 @@ import argparse
 import os
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cleanup.process_table import Process
@@ -49,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=non_negative_float,
         default=LEAST_SECONDS,
         metavar="SECONDS",
-        help="minimum age of session servers and segments, which a starting node has too (60)",
+        help="minimum age of what is listed, because a starting node and a build look alike at first (60)",
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/reap/1 (see above)")
 
@@ -57,18 +56,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """List the stale resources, and remove them with --yes."""
     table = process_table.snapshot()
-    orphans = stale_resources.orphaned_workers(table, os.getuid())
-    servers = stale_resources.stale_session_processes(
-        table, os.getuid(), stale_resources.process_ages(table), options.older_than
-    )
-    locks = deepspeed_ops.stale_locks(deepspeed_ops.extensions_directory())
+    ages, least = stale_resources.process_ages(table), options.older_than
+    orphans = [
+        one for one in stale_resources.orphaned_workers(table, os.getuid()) if ages.get(one.pid, 0.0) >= least
+    ]
+    servers = stale_resources.stale_session_processes(table, os.getuid(), ages, least)
+    locks = deepspeed_ops.stale_locks(deepspeed_ops.extensions_directory(), least)
     ended = set(terminate.terminate_processes([*orphans, *servers])) if options.yes else set()
     # After the processes have ended, because their segments are unused then.
-    segments, unknown = _segments(options.older_than)
+    segments, unknown = _segments(least)
     found = [_of_process("process", one, "its worker or raylet has ended", ended) for one in orphans]
     found += [_of_process("session", one, "its session has no raylet", ended) for one in servers]
-    found += [_of_file("segment", Path(one.path), "no process uses it", options.yes) for one in segments]
-    found += [_of_file("lock", lock, "its builder was killed", options.yes) for lock in locks]
+    found += [
+        StaleResource(
+            "segment", one.path, "no process uses it", options.yes and stale_resources.remove_segment(one)
+        )
+        for one in segments
+    ]
+    found += [
+        StaleResource(
+            "lock",
+            str(lock),
+            "its builder was killed",
+            options.yes and deepspeed_ops.remove_stale_lock(lock, least),
+        )
+        for lock in locks
+    ]
     if options.json:
         print_json("reap", 1, left=[asdict(one) for one in found], segments_unknown=unknown)
     else:
@@ -88,12 +101,6 @@ def _segments(least: float) -> tuple[list[stale_resources.Segment], bool]:
 
 def _of_process(kind: str, process: Process, why: str, ended: set[int]) -> StaleResource:
     return StaleResource(kind, f"{process.pid} {process.line[:100]}", why, process.pid in ended)
-
-
-def _of_file(kind: str, path: Path, why: str, remove: bool) -> StaleResource:
-    if remove:
-        path.unlink(missing_ok=True)
-    return StaleResource(kind, str(path), why, remove)
 
 
 def _show(found: list[StaleResource], unknown: bool, removing: bool) -> None:
