@@ -15,6 +15,7 @@ LOG_FORMAT = "RLHF_STACK_LOG_FORMAT"
 LOG_LEVEL = "RLHF_STACK_LOG_LEVEL"
 CHECK_COTENANCY = "RLHF_STACK_CHECK_COTENANCY"
 TRACEBACK = "RLHF_STACK_TRACEBACK"  # set: an error that is a defect of rlhf-stack ends with its traceback
+AUTOSCALE = "RLHF_STACK_AUTOSCALE"  # 1: a run for which there is no room waits for an autoscaler
 EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
 
@@ -89,7 +90,7 @@ def engine_timeout() -> float:
 
 
 def placement_timeout() -> float:
-    """Return the deadline in seconds of a reservation of free GPUs (120); nothing has started by then."""
+    """Return the deadline in seconds of a reservation (120): for GPUs in use, new nodes, and Ray itself."""
     return seconds(PLACEMENT_TIMEOUT, 120.0)
 
 

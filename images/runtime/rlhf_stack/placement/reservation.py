@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
+from rlhf_stack.placement.demand import Demand
 from rlhf_stack.placement.model import (
     ENGINES,
     Engines,
@@ -63,7 +64,7 @@ def reserve(request: Request) -> dict[str, Any]:
     separate = bool(request.engines and request.engines.separate_groups)
     end = time.monotonic() + env_vars.placement_timeout()
     while True:
-        nodes, found = _plan_on_free(request)
+        nodes, found = _plan_on_free(request, end)
         _log_plan(nodes, request, found)
         groups = _create_groups(nodes, found, separate)
         try:
@@ -208,19 +209,30 @@ def _repeated(nodes: Sequence[FreeNode]) -> list[str]:
     return [address for address, count in Counter(node.address for node in nodes).items() if count > 1]
 
 
-def _plan_on_free(request: Request) -> tuple[list[FreeNode], Plan]:
-    """Plan on free resources; wait for a moment for those of a job that has just ended."""
+def _plan_on_free(request: Request, end: float) -> tuple[list[FreeNode], Plan]:
+    """Plan on free resources; wait until ``end`` for those in use, and for new nodes if that is allowed."""
     allow = env_vars.flag(env_vars.ALLOW_STRADDLE)
-    end = time.monotonic() + SETTLE_SECONDS
-    while True:
-        nodes = _nodes(free=True)
-        try:
-            return nodes, plan(nodes, request, allow)
-        except PlacementError:
-            plan(_nodes(free=False), request, allow)
-            if time.monotonic() > end:
-                raise
-        time.sleep(POLL_SECONDS)
+    logged = False
+    with Demand(request) as demand:
+        while True:
+            nodes = _nodes(free=True)
+            try:
+                return nodes, plan(nodes, request, allow)
+            except PlacementError:
+                if time.monotonic() > end:
+                    raise
+            try:
+                plan(_nodes(free=False), request, allow)
+            except PlacementError:
+                if not env_vars.flag(env_vars.AUTOSCALE):
+                    raise
+                demand.request_nodes()
+            else:
+                demand.withdraw()
+                if not logged:
+                    run_log.info(f"placement: waiting for GPUs in use ({env_vars.PLACEMENT_TIMEOUT})")
+                logged = True
+            time.sleep(POLL_SECONDS)
 
 
 def _log_plan(nodes: Sequence[FreeNode], request: Request, found: Plan) -> None:

@@ -53,7 +53,8 @@ class PlannedNode:
 class Assessment:
     """The assessment of a run before it starts; ``problems`` is empty if it fits.
 
-    ``ours`` is the placement of this distribution, None if there is none; ``upstream`` that of OpenRLHF.
+    ``ours`` is the placement of this distribution; if there is none it is None, and ``refusal``, which
+    ``problems`` contains, has the reason. ``upstream`` is the placement of OpenRLHF.
     """
 
     run: Run
@@ -64,6 +65,7 @@ class Assessment:
     upstream: UpstreamLayout
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    refusal: str = ""
 
     @property
     def gpus_needed(self) -> int:
@@ -121,7 +123,15 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         if shape.estimated
     ]
     return Assessment(
-        run, nodes, per_role, engine if smallest else None, ours, upstream, tuple(problems), tuple(notes)
+        run=run,
+        nodes=nodes,
+        needs=per_role,
+        engine=engine if smallest else None,
+        ours=ours,
+        upstream=upstream,
+        problems=tuple(problems),
+        notes=tuple(notes),
+        refusal=refusal,
     )
 
 

@@ -192,4 +192,8 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
 
     run, _ = run_options.parse_run(options)
     machines = run_options.ray_machines(options.ray, options.gpu_memory)
-    return list(assess(run, machines, run_options.read_shapes(run, options)).problems)
+    found = assess(run, machines, run_options.read_shapes(run, options))
+    if found.refusal and env_vars.flag(env_vars.AUTOSCALE):
+        print(f"rlhf-stack: {found.refusal}; the run will ask the autoscaler", file=sys.stderr)
+        return [problem for problem in found.problems if problem != found.refusal]
+    return list(found.problems)
