@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from rlhf_stack import sync
+from rlhf_stack.errors import UserError
 from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
 
 DIGITS = "0123456789"  # suffix of a second reward model
@@ -9,7 +11,12 @@ CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to start, and holds n
 
 
 def request_of(args: Any) -> tuple[Request, dict[str, str]]:
-    """Return the request of ``train_ppo_ray`` and the group of each role (OpenRLHF 0.11 or 0.5)."""
+    """Return the request of ``train_ppo_ray`` and the group of each role (OpenRLHF 0.11 or 0.5).
+
+    `UserError` if engines could not load the weights of the run's LoRA adapters.
+    """
+    if obstacle := sync.lora_obstacle(args):
+        raise UserError(f"LoRA does not work with {obstacle}")
     return _flat(args) if hasattr(args, "actor_num_nodes") else _sections(args)
 
 

@@ -8,6 +8,7 @@ i*T+1 ... (i+1)*T. The group is separate from the process's default group and ne
 
 from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start, wait_for_sync
 from rlhf_stack.sync.backend import check_backend, create_group, requested_backend
+from rlhf_stack.sync.engine_parameters import lora_obstacle
 from rlhf_stack.sync.errors import SyncError, SyncMismatch
 from rlhf_stack.sync.sending import send
 
@@ -16,6 +17,7 @@ __all__ = [
     "SyncMismatch",
     "check_backend",
     "create_group",
+    "lora_obstacle",
     "requested_backend",
     "send",
     "wait_for_engine_results",

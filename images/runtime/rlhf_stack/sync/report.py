@@ -53,7 +53,7 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         yield
     seconds = time.monotonic() - start
     if is_root:
-        specs = [parameter_spec(name, parameter) for name, parameter in synced_parameters(trainer)]
+        specs = [parameter_spec(each.name, each.parameter) for each in synced_parameters(trainer)]
         backend, size = _backend(trainer), total_bytes(specs)
         answers = getattr(getattr(trainer, "_model_update_group", None), "answers", [])
         rates = report_sync(index, backend, size, seconds, answers)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, linked_buckets, plan_buckets
+from rlhf_stack.sync.engine_parameters import engine_parameters
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ ZERO_3 = 3
 def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Send ``parameters`` (names and tensors) of OpenRLHF's ``ActorPPOTrainer`` to its engines, in buckets.
 
+    Adapters of LoRA are merged into the weights that are sent.
+
     Every trainer rank calls it with the same parameters: ZeRO-3 gathers them bucket by bucket. Returns the
     parameters that upstream must send one by one: all if GPUs are shared, with Ray's collectives, or with
     DeepSpeed's tensor parallelism; else none. `SyncError` if they do not arrive.
@@ -28,24 +31,28 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
 
     if not _supports_buckets(trainer):
         return list(parameters)
+    sent = engine_parameters(trainer, parameters)
+    is_merged = any(each.layer is not None for each in sent)
     is_root = torch.distributed.get_rank() == 0
     gathers = section(trainer.strategy.args, "ds").zero_stage == ZERO_3
-    specs = [parameter_spec(name, parameter) for name, parameter in parameters]
+    specs = [parameter_spec(each.name, each.parameter) for each in sent]
     content = [astuple(spec) for spec in specs]
     limit = env_vars.sync_bucket()
     with ExitStack() as stack:
         if is_root:
             group = trainer._model_update_group
             stack.enter_context(group.syncing())
-            sender = BucketSender(group, in_place=not gathers)
+            sender = BucketSender(group, in_place=not (gathers or is_merged))
             answers = [engine.receive_weights.remote(content, limit) for engine in trainer.vllm_engines]
         buckets = plan_buckets(specs, limit)
         for linked in linked_buckets(buckets):
             indices = dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans)
-            members = {index: parameters[index][1] for index in indices}
-            with deepspeed.zero.GatheredParameters(list(members.values()), enabled=gathers):
-                for number, bucket in linked if is_root else ():
-                    sender.send(number, bucket, [members[span.index].data for span in bucket.spans])
+            sources = [source for index in indices for source in sent[index].sources]
+            with deepspeed.zero.GatheredParameters(sources, enabled=gathers):
+                if is_root:
+                    values = {index: sent[index].value() for index in indices}
+                    for number, bucket in linked:
+                        sender.send(number, bucket, [values[span.index] for span in bucket.spans])
         if is_root:
             sender.finish()
             what = f"the engines to load {buckets[-1].title} over {group.name}"

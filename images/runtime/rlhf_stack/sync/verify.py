@@ -6,6 +6,7 @@ from typing import Any
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import actor_waits
 from rlhf_stack.sync.digest import Difference, RegionDigest, differences
+from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
 from rlhf_stack.sync.errors import SyncMismatch
 from rlhf_stack.sync.sending import ZERO_3, parameter_spec, section
 from rlhf_stack.telemetry import events
@@ -30,18 +31,18 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
     parameters = synced_parameters(trainer)
     held: list[list[dict[str, list[RegionDigest]]]] = []  # by engine, rank and parameter
     if is_root:
-        shapes = [(name, list(parameter_spec(name, parameter).shape)) for name, parameter in parameters]
+        shapes = [(one.name, list(parameter_spec(one.name, one.parameter).shape)) for one in parameters]
         answers = actor_waits.wait_for_engine_results(
             [engine.call_workers.remote("weight_digests", shapes) for engine in trainer.vllm_engines],
             "the engines' checksums",
         )
         held = [[_by_name(rank) for rank in ranks] for ranks in answers]
     found: list[Difference] = []
-    for name, parameter in parameters:
-        with deepspeed.zero.GatheredParameters([parameter], enabled=deepspeed_arguments.zero_stage == ZERO_3):
+    for one in parameters:
+        with deepspeed.zero.GatheredParameters(one.sources, enabled=deepspeed_arguments.zero_stage == ZERO_3):
             if is_root:
-                digests = [[rank.get(name, []) for rank in ranks] for ranks in held]
-                found += differences(name, parameter.data, digests)
+                digests = [[rank.get(one.name, []) for rank in ranks] for ranks in held]
+                found += differences(one.name, one.value(), digests)
     if is_root:
         names = sorted({difference.name for difference in found})
         events.emit(
@@ -56,10 +57,13 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
             raise SyncMismatch(_message(index, len(parameters), names, found, trainer.vllm_engines))
 
 
-def synced_parameters(trainer: Any) -> list[tuple[str, Any]]:
-    """Return the parameters that upstream sends: all, or only the trained ones of a vision-language model."""
+def synced_parameters(trainer: Any) -> list[EngineParameter]:
+    """Return what engines receive: all parameters, or only the trained ones of a vision-language model."""
     is_vlm = getattr(trainer.actor, "is_vlm", False)
-    return [(n, p) for n, p in trainer.actor.model.module.named_parameters() if p.requires_grad or not is_vlm]
+    named = trainer.actor.model.module.named_parameters()
+    return engine_parameters(
+        trainer, [(name, each) for name, each in named if each.requires_grad or not is_vlm]
+    )
 
 
 def _message(index: int, total: int, names: list[str], found: list[Difference], engines: list[Any]) -> str:

@@ -1,0 +1,93 @@
+"""The trainer's parameters as engines know them: LoRA adapters of PEFT are merged."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_stack.sync.backend import requested_backend
+from rlhf_stack.sync.errors import SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+WRAPPER, BASE_LAYER, ADAPTER = "base_model.model.", ".base_layer.", ".lora_"  # in PEFT's names
+
+
+@dataclass(frozen=True)
+class EngineParameter:
+    """A ``parameter`` under the engine's ``name``; ``layer`` is PEFT's, if adapters belong to it."""
+
+    name: str
+    parameter: Any
+    layer: Any = None
+
+    @property
+    def sources(self) -> list[Any]:
+        """The parameters that `value` reads, which ZeRO-3 must have gathered."""
+        own = [] if self.layer is None else self.layer.named_parameters()
+        return [self.parameter, *(each for name, each in own if ADAPTER in f".{name}")]
+
+    def value(self) -> "torch.Tensor":
+        """Return what the engine must hold, as PEFT's own merge computes it."""
+        import torch
+
+        weight: torch.Tensor = self.parameter.data
+        with torch.no_grad():
+            for adapter in () if self.layer is None else self.layer.active_adapters:
+                weight = weight + self.layer.get_delta_weight(adapter).to(weight.dtype)
+        return weight
+
+
+def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[EngineParameter]:
+    """Return ``parameters`` (name, parameter) of OpenRLHF's ``ActorPPOTrainer`` as its engines know them.
+
+    `SyncError` if the weight of a layer with adapters is not among them.
+    """
+    layers = {
+        id(layer.base_layer.weight): layer
+        for layer in trainer.actor.model.module.modules()
+        if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer")
+    }
+    if not layers:
+        return [EngineParameter(name, parameter) for name, parameter in parameters]
+    missing = len(layers.keys() - {id(parameter) for _, parameter in parameters})
+    if missing:
+        raise SyncError(
+            f"{missing} weights of layers with LoRA adapters are not sent, as they are frozen in a "
+            "vision-language model: train it without LoRA"
+        )
+    return [
+        EngineParameter(
+            name.removeprefix(WRAPPER).replace(BASE_LAYER, "."), parameter, layers.get(id(parameter))
+        )
+        for name, parameter in parameters
+        if ADAPTER not in name
+    ]
+
+
+def lora_obstacle(arguments: Any) -> str:
+    """Return why a run with LoRA cannot update its engines, "" if it can or has no adapters or engines.
+
+    ``arguments`` are those of OpenRLHF's ``train_ppo_ray``.
+    """
+    if hasattr(arguments, "actor_num_nodes"):  # before 0.9
+        is_quantized = getattr(arguments, "load_in_4bit", False)
+        used = getattr(arguments, "lora_rank", 0) and arguments.vllm_num_engines
+        return "--load_in_4bit: its weights cannot be merged; leave one out" if used and is_quantized else ""
+    ds, vllm, train = arguments.ds, arguments.vllm, arguments.train
+    if not getattr(getattr(ds, "lora", None), "rank", 0) or not vllm.num_engines:
+        return ""
+    is_shared = train.colocate_all and not train.async_enable
+    obstacles = {
+        "--ds.load_in_4bit: its weights cannot be merged; leave one out": getattr(ds, "load_in_4bit", False),
+        "--ds.tensor_parallel_size > 1: it sends weights unmerged; use --ds.zero_stage 3 instead": (
+            ds.tensor_parallel_size > 1
+        ),
+        "--vllm.sync_with_ray: it sends weights unmerged; leave it out": getattr(
+            vllm, "sync_with_ray", False
+        ),
+        "--train.colocate_all over nccl: it passes weights unmerged; use --vllm.sync_backend gloo": (
+            is_shared and requested_backend(arguments) == "nccl"
+        ),
+    }
+    return next((text for text, applies in obstacles.items() if applies), "")

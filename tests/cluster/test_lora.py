@@ -1,0 +1,120 @@
+"""A trainer with LoRA adapters of PEFT: engines receive and are compared with the merged weights."""
+
+import copy
+import sys
+from contextlib import nullcontext
+from dataclasses import astuple
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import SyncError
+from rlhf_stack.sync.engine_parameters import engine_parameters
+from rlhf_stack.sync.receiving import receive
+from rlhf_stack.sync.sending import parameter_spec, send
+from rlhf_stack.sync.verify import synced_parameters
+from test_buckets import WORLD, Ranks
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+def adapted(seed=0):
+    """A tiny Llama with adapters as OpenRLHF makes them, which training has changed."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    chosen = peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM, r=8, lora_alpha=16, target_modules="all-linear", bias="none"
+    )
+    model = peft.get_peft_model(model, chosen).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+def merged(model):
+    """What PEFT itself merges, by the names of the base model."""
+    return dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+
+
+def trainer(model, group=None):
+    arguments = SimpleNamespace(
+        ds=SimpleNamespace(zero_stage=2, tensor_parallel_size=1), vllm=SimpleNamespace(sync_backend="gloo")
+    )
+    return SimpleNamespace(
+        actor=SimpleNamespace(model=SimpleNamespace(module=model)),
+        strategy=SimpleNamespace(args=arguments),
+        vllm_engines=[],
+        use_cuda_ipc=False,
+        _model_update_group=group,
+    )
+
+
+def test_names_and_values_are_those_of_the_merged_model():
+    model = adapted()
+    expected = merged(model)
+    found = {each.name: each.value() for each in synced_parameters(trainer(model))}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    base = dict(model.named_parameters())
+    changed = [n for n in found if f"base_model.model.{n.removesuffix('.weight')}.base_layer.weight" in base]
+    assert len(changed) == 14
+    for name in changed:
+        before = base[f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"]
+        assert not torch.equal(found[name], before), "an adapter that was ignored"
+
+
+@pytest.mark.timeout(120)
+def test_engines_receive_the_merged_weights_bit_for_bit(monkeypatch):
+    model = adapted()
+    expected = merged(model)
+    deepspeed = ModuleType("deepspeed")
+    deepspeed.zero = SimpleNamespace(GatheredParameters=lambda *_, **__: nullcontext())
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    monkeypatch.setenv(env_vars.SYNC_BUCKET, "0.02")  # MB: the embedding is split
+
+    def exchange(rank, group):
+        if rank == 0:
+            dist.init_process_group(
+                "gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1
+            )
+            monkeypatch.setattr("rlhf_stack.sync.sending.wait_for_engine_results", lambda *_: [])
+            return send(trainer(model, group), list(model.named_parameters()))
+        content = [astuple(parameter_spec(name, tensor)) for name, tensor in expected.items()]
+        held = {}
+
+        def load(views):
+            held.update((name, view.clone()) for name, view in views)
+
+        receive(group, content, env_vars.sync_bucket(), torch.device("cpu"), load, torch.bfloat16)
+        return held.keys() == expected.keys() and all(torch.equal(held[n], expected[n]) for n in held)
+
+    with Ranks(exchange) as ranks:
+        found = ranks.answers(WORLD, 90)
+    assert found == {0: []} | dict.fromkeys(range(1, WORLD), True)
+
+
+def test_zero3_gathers_the_adapters_of_a_weight_with_it():
+    model = adapted()
+    sources = [source for each in synced_parameters(trainer(model)) for source in each.sources]
+    assert {id(source) for source in sources} == {id(each) for each in model.parameters()}
+    assert len(sources) == len(list(model.parameters())), "each is gathered once"
+
+
+def test_a_frozen_weight_that_is_not_sent_is_refused():
+    model = adapted()
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    with pytest.raises(SyncError, match="14 weights of layers with LoRA adapters are not sent"):
+        engine_parameters(trainer(model), trained)
+
+
+def test_a_model_without_adapters_keeps_its_names_and_memory():
+    module = torch.nn.Linear(2, 3)
+    found = engine_parameters(trainer(module), list(module.named_parameters()))
+    assert [each.name for each in found] == ["weight", "bias"]
+    assert found[0].value().data_ptr() == module.weight.data_ptr()
