@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rlhf_stack import __version__
 from rlhf_stack.cli import commands
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import one_line, shortened, suggestion
 
@@ -149,7 +148,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"rlhf-stack {__version__}")
+    parser.add_argument("--version", action="version", version=image.description())
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in arguments[:1] if arguments and arguments[0] in commands.NAMES else commands.NAMES:
         command = commands.load(name)

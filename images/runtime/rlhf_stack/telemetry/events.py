@@ -10,13 +10,15 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.telemetry import run_log, step_metrics
+
+END_BYTES, MOST_FILES = 1 << 18, 512  # of what `read_recent` reads
 
 
 def emit(event: str, **fields: Any) -> None:
@@ -50,14 +52,40 @@ def _append(path: Path, event: str, fields: Mapping[str, Any]) -> None:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Return all events below ``directory``, oldest first, without lines that were written in part."""
-    events = []
-    for path in sorted(directory.glob("**/*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(json.JSONDecodeError):
-                if line.endswith("\n"):
-                    events.append(json.loads(line))
-    return sorted(events, key=lambda event: float(event["time"]))
+    """Return all events below ``directory``, oldest first, without lines that are incomplete or no events."""
+    return _events(path.read_bytes() for path in sorted(directory.glob("**/*.jsonl")))
+
+
+def read_recent(directory: Path) -> list[dict[str, Any]]:
+    """Return the first and the last events of the newest files below ``directory``, oldest first.
+
+    The first ones name the engines; the memory and time that this takes do not grow with a run.
+    """
+    files = sorted(directory.glob("**/*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return _events(_ends(path) for path in files[-MOST_FILES:])
+
+
+def _ends(path: Path) -> bytes:
+    """The first and the last `END_BYTES` of a file, in lines; a line that is cut is no event."""
+    with path.open("rb") as file:
+        first = file.read(2 * END_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        if size <= len(first):
+            return first
+        file.seek(size - END_BYTES)
+        return first[:END_BYTES] + b"\n" + file.read(END_BYTES).partition(b"\n")[2]
+
+
+def _events(contents: Iterable[bytes]) -> list[dict[str, Any]]:
+    found = []
+    for content in contents:
+        for line in content.split(b"\n")[:-1]:
+            with suppress(ValueError, TypeError, RecursionError):  # ValueError: not JSON, or not UTF-8
+                event = json.loads(line)
+                is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
+                if is_event and math.isfinite(float(event.get("time", math.nan))):
+                    found.append(event)
+    return sorted(found, key=lambda event: float(event["time"]))
 
 
 def phase(name: str) -> None:

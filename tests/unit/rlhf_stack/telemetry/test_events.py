@@ -105,3 +105,26 @@ def test_a_line_that_was_written_in_part_is_skipped(directory: Path) -> None:
         opened.write('{"event": "joined to it"}\n')
     events.emit("last")
     assert [event["event"] for event in events.read(directory)] == ["first", "last"]
+
+
+def test_what_is_no_event_is_skipped(tmp_path: Path) -> None:
+    good = b'{"event": "step", "time": 1.0, "step": 1}\n'
+    bad = [b"[]", b"3", b"{}", b'{"event": "x"}', b'{"event": 3, "time": 1}', b"\xff\xfe", b"[" * 100_000]
+    bad += [b'{"event": "x", "time": "soon"}', b'{"event": "x", "time": NaN}', b'{"event": "x", "time": [1]}']
+    (tmp_path / "a.jsonl").write_bytes(b"".join(line + b"\n" for line in bad) + good + good[:-1])
+    assert [event["step"] for event in events.read(tmp_path)] == [1]
+    assert events.read_recent(tmp_path) == events.read(tmp_path)
+
+
+def test_the_recent_events_of_a_long_run_take_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`top` read the whole history every two seconds."""
+    lines = [json.dumps({"event": "step", "time": float(step), "step": step}) for step in range(5000)]
+    first = json.dumps({"event": "engine", "time": 0.0, "engine": 0, "ranks": []})
+    (tmp_path / "a.jsonl").write_text("\n".join([first, *lines]) + "\n")
+    monkeypatch.setattr(events, "END_BYTES", 1000)
+    found = events.read_recent(tmp_path)
+    assert found[0]["event"] == "engine"
+    assert found[-1]["step"] == 4999
+    assert len(found) < 60

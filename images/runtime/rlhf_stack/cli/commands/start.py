@@ -15,7 +15,7 @@ such as `ray job submit`, need RAY_AUTH_MODE=token; `rlhf-stack submit` sets it.
 start or the other nodes do not join in time.
 
 --json prints rlhf-stack/start/1 when the nodes are ready: `ray_start`, `token` (whether one is required), and
-`nodes` (address, gpus, cpus, memory in bytes), which is empty without --expect-nodes.
+`nodes` (address, gpus, cpus, memory in bytes), which is empty without --expect-nodes and with --dry-run.
 """
 
 import argparse
@@ -118,7 +118,10 @@ def run(options: argparse.Namespace) -> int:
     )
     started = ray_start_command(start_options, inspect_host(environment), with_token)
     if options.dry_run:
-        print(shlex.join(started))
+        if options.json:
+            print_json("start", 1, ray_start=started, token=with_token, nodes=[])
+        else:
+            print(shlex.join(started))
         return 0
     if shutil.which(started[0]) is None:
         raise UserError("`ray` is not on the PATH: run this in an image, or activate the environment of Ray")

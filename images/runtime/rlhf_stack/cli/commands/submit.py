@@ -6,11 +6,12 @@ exits with the job's exit code (1 if Ray reports none, or one of the codes below
 OpenRLHF run is not planned.
 
   rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
-  rlhf-stack submit --gpu-memory 80 --env WANDB_API_KEY --env NCCL_DEBUG=INFO -- python -m ...
+  rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
 
 Ray's workers inherit the environment of their machine, not of this shell. The runtime_env of the job contains
 the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
-Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
+They are public: Ray shows them to everyone who reaches its dashboard, so that a secret among them is a
+warning. Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
 
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
@@ -31,6 +32,7 @@ resumed, saved: the step of the last complete checkpoint, error, lost: addresses
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -41,6 +43,7 @@ from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import gibibytes, node_count, non_negative_int, seconds
 from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars
+from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.recovery import job as jobs
@@ -48,6 +51,7 @@ from rlhf_stack.recovery.supervisor import Limits
 
 REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, as `jobs.LOST`
 PREFIX = "RLHF_STACK_"
+SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, "RLHF_STACK_TOLD")  # set by the image on every machine
 
 
@@ -111,7 +115,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("min_nodes", "node_wait"):
         if getattr(options, name) is not None and not options.restarts:
             raise UserError(f"--{name.replace('_', '-')} has no effect without --restarts")
-    environment()  # before anything starts: `UserError` for a variable without a value
+    # Before anything starts: `UserError` for a variable without a value.
+    _warn_of_secrets(environment()["env_vars"], words)
     supervision = _supervision(options, words, environment) if options.restarts else None
     problems = [] if supervision and supervision.follows_a_job else _problems(options, words)
     for problem in problems:
@@ -160,6 +165,21 @@ def _once(
             file=sys.stderr,
         )
         raise
+
+
+def _warn_of_secrets(variables: Mapping[str, str], words: Sequence[str]) -> None:
+    """Print a warning for secrets that Ray would show: variables of the job, and flags of the command."""
+    named = sorted(name for name, value in variables.items() if is_secret(name, value))
+    found = [f"the job's runtime_env contains {', '.join(named)}"] if named else []
+    line = " ".join(words)
+    if has_password(line) or SECRET_FLAG.search(line):
+        found.append("the command line contains a secret")
+    for text in found:
+        print(
+            f"rlhf-stack: warning: {text}, which everyone who reaches Ray's dashboard can read: set it on "
+            "the machines instead",
+            file=sys.stderr,
+        )
 
 
 def runtime_env(

@@ -74,7 +74,7 @@ def _current_state(folder: str | None) -> RunState:
     endpoints = [
         (node["NodeManagerAddress"], int(node["MetricsExportPort"])) for node in ray.nodes() if node["Alive"]
     ]
-    entries = events.read(Path(folder)) if folder and Path(folder).is_dir() else []
+    entries = events.read_recent(Path(folder)) if folder and Path(folder).is_dir() else []
     return run_state(entries, metrics.scrape(endpoints, SCRAPE_SECONDS), ray.util.placement_group_table())
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_stack.config.secret_names import is_secret, without_passwords
 from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
 
-SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL")
 PREFIXES = (
     "CUDA_",
     "DS_",
@@ -177,11 +177,11 @@ class NodeAnswer:
 
 def is_relevant(name: str) -> bool:
     """Whether a variable affects a run and is not a secret."""
-    if any(word in name.upper().split("_") for word in SECRET):
+    if is_secret(name):
         return False
     return name != REPORTED and (name in NAMES or name.startswith(PREFIXES))
 
 
 def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The relevant variables among ``variables``, sorted by name."""
-    return {name: variables[name] for name in sorted(variables) if is_relevant(name)}
+    """The relevant variables among ``variables``, sorted by name, without passwords in URLs."""
+    return without_passwords({name: variables[name] for name in sorted(variables) if is_relevant(name)})

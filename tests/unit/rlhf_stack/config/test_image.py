@@ -1,0 +1,34 @@
+"""The line of `rlhf-stack --version`."""
+
+import re
+from pathlib import Path
+
+import pytest
+from rlhf_stack.cli.main import main
+from rlhf_stack.config import image
+
+
+def test_it_names_release_cell_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "cell.json").write_text('{"release": "2026.11", "id": "ray2-cpu"}')
+    for name in ("debian.txt", "lock.txt"):
+        (tmp_path / name).write_text("a==1\n")
+    line = image.description(tmp_path)
+    assert re.fullmatch(
+        r"rlhf-stack 2026\.11, cell ray2-cpu, contents sha256:[0-9a-f]{12} \(rlhf_stack .*\)", line
+    )
+    (tmp_path / "lock.txt").write_text("a==2\n")
+    assert image.description(tmp_path) != line
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}"])
+def test_outside_of_an_image_it_is_that_of_the_package(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "cell.json").write_text(content)
+    assert image.description(tmp_path).endswith("not in an image of the stack")
+
+
+def test_the_option_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{image.description()}\n"
