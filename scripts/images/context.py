@@ -1,8 +1,9 @@
 """Lay out the build context of a cell from the matrix, the lock, the patched wheels and ``images/``."""
 
+import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
             place(wheel, folder / "wheels" / layer.name / wheel.name)
         write(folder / "trim" / f"{layer.name}.txt", "".join(f"{t.action} {t.path}\n" for t in layer.trim))
         _place_side_by_side(cell, layer, folder / "side_by_side" / layer.name)
-        _place_sources(cell, layer, lock_text, folder / "sources" / layer.name)
+        sources = folder / "sources" / layer.name
+        _place_sources(cell, layer, lock_text, sources)
+        against = [texts[name] for name in built_against(cell, layer, texts)]
+        write(sources / "built-against.txt", "".join(against))
     runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
     place(runtime, folder / "wheels" / "stack" / runtime.name)
     texts["stack"] = pinned(runtime)[1]
@@ -62,7 +66,7 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     cell_json = msgspec.json.format(msgspec.json.encode(cell), indent=2).decode()
     write(folder / "etc" / "cell.json", cell_json + "\n")
     write_environment(cell, folder / "etc")
-    write(folder / "Dockerfile", dockerfile(cell))
+    write(folder / "Dockerfile", dockerfile(cell, built_against(cell, cell.layers[-1], texts)[-1]))
     normalise_modes(folder)
     return folder
 
@@ -96,13 +100,23 @@ def _mode(path: Path) -> int:
     return FOLDER_MODE if executable else FILE_MODE
 
 
-def dockerfile(cell: Cell) -> str:
-    """Return images/Dockerfile with the env defaults of the cell appended."""
+def built_against(cell: Cell, layer: Layer, texts: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the layers, bottom first, that the source builds of ``layer`` need; ``texts`` are their pins."""
+    builds = [build for build in cell.build_from_source if build.package in layer.packages]
+    needs = {lockfile.distribution(cell, name) for build in builds for name in build.needs}
+    names = [one.name for one in cell.layers]
+    found = [name for name in names if needs & {entry.name for entry in lockfile.parse(texts[name])}]
+    return tuple(names[: names.index(found[-1]) + 1]) if found else tuple(names[:1])
+
+
+def dockerfile(cell: Cell, openrlhf_built_on: str) -> str:
+    """Return images/Dockerfile with the env defaults of the cell appended, and an argument set to a layer."""
     lines = [
         f"# {setting.reason} ({setting.source})\nENV {setting.name}={quoted(setting.value)}"
         for setting in cell.env
     ]
     text = (IMAGES / "Dockerfile").read_text(encoding="utf-8").rstrip()
+    text = re.sub("(?m)^(ARG OPENRLHF_BUILT_ON=).*$", rf"\1{openrlhf_built_on}", text)
     return "\n".join([text, f"ENV {ACCELERATOR}={cell.accelerator.kind}", *lines]) + "\n"
 
 

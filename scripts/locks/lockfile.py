@@ -59,12 +59,10 @@ def layers(text: str, cell: Cell) -> dict[str, str]:
     The layers are disjoint, and together they are the lock.
     """
     entries = {entry.name: entry for entry in parse(text)}
-    from_source = {normal(name) for name in built(cell)}
+    from_source = set(built(cell))
     parts: dict[str, list[str]] = {}
     placed: set[str] = set()
-    roots = {
-        layer.name: [normal(_distribution(cell, name)) for name in layer.packages] for layer in cell.layers
-    }
+    roots = {layer.name: [distribution(cell, name) for name in layer.packages] for layer in cell.layers}
     waiting = {name for names in roots.values() for name in names}
     for layer in cell.layers:
         waiting -= set(roots[layer.name])
@@ -75,9 +73,15 @@ def layers(text: str, cell: Cell) -> dict[str, str]:
     return {name: "".join(entries[package].block for package in packages) for name, packages in parts.items()}
 
 
+def distribution(cell: Cell, name: str) -> str:
+    """Return the distribution of a headline package; other packages have the name that the matrix uses."""
+    found = next((package.distribution for package in cell.packages if package.name == name), name)
+    return normal(found)
+
+
 def built(cell: Cell) -> tuple[str, ...]:
     """Return the distributions that are installed from source."""
-    return tuple(_distribution(cell, build.package) for build in cell.build_from_source if not build.recipe)
+    return tuple(distribution(cell, build.package) for build in cell.build_from_source if not build.recipe)
 
 
 def closure(entries: dict[str, Entry], roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
@@ -91,11 +95,6 @@ def closure(entries: dict[str, Entry], roots: Iterable[str], without: Iterable[s
             entry.name for entry in entries.values() if name in entry.via and entry.name not in needed
         ]
     return needed
-
-
-def _distribution(cell: Cell, name: str) -> str:
-    """Return the distribution of a headline package; other packages have the name that the matrix uses."""
-    return next((package.distribution for package in cell.packages if package.name == name), name)
 
 
 def _entry(chunk: str) -> Entry:

@@ -210,7 +210,8 @@ class SourceBuild(_Struct, frozen=True):
     package: Annotated[Name, Meta(description="The package to build.")]
     reason: Reason
     needs: Annotated[
-        tuple[Name, ...], Meta(description="Packages that must be installed before the build.")
+        tuple[Name, ...],
+        Meta(description="Packages that it is built against; the build waits only for their layers."),
     ] = ()
     recipe: Annotated[
         Name | None,

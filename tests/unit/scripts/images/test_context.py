@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.errors import UserError
-from scripts.images.context import IMAGES, dockerfile, normalise_modes, place, quoted
+from scripts.images.context import IMAGES, built_against, dockerfile, normalise_modes, place, quoted
 from scripts.images.pins import source_pin
 from scripts.locks import lockfile, targets
 from scripts.matrix.load import Cell, Setting, expand, load, with_option
@@ -31,9 +31,11 @@ def test_env_values_reach_the_image_literally(value: str) -> None:
 def test_dockerfile_ends_in_the_env_of_the_cell() -> None:
     """One file for every cell; the defaults come from the matrix."""
     setting = Setting(name="A", value="x y", reason="why", source="where")
-    text = dockerfile(msgspec.structs.replace(DEFAULT, env=(setting,)))
+    text = dockerfile(msgspec.structs.replace(DEFAULT, env=(setting,)), "torch")
     assert text.endswith('# why (where)\nENV A="x y"\n')
-    assert text.startswith((IMAGES / "Dockerfile").read_text().rstrip())
+    assert text.replace("BUILT_ON=torch", "BUILT_ON=vllm").startswith(
+        (IMAGES / "Dockerfile").read_text().rstrip()
+    )
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
@@ -47,6 +49,22 @@ def test_layers_are_those_of_the_dockerfile(cell: Cell) -> None:
     assert {homes[build.package] for build in cell.build_from_source} <= set(compiled)
     recipes = [build.recipe for build in cell.build_from_source if build.recipe]
     assert all((IMAGES / "sources" / recipe / "build").exists() for recipe in recipes)
+
+
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if not targets.unlocked(cell)], ids=lambda cell: cell.id
+)
+def test_a_source_build_waits_for_the_layers_of_what_it_needs_and_for_no_other(cell: Cell) -> None:
+    """Only the current CUDA cell compiles DeepSpeed with the compiler that is in vLLM's layer."""
+    texts = lockfile.layers(lockfile.path(cell).read_text(encoding="utf-8"), cell)
+    against = {layer.name: built_against(cell, layer, texts) for layer in cell.layers}
+    gpu = cell.variant == "current-cuda"
+    assert against["vllm"] == ("torch",)
+    assert against["openrlhf"] == (("torch", "vllm") if gpu else ("torch",))
+    for build in cell.build_from_source:
+        layer = next(layer.name for layer in cell.layers if build.package in layer.packages)
+        pins = {entry.name for name in against[layer] for entry in lockfile.parse(texts[name])}
+        assert {lockfile.distribution(cell, name) for name in build.needs} <= pins
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
