@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from rlhf_stack.diagnostics.network_check import (
     model,
     probe,
     ranks,
+    sampling,
 )
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
@@ -241,3 +243,65 @@ def test_a_run_without_a_placement_or_engines_is_refused() -> None:
 def test_without_a_run_every_node_has_a_worker() -> None:
     """The trainer is on the first node."""
     assert ranks.one_worker_per_node(machines(3, 8)) == [0, 0, 1, 2]
+
+
+def simulated(
+    count: int, broken: set[int], cut: set[tuple[int, int]], rounds: list[int]
+) -> tuple[list[CheckedNode], sampling.Run]:
+    """A cluster whose ``broken`` nodes and ``cut`` links fail; ``rounds`` gets the size of each attempt."""
+    machines = [
+        CheckedNode(f"10.0.{number // 250}.{number % 250 + 1}", f"host{number}") for number in range(count)
+    ]
+
+    def run(groups: Sequence[tuple[int, tuple[int, ...]]]) -> list[Attempt]:
+        rounds.append(len(groups))
+        busy = [member for sender, receivers in groups for member in (sender, *set(receivers))]
+        assert len(busy) == len(set(busy)), "a node is in two groups at once"
+        return [
+            failed(sender, receivers[0])
+            if {sender, *receivers} & broken or (min(sender, receivers[0]), max(sender, receivers[0])) in cut
+            else sent(sender, receivers[0])
+            for sender, receivers in groups
+        ]
+
+    return machines, run
+
+
+def test_a_thousand_nodes_are_checked_in_a_few_rounds() -> None:
+    """All pairs are 499500 links in 999 rounds of two transfers each."""
+    rounds: list[int] = []
+    machines, run = simulated(1000, set(), set(), rounds)
+    links, attempts = sampling.check_links(machines, run, FLOOR, "gloo", lambda _: None)
+    assert {node for link in links for node in (link.first, link.second)} == set(range(1000))
+    assert {link.verdict for link in links} == {model.OK}
+    assert (len(rounds), len(attempts)) == (4, 2000)
+
+
+@pytest.mark.parametrize("count", [17, 18, 1000, 1001])
+def test_a_broken_node_is_told_from_a_cut_link(count: int) -> None:
+    rounds: list[int] = []
+    machines, run = simulated(count, {5}, {(10, 11)}, rounds)
+    links, _ = sampling.check_links(machines, run, FLOOR, "gloo", lambda _: None)
+    bad = [(link.first, link.second) for link in links if link.verdict != model.OK]
+    assert sum(5 in pair for pair in bad) == 3  # both links of the ring, and the second opinion
+    assert [pair for pair in bad if 5 not in pair] == [(10, 11)]
+    assert len(rounds) <= 10
+    assert all(sum(node in pair for pair in bad) == 1 for node in (4, 6, 10, 11))
+
+
+def test_a_group_that_fails_as_a_whole_is_halved_to_the_receiver() -> None:
+    rounds: list[int] = []
+    _, run = simulated(1000, {777}, set(), rounds)
+    assert sampling.narrowed(Attempt(0, tuple(range(1, 1000)), error="x"), run) == (777,)
+    assert len(rounds) <= 20
+
+
+def test_a_group_that_fails_only_together_is_not_narrowed() -> None:
+    everyone = tuple(range(1, 9))
+    run = lambda groups: [sent(0, 1) for _ in groups]  # noqa: E731
+    assert sampling.narrowed(Attempt(0, everyone, error="x"), run) == everyone
+
+
+def test_few_nodes_are_tested_in_every_pair() -> None:
+    machines, run = simulated(6, set(), set(), [])
+    assert len(sampling.check_links(machines, run, FLOOR, "gloo", lambda _: None)[0]) == 15

@@ -1,9 +1,10 @@
 """Test the weight-sync network between all nodes of the running cluster before training.
 
 Creates the weight-sync process group with the same code and backend as a run, and sends one bucket in both
-directions between every two GPU nodes, then from the trainer to all engine workers at once. Compares every
-byte, measures the rate, and reports which links are slow or broken and which variable usually fixes them. Run
-it on any node of the cluster while nothing trains: with NCCL, each rank takes a GPU.
+directions between every two GPU nodes, then from the trainer to all engine workers at once. With more than 16
+nodes it tests each with the next one, and what fails again with another partner. Compares every byte,
+measures the rate, and reports which links are slow or broken and which variable usually fixes them. Run it on
+any node of the cluster while nothing trains: with NCCL, each rank takes a GPU.
 
   rlhf-stack check-network -- python -m openrlhf.cli.train_ppo_ray ...   # the ranks of this run, as placed
   rlhf-stack check-network                                               # one engine worker per node

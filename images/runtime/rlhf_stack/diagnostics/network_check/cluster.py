@@ -1,8 +1,9 @@
-"""Runs the network check on a Ray cluster: a probe per node, every pair of nodes, then the whole group."""
+"""Runs the network check on a Ray cluster: a probe per node, links of nodes, then the whole group."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rlhf_stack.accelerator import devices
@@ -11,16 +12,16 @@ from rlhf_stack.diagnostics.network_check.model import (
     Attempt,
     CheckedNode,
     NetworkReport,
-    judge_links,
-    round_robin,
 )
 from rlhf_stack.diagnostics.network_check.probe import Outcome, Probe
 from rlhf_stack.diagnostics.network_check.ranks import Ranks, one_worker_per_node
+from rlhf_stack.diagnostics.network_check.sampling import ALL_PAIRS, check_links, narrowed
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
 
 START_SECONDS = 120.0  # for a process to import torch on a busy node
+MOST_NAMES = 8  # of nodes in an error
 GRACE_SECONDS = 10.0  # beyond the deadline of the group, whose own error is more specific
 
 
@@ -32,7 +33,7 @@ def check_network(
     ranks: Ranks = one_worker_per_node,
     progress: Callable[[str], None] = print,
 ) -> NetworkReport:
-    """Test every pair of GPU nodes (of all nodes if none has a GPU), then the group of ``ranks``.
+    """Test links of GPU nodes (of all if none has a GPU; see `sampling`), then the group of ``ranks``.
 
     ``size`` in bytes, ``floor`` in 10^9 bytes/s, None to derive it as `judge_links` does, ``deadline`` in
     seconds per step. ``ranks`` returns the node of each rank. This process must be connected to the cluster;
@@ -43,18 +44,21 @@ def check_network(
     free = [node for node in free if node.total_gpus] or free
     with _probes(free, backend, deadline) as probes:
         nodes = probes.describe()
-        attempts = []
-        planned = round_robin(len(nodes))
-        for number, pairs in enumerate(planned, start=1):
-            progress(f"round {number} of {len(planned)}: {_pair_names(nodes, pairs)}")
-            attempts += probes.attempt([(sender, (receiver,)) for sender, receiver in pairs], size)
-            attempts += probes.attempt([(receiver, (sender,)) for sender, receiver in pairs], size)
-        found = judge_links(nodes, attempts, floor, backend)
+        found, attempts = check_links(
+            nodes, lambda groups: probes.attempt(groups, size), floor, backend, progress
+        )
         group = None
         if not any(attempt.error for attempt in attempts):
             first, *others = ranks(free)
             progress(f"the group of {len(others) + 1} ranks")
             group = probes.attempt([(first, tuple(others))], size)[0]
+            if group.error and len(nodes) > ALL_PAIRS:
+                progress("the group failed: testing halves of it")
+                few = narrowed(group, lambda groups: probes.attempt(groups, size))
+                hosts = ", ".join(dict.fromkeys(nodes[node].host for node in few[:MOST_NAMES]))
+                group = replace(
+                    group, error=f"{group.error}; it fails with {len(few)} receivers too: {hosts}"
+                )
     return NetworkReport(backend, DEFAULT_FLOOR if floor is None else floor, nodes, found, group)
 
 
@@ -180,7 +184,3 @@ def cause(error: BaseException) -> str:
     """The message of an exception in a remote process, without its traceback."""
     inner = getattr(error, "cause", None)
     return str(inner or error).strip().splitlines()[0]
-
-
-def _pair_names(nodes: Sequence[CheckedNode], pairs: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"{nodes[first].host} and {nodes[second].host}" for first, second in pairs)

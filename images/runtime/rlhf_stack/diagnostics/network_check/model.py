@@ -3,7 +3,6 @@
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from statistics import median
 
 OK, SLOW, ONE_WAY, DEAD, WRONG = "ok", "slow", "one way", "cannot talk", "wrong data"
@@ -125,7 +124,7 @@ def round_robin(count: int) -> list[list[tuple[int, int]]]:
 def judge_links(
     nodes: Sequence[CheckedNode], attempts: Iterable[Attempt], floor: float | None, backend: str
 ) -> tuple[Link, ...]:
-    """Judge each pair of nodes by an attempt in each direction.
+    """Judge each pair of nodes that was tested, by an attempt in each direction.
 
     ``floor`` in 10^9 bytes/s; None is `DEFAULT_FLOOR`, or more on a link of known speed (`speed_floor`).
     """
@@ -135,7 +134,7 @@ def judge_links(
     if len(rates) > 2:
         general.append((UNEVEN * median(rates), "half of the median"))
     found = []
-    for first, second in combinations(range(len(nodes)), 2):
+    for first, second in sorted(pair for pair in by_direction if pair[0] < pair[1]):
         forth, back = by_direction[first, second], by_direction[second, first]
         by_speed = [speed_floor(nodes[first], nodes[second], backend)] if floor is None else []
         least, reason = max(general + by_speed)
