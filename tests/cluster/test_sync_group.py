@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -247,6 +248,30 @@ def test_an_unreachable_trainer_is_named_within_the_deadline(monkeypatch):
     port = free_port()
     with pytest.raises(sync.SyncError, match=rf"rank 0 \(the trainer\) is not reachable at 127.0.0.1:{port}"):
         sync.create_group("127.0.0.1", port, 1, WORLD, torch.device("cpu"), "gloo")
+
+
+@pytest.mark.timeout(60)
+def test_the_store_listens_at_the_address_of_the_run_alone(monkeypatch):
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "5")
+    port = free_port()
+    members = Members("127.0.0.1", port, 0, 1)
+    assert members.addresses == ["127.0.0.1"]
+    socket.create_connection(("127.0.0.1", port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5)
+
+
+def test_a_port_in_use_is_named_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(sync.SyncError, match=rf"cannot listen at 127.0.0.1:{port}: .*in use"):
+            Members("127.0.0.1", port, 0, 1)
+
+
+def test_an_address_behind_nat_is_served_on_all_interfaces_with_a_warning(caplog):
+    listener = membership._listen("192.0.2.1", free_port())
+    assert listener is None
+    assert "192.0.2.1 is not an address of this node" in caplog.text
 
 
 class Counting:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.engine import gpu_contention, parent_death, startup
+from rlhf_stack.sync import SyncError
 
 if TYPE_CHECKING:
     Base = Any
@@ -35,8 +36,26 @@ class InstrumentedWorker(startup.InstrumentedStartup, Base):  # type: ignore[mis
         self._contention = gpu_contention.ContentionCheck()
         return result
 
+    def sleep(self, *arguments: Any, **options: Any) -> Any:
+        """Sleep: a later write to the weights, whose memory is unmapped, is an error instead of a crash."""
+        result = super().sleep(*arguments, **options)
+        self.model_runner.model.load_weights = _refuse_weights
+        return result
+
+    def wake_up(self, tags: list[str] | None = None) -> Any:
+        """Wake up, or map the memory of ``tags`` alone."""
+        result = super().wake_up(tags)
+        if tags is None or "weights" in tags:
+            vars(self.model_runner.model).pop("load_weights", None)
+        return result
+
     def execute_model(self, *arguments: Any, **options: Any) -> Any:
         """Run one step of generation or of warm-up."""
         if self._contention is not None:
             self._contention.check()
         return super().execute_model(*arguments, **options)
+
+
+def _refuse_weights(*_: Any, **__: Any) -> None:
+    """Take the place of a sleeping model's ``load_weights``."""
+    raise SyncError("the engine is asleep and its weights have no memory: call wake_up before a weight sync")

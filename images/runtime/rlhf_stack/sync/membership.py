@@ -1,6 +1,7 @@
 """The ranks of a sync group: their rendezvous, and the diagnosis of which rank caused a failed transfer."""
 
 import copy
+import errno
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
+from rlhf_stack.telemetry import run_log
 
 DONE, FAILED, ACK = "done", "failed", " ack"
 POLL_SECONDS = 0.5
@@ -36,7 +38,10 @@ class Members:
         limit = timedelta(seconds=self._seconds)
         end = time.monotonic() + self._seconds
         try:
-            self.store = dist.TCPStore(host, port, None, rank == 0, limit, wait_for_workers=False)
+            listener = _listen(host, port) if rank == 0 else None
+            self.store = dist.TCPStore(
+                host, port, None, rank == 0, limit, wait_for_workers=False, master_listen_fd=listener
+            )
         except dist.DistError as error:
             raise SyncError(
                 f"weight sync, rank {rank} of {world} on {socket.gethostname()}: rank 0 (the trainer) is not "
@@ -209,6 +214,25 @@ def gloo_device(address: str) -> Any:
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
     return ProcessGroupGloo.create_device(hostname=address)
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return a socket for the store that listens at ``host`` alone: engines unpickle what the store holds.
+
+    None if the address is not one of this machine, as behind NAT: torch then listens on all interfaces.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    try:
+        return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise SyncError(
+                f"weight sync: rank 0 (the trainer) cannot listen at {host}:{port}: {error}"
+            ) from error
+        run_log.warning(
+            f"weight sync: {host} is not an address of this node, so its store listens on all interfaces"
+        )
+        return None
 
 
 def _own_address(host: str, port: int) -> str:
