@@ -11,6 +11,7 @@ from scripts.errors import UserError
 
 BARS = "▁▂▃▄▅▆▇█"
 AVERAGED = 3
+LEAST_GAIN = 0.1  # of the mean reward over the steps of the default demo, which goes from 0.25 to 0.99
 
 Event = Mapping[str, Any]
 
@@ -53,6 +54,25 @@ def build(
         and all(event["equal"] for event in verified),
         "parameters_compared": verified[-1]["parameters"] if verified else 0,
     }
+
+
+def shortfall(report: Mapping[str, Any], steps: int, learns: bool) -> str:
+    """Why a run is no proof of the pipeline, "" if it is one.
+
+    It must have taken all ``steps`` and end with equal weights, and, if it ``learns``, with a higher reward:
+    a trainer whose updates never reach the engines keeps the reward of the first steps.
+    """
+    if report["steps"] != steps:
+        return f"{report['steps']} of {steps} training steps were recorded"
+    if not report["weights_equal"]:
+        return "trainer and engines do not hold the same weights after the last sync"
+    gain = report["reward_last"] - report["reward_first"]
+    if learns and not gain >= LEAST_GAIN:
+        return (
+            f"the reward rose by {gain:.2f}, from {report['reward_first']:.2f} to "
+            f"{report['reward_last']:.2f}: expected at least {LEAST_GAIN}"
+        )
+    return ""
 
 
 def mean(values: Sequence[float]) -> float:

@@ -14,6 +14,8 @@ from scripts.testing.cluster import Cluster, ContainerNode
 from tests.network import links
 from tests.network.waiting import TEST_SECONDS
 
+ATTEMPTS = 5
+
 NODES = (ContainerNode("head", gpus=1), ContainerNode("left", gpus=1), ContainerNode("right", gpus=1))
 SLOW_MEGABITS = 80  # 0.01 GB/s; the bridge of one machine has several GB/s
 
@@ -67,13 +69,17 @@ def address(cluster: Cluster, name: str) -> str:
 @pytest.mark.timeout(TEST_SECONDS)
 def test_healthy_links_pass(cluster: Cluster) -> None:
     """Every pair and then the whole group is measured; a low rate is accepted."""
-    code, report, progress = check_network(cluster, "--floor", "0.0001")
-    assert code == (0 if report["is_well"] else 1)
+    for _ in range(ATTEMPTS):  # other load on the machine can make a link slower than half of the median
+        code, report, progress = check_network(cluster, "--floor", "0.0001")
+        assert code == (0 if report["is_well"] else 1)
+        if report["is_well"]:
+            break
+    assert report["is_well"], report["links"]
     assert report["schema"] == "rlhf-stack/rehearse/1"
     assert {frozenset(pair) for pair in (("head", "left"), ("head", "right"), ("left", "right"))} == set(
         by_hosts(report)
     )
-    assert {link["verdict"] for link in report["links"]} <= {"ok", "slow"}
+    assert {link["verdict"] for link in report["links"]} == {"ok"}
     assert all(link["forth"] > 0 and link["back"] > 0 for link in report["links"])
     assert len(report["group"]["receivers"]) == len(NODES)
     assert report["group"]["wrong"] == []

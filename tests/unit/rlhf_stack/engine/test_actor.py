@@ -93,3 +93,31 @@ def test_experiences_are_sorted_if_repeatable(
     found = items([1, 3], [1, 2])
     determinism.sort_experiences(found)
     assert [one.sequences.tolist() for one in found] == expected
+
+
+def request(prompt: int, prefilled: bool, most: int, answered: int) -> SimpleNamespace:
+    """The state of a request in vLLM's output processor."""
+    return SimpleNamespace(
+        prompt_len=prompt,
+        is_prefilling=not prefilled,
+        max_tokens_param=most,
+        detokenizer=SimpleNamespace(num_output_tokens=lambda: answered),
+    )
+
+
+@pytest.mark.parametrize(
+    ("requests", "work"),
+    [
+        ([], 0),
+        ([request(100, False, 50, 0)], 150),
+        ([request(100, True, 50, 0)], 50),
+        ([request(100, True, 50, 49)], 1),
+        ([request(100, False, 50, 0), request(10, True, 20, 5)], 165),
+    ],
+)
+def test_the_unfinished_work_is_what_is_left_of_prompts_and_answers(requests: list[Any], work: int) -> None:
+    """The balancer sends a prompt to the engine with the least; a prompt counts until it is prefilled."""
+    mixin = actor.AsyncEngineMixin()
+    states = dict(enumerate(requests))
+    mixin.llm = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    assert mixin.unfinished_work() == work

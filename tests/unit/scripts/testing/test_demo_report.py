@@ -82,3 +82,25 @@ def test_the_tables_name_nodes_and_straddling_engines() -> None:
     assert out.getvalue().count("STRADDLES") == 2
     assert "10.0.0.2" in out.getvalue()
     assert "▂▂▅▆" in out.getvalue()
+
+
+GOOD = {"steps": 28, "weights_equal": True, "reward_first": 0.25, "reward_last": 0.99}
+
+
+@pytest.mark.parametrize(
+    ("changes", "learns", "reason"),
+    [
+        ({}, True, ""),
+        ({"steps": 27}, True, "27 of 28 training steps"),
+        ({"weights_equal": False}, True, "the same weights"),
+        ({"reward_last": 0.25}, True, "the reward rose by 0.00, from 0.25 to 0.25"),
+        ({"reward_last": float("nan")}, True, "the reward rose by nan"),
+        ({"reward_last": 0.25}, False, ""),
+    ],
+)
+def test_a_run_without_its_steps_or_without_learning_is_no_proof(
+    changes: dict[str, Any], learns: bool, reason: str
+) -> None:
+    """The demo passed with one step, and with a reward that stayed where it was."""
+    found = demo_report.shortfall(GOOD | changes, 28, learns)
+    assert (reason in found) if reason else not found
