@@ -11,7 +11,7 @@ from scripts.errors import UserError
 from scripts.git import DIRTY
 from scripts.matrix.load import Accelerator, Cell
 from scripts.matrix.suites import SUITES
-from scripts.release import facts
+from scripts.release import facts, published_scripts
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import FAULTS, Case
 from scripts.testing import records
@@ -114,6 +114,8 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
             fault_table(cell, cases, current.get(cell, ""))
             for cell in dict.fromkeys(case.cell for case in cases)
         ],
+        script_columns=published_scripts.COLUMNS,
+        scripts=published_scripts.rows(),
         cells=[_section(cell, known) for cell in cells],
     )
     return f"{text.rstrip()}\n"

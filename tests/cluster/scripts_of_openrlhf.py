@@ -16,8 +16,9 @@ PPO = "openrlhf.cli.train_ppo_ray"
 FOLDER = "{folder}"
 PROMPTS, SAMPLES, LENGTH, RESPONSE, STEPS = 4, 4, 96, 16, 2
 ROLES = ("actor", "ref", "critic", "reward")
-# Removed: a key of a service that this machine cannot reach, and a number of episodes.
-REMOVED = ("--logger.wandb.key", "--train.num_episodes")
+# Removed: a key of a service that this machine cannot reach, a number of episodes, and what `plan` refuses.
+RING = ("--ds.ring_attn_size", "--ds.ring_attn_head_stride")
+REMOVED = ("--logger.wandb.key", "--train.num_episodes", *RING)
 # Sizes, and the files that the script reads and writes: replaced where it has the flag.
 SMALL: Mapping[str, str] = {
     "--actor.model_name_or_path": f"{FOLDER}/model",
@@ -51,9 +52,9 @@ class Command:
     """A command of a script.
 
     ``flags`` are as published. ``renamed`` are those that the installed release has under other names: what
-    to write instead, by the flags to remove. With the new names, ``unsupported`` is the reason why the image
+    to write instead, by the flags to remove. With the new names, ``unsupported`` is the reason why `plan`
     refuses the command, ``too_large`` why it does not fit on two nodes of eight GPUs of 80 GiB, and
-    ``untested`` why a tiny run does not train.
+    ``untested`` why no tiny run was made.
     """
 
     name: str
@@ -133,9 +134,11 @@ def gpus_of_roles(arguments: list[str]) -> dict[str, int]:
     return {role: int(flags[name][0]) for role in ROLES if (name := f"--{role}.num_gpus_per_node") in flags}
 
 
-def make_files(folder: Path) -> None:
-    """Write the model, prompts as messages with a label, and pairs of answers."""
+def make_files(folder: Path, experts: bool = False) -> None:
+    """Write the model, of ``experts`` if the script trains one, prompts as messages, and pairs of answers."""
     tokenizer = tiny_model.make_model(folder / "model", seed=0, layers=2, heads=2)
+    if experts:
+        _make_experts(folder / "model")
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
     rows = []
@@ -147,3 +150,24 @@ def make_files(folder: Path) -> None:
     lines = "\n".join(json.dumps(row) for row in rows) + "\n"
     for name in ("prompts.jsonl", "pairs.jsonl"):
         (folder / name).write_text(lines, encoding="utf-8")
+
+
+def _make_experts(out: Path) -> None:
+    """Replace the model by a Mixtral of four experts."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=tiny_model.VOCABULARY,
+        hidden_size=tiny_model.HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(out)

@@ -1,9 +1,16 @@
-"""OpenRLHF's published scripts: planned, or refused with the reason."""
+"""OpenRLHF's published scripts: planned or refused with the reason, and made small, two steps of training."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 from rlhf_stack.cli.main import main
-from scripts_of_openrlhf import PPO, published
+from scripts_of_openrlhf import PPO, STEPS, make_files, published, small
+from trained import SECTIONS
 
+SECONDS = 600
 LLAMA_8B = "layers:32,hidden:4096,intermediate:14336,heads:32,kv_heads:8,vocabulary:128256"
 SIZES = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
@@ -17,10 +24,27 @@ SIZES = {
     ),
 }
 MODELS = (
+    "--model.model_name_or_path",
     *("--actor.model_name_or_path", "--reward.model_name_or_path"),
     *("--pretrain", "--reward_pretrain"),
 )
 FITS, TOO_LARGE, REFUSED = 0, 1, 2
+
+
+# What the reward functions and agents of OpenRLHF's examples/python import; gem is that of one agent alone.
+IMPORTED = (
+    "PIL",
+    "fastapi",
+    "numpy",
+    "openai",
+    "openrlhf",
+    "pylatexenc",
+    "sympy",
+    "torch",
+    "uvicorn",
+    "vllm",
+)
+NOT_INCLUDED = "gem"
 
 
 def commands(wanted=lambda _: True):
@@ -39,7 +63,7 @@ def planned(command, capsys):
     return code, printed.out + printed.err
 
 
-@pytest.mark.parametrize("command", commands(lambda each: each.module == PPO))
+@pytest.mark.parametrize("command", commands())
 def test_script_is_planned_or_refused_with_the_reason(command, capsys):
     """A renamed flag is refused with its successor; with that, the run fits or the reason is the image's."""
     code, printed = planned(command, capsys)
@@ -53,3 +77,31 @@ def test_script_is_planned_or_refused_with_the_reason(command, capsys):
     assert code == expected, printed
     assert command.unsupported in printed
     assert command.too_large in printed
+
+
+@SECTIONS
+def test_reward_functions_and_agents_of_the_examples_find_what_they_import():
+    """The docs say how to add what is not included."""
+    assert [name for name in (*IMPORTED, NOT_INCLUDED) if find_spec(name) is None] == [NOT_INCLUDED]
+
+
+@SECTIONS
+@pytest.mark.integration
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize("command", commands(lambda each: each.module != PPO and not each.untested))
+def test_supervised_training_takes_two_steps(tmp_path, command):
+    make_files(tmp_path, experts="mixtral" in command.name)
+    arguments = [word.replace("{folder}", str(tmp_path)) for word in small(command.corrected())]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", command.module, *arguments],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    assert f"{STEPS}/{STEPS}" in done.stdout + done.stderr
+    assert (tmp_path / "trained" / "config.json").exists()
