@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 from rlhf_stack.errors import UserError
 
-MAX_BYTES = 16 << 20
+MAX_BYTES = 8 << 20
 CHUNK = 1 << 20
-MAX_LINE = 4096
+MAX_LINE = 2000
 LONG_LINE = re.compile(rf"[^\n]{{{MAX_LINE + 1},}}")
 MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat"}

@@ -17,9 +17,9 @@ SHOWN_CHARACTERS, BEFORE_MATCH = 200, 80
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # The last line of a traceback, or a line that says that it is an error.
 ERROR_LINE = re.compile(
-    r"^.{0,200}?(?:\b[\w.]*(?:Error|Exception|Exit|Interrupt|Died|Timeout)\b(?:\([\w.]+\))?: |\bNCCL WARN |"
-    r"\b(?:FATAL|ERROR|CRITICAL)\b|\b[Ee]rror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)).*$",
+    r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
+    r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)",
     re.MULTILINE,
 )
 

@@ -75,6 +75,29 @@ def test_a_large_log_is_explained_in_bounded_time_and_memory(data: bytes, tmp_pa
     assert time.process_time() - before < 30
 
 
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "NCCL WARN ",
+        "a.b.c.Error",
+        "TypeError: A",
+        "A",
+        "mlx5:",
+        "NET/OFI ",
+        "Failed to bind to address ",
+        "((((",
+    ],
+)
+def test_no_pattern_takes_long_on_lines_that_repeat_its_start(unit: str) -> None:
+    """Seconds for 1 MiB, where a pattern that is cubic in the length of a line takes minutes."""
+    line = (unit * (log_file.MAX_LINE // len(unit))) + "\n"
+    text = line * ((1 << 20) // len(line))
+    before = time.process_time()
+    known_bad.explain(ROWS, text)
+    known_bad.last_error(text)
+    assert time.process_time() - before < 5.0
+
+
 def test_a_compressed_log_is_refused_with_the_command_that_reads_it() -> None:
     with pytest.raises(UserError, match=r"`zcat job.log.gz \| rlhf-stack doctor --log -`"):
         known_bad.read_log(io.BytesIO(gzip.compress(b"text")), "job.log.gz")

@@ -11,7 +11,7 @@ for each entry; --log explains a log with it, --freeze checks the packages of an
   rlhf-stack doctor --log job.log --freeze freeze.txt
   ssh NODE pip freeze | rlhf-stack doctor --freeze -
 
---log reads the last 16 MiB of a log, in UTF-8 or UTF-16, and prints the likeliest cause first. --freeze reads
+--log reads the last 8 MiB of a log, in UTF-8 or UTF-16, and prints the likeliest cause first. --freeze reads
 `pip freeze`, `pip list`, `conda list`, lock files, the collect_env of torch or vLLM, and `docker inspect`.
 
 Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage; with --log also 4: the log has
