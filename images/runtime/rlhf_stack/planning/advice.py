@@ -13,6 +13,7 @@ from rlhf_stack.planning.cluster_spec import Machine
 LOWEST_UTILIZATION = 0.3
 WITHOUT = "without "  # before a flag that must be left out
 STEP = 0.05
+MOST_SYMMETRIC = 512  # nodes: a search among all layouts of more takes minutes
 SHORTEST = 512  # tokens: no shorter length is advised
 
 FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
@@ -79,11 +80,14 @@ def advise(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, 
 def symmetric_layout(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Advice | None:
     """The layout closest to the request in which every node has the same ranks and engines.
 
-    None if the nodes differ, if engines share the trainer's GPUs, or if no such layout fits.
+    None if the nodes differ or are more than `MOST_SYMMETRIC`, if engines share the trainer's GPUs, or if no
+    such layout fits.
     """
     engines = run.request.engines
     sizes = {(machine.gpus, machine.cpus, machine.gpu_memory) for machine in machines}
     if engines is None or engines.shares or len(sizes) != 1 or not machines[0].gpus:
+        return None
+    if len(machines) > MOST_SYMMETRIC:
         return None
     count, gpus = len(machines), machines[0].gpus
     groups = run.request.groups

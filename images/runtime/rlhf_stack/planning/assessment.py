@@ -1,5 +1,6 @@
 """Assesses whether a run fits a cluster: its placement, the memory of each GPU and host, and problems."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -116,6 +117,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
             f"largest step {engine.working / GIB:.1f}"
         )
     notes = _notes(run, upstream, smallest, any(machine.memory for machine in machines))
+    notes += _different_gpus(machines)
     notes += [
         f"{name} is estimated to have {shape.total / 1e9:.2f}B parameters, by its dimensions: its family, or "
         f"its vision part, is not known (--model {name}=...,parameters:N gives the number)"
@@ -258,6 +260,21 @@ def _heads(run: Run, shapes: Mapping[str, Shape]) -> list[str]:
             f"vLLM cannot split {shape.heads} heads over {engines.size} GPUs: use a size that divides them"
         ]
     return []
+
+
+def _different_gpus(machines: Sequence[Machine]) -> list[str]:
+    """A note if the nodes have GPUs of several types or sizes."""
+    kinds = Counter(
+        " ".join(filter(None, [one.gpu_type, f"{one.gpu_memory / GIB:.0f} GiB" if one.gpu_memory else ""]))
+        for one in machines
+        if one.gpus
+    )
+    if len(kinds) < 2:
+        return []
+    shown = ", ".join(f"{count} with {kind or 'unknown ones'}" for kind, count in kinds.most_common())
+    return [
+        f"nodes have different GPUs ({shown}): engines are sized for the smallest, and wait for the slowest"
+    ]
 
 
 def _notes(run: Run, upstream: UpstreamLayout, gpu_memory: int, memory: bool) -> list[str]:

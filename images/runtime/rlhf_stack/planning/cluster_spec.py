@@ -14,14 +14,19 @@ from rlhf_stack.inputs.text import one_line, shortened
 from rlhf_stack.placement.model import FreeNode
 
 GIB = numbers.GIB
+RAY_TYPE = "accelerator_type:"
+TEXTS = ("address", "gpu_type")
 SIZES = {"count": 1, "gpus": 8, "gpu_memory": 0, "cpus": 0, "memory": 0}
-ADDRESS = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 EXAMPLE = "nodes: [{count: 2, gpus: 8, gpu_memory: 80, cpus: 96, memory: 1000}]"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node. ``gpu_memory`` is in bytes per GPU, ``memory`` in bytes of the host; 0: unknown."""
+    """A node. ``gpu_memory`` is in bytes per GPU, ``memory`` in bytes of the host; 0: unknown.
+
+    ``gpu_type`` is the name of its GPUs, such as H100, "" if unknown.
+    """
 
     address: str
     gpus: int
@@ -30,6 +35,7 @@ class Machine:
     memory: int = 0
     free_gpus: float | None = None
     free_cpus: float | None = None
+    gpu_type: str = ""
 
     @property
     def free(self) -> FreeNode:
@@ -83,10 +89,17 @@ def machines_of_nodes(
                     memory=int(resources.get("memory", 0) + resources.get("object_store_memory", 0)),
                     free_gpus=node.gpus,
                     free_cpus=node.cpus,
+                    gpu_type=_gpu_type(resources),
                 )
             )
     order = {node.address: index for index, node in enumerate(free)}
     return sorted(found, key=lambda machine: order[machine.address])
+
+
+def _gpu_type(resources: Mapping[str, Any]) -> str:
+    """The type of GPU that Ray found on a node, which it declares as a resource."""
+    found = (name.removeprefix(RAY_TYPE) for name in sorted(resources) if name.startswith(RAY_TYPE))
+    return next(found, "")
 
 
 def ray_machines(gpu_memory: float) -> list[Machine]:
@@ -101,9 +114,9 @@ def ray_machines(gpu_memory: float) -> list[Machine]:
 def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]:
     found: list[Machine] = []
     for entry in entries:
-        if unknown := [str(key) for key in entry if key not in SIZES and key != "address"]:
+        if unknown := [str(key) for key in entry if key not in SIZES and key not in TEXTS]:
             raise UserError(
-                f"{where}: unknown {', '.join(unknown)}; a node has {', '.join(SIZES)} and address"
+                f"{where}: unknown {', '.join(unknown)}; a node has {', '.join([*SIZES, *TEXTS])}"
             )
         sizes = {name: _size(entry.get(name, default), name, where) for name, default in SIZES.items()}
         count, gpus = int(sizes["count"]), int(sizes["gpus"])
@@ -121,8 +134,9 @@ def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]
             cpus=sizes["cpus"] or 2.0 * gpus + 8,
             gpu_memory=int(sizes["gpu_memory"]),
             memory=int(sizes["memory"]),
+            gpu_type=_name(entry.get("gpu_type"), "gpu_type", "the name of a GPU", where),
         )
-        address = _address(entry.get("address"), where)
+        address = _name(entry.get("address"), "address", "a host name or an IP address", where)
         found += [
             replace(machine, address=address or f"node-{len(found) + number}")
             for number in range(1, count + 1)
@@ -153,10 +167,10 @@ def _size(value: object, name: str, where: str) -> float:
         raise UserError(f"{where}: {name} is {error}") from None
 
 
-def _address(value: object, where: str) -> str:
-    """The address of a node; "" if it has none."""
+def _name(value: object, key: str, expected: str, where: str) -> str:
+    """The text of a key of a node; "" if it has none."""
     if value is None:
         return ""
-    if not isinstance(value, str) or not ADDRESS.fullmatch(value):
-        raise UserError(f"{where}: address is {repr(value)[:60]}, expected a host name or an IP address")
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise UserError(f"{where}: {key} is {repr(value)[:60]}, expected {expected}")
     return value

@@ -97,7 +97,7 @@ def _node(node: PlannedNode) -> Panel:
     for gpu in node.gpus:
         table.add_row(f"GPU {gpu.index}", _holds(gpu), _bar(gpu, node.machine.gpu_memory))
     machine = node.machine
-    title = f"{machine.address}: {len(node.gpus)} GPUs"
+    title = f"{machine.address}: {len(node.gpus)} GPUs" + (f" {machine.gpu_type}" if machine.gpu_type else "")
     of = f" of {gib(machine.memory)}" if machine.memory else ""
     if not node.cpus_needed:
         host = f"{machine.cpus:g} CPUs, host memory {gib(machine.memory)} GiB"
@@ -194,6 +194,7 @@ def _node_values(node: PlannedNode) -> dict[str, Any]:
         "memory_running": node.memory_running,
         "memory_loading": node.memory_loading,
         "gpu_memory": machine.gpu_memory,
+        "gpu_type": machine.gpu_type,
         "gpus": [asdict(gpu) for gpu in node.gpus],
     }
 

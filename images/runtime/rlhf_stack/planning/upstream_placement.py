@@ -6,6 +6,7 @@ resources of a bundle then takes as many bundles as fit, in that order; the next
 ``bundle_scheduling_policy.cc`` and ``scorer.cc`` of Ray 2.9.3 to 2.60.0, and libstdc++'s ``stl_algo.h``.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,17 +57,14 @@ def pack(nodes: Sequence[FreeNode], count: int) -> tuple[int, ...] | None:
     """
     waiting = std_sort_order(count)
     placed: dict[int, int] = {}
-    free = dict(enumerate(nodes))
-    while waiting:
-        candidates = [index for index, node in free.items() if node.gpus >= 1 and node.cpus >= 1]
-        if not candidates:
-            return None
-        best = max(candidates, key=lambda index: (_score(free[index]), -index))
-        room = int(min(free[best].gpus, free[best].cpus))
+    usable = [index for index, node in enumerate(nodes) if node.gpus >= 1 and node.cpus >= 1]
+    for best in sorted(usable, key=lambda index: (-_score(nodes[index]), index)):  # each is filled once
+        room = int(min(nodes[best].gpus, nodes[best].cpus))
         placed |= dict.fromkeys(waiting[:room], best)
         waiting = waiting[room:]
-        del free[best]
-    return tuple(placed[index] for index in range(count))
+        if not waiting:
+            return tuple(placed[index] for index in range(count))
+    return None if count else ()
 
 
 def _score(node: FreeNode) -> float:
@@ -93,8 +91,7 @@ def upstream_layout(nodes: Sequence[FreeNode], request: Request, order: Sequence
             pending = name
             break
         found[name] = placed
-        for index in set(placed):
-            taken = placed.count(index)
+        for index, taken in Counter(placed).items():
             node = free[index]
             free[index] = replace(node, gpus=node.gpus - taken, cpus=node.cpus - taken)
     cut = _engines(found.get(shares or ENGINES, ()), engines.count, engines.size) if engines else ()

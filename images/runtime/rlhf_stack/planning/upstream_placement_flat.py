@@ -5,6 +5,8 @@ GPUs has a PACK group. Roles with one GPU per node and engines of one GPU have n
 the model the first one with room.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -49,16 +51,16 @@ def _spread(nodes: Sequence[FreeNode], group: Group) -> tuple[int, ...] | None:
 
 def _first(nodes: Sequence[FreeNode], count: int) -> tuple[int, ...] | None:
     """``count`` bundles on the first nodes with room."""
-    found = [index for index, node in enumerate(nodes) for _ in range(node.bundles)][:count]
-    return tuple(found) if len(found) == count else None
+    bundles = (index for index, node in enumerate(nodes) for _ in range(node.bundles))
+    found = tuple(itertools.islice(bundles, count))
+    return found if len(found) == count else None
 
 
 def _less(nodes: Sequence[FreeNode], taken: Sequence[int]) -> list[FreeNode]:
-    counts = [taken.count(index) for index in range(len(nodes))]
-    return [
-        replace(node, gpus=node.gpus - count, cpus=node.cpus - count)
-        for node, count in zip(nodes, counts, strict=True)
-    ]
+    left = list(nodes)
+    for index, count in Counter(taken).items():
+        left[index] = replace(left[index], gpus=left[index].gpus - count, cpus=left[index].cpus - count)
+    return left
 
 
 def _across(engines: Sequence[Sequence[int]]) -> tuple[int, ...]:

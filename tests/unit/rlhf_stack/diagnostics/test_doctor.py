@@ -364,3 +364,24 @@ def test_this_node_is_checked_without_heavy_imports() -> None:
     )
     assert done.stdout.splitlines()[-1] == "[]"
     assert "was built without patches" in done.stdout
+
+
+def gpus(*names: str) -> GpuReport:
+    return GpuReport(tuple(GpuHealth(index, "", name) for index, name in enumerate(names)), unavailable="")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reported"),
+    [
+        (gpus("H100", "H100"), gpus("H100"), False),
+        (gpus("H100"), gpus("L40S"), True),
+        (gpus("H100", "L40S"), gpus("H100", "L40S"), True),
+        (gpus("H100"), gpus(), False),
+    ],
+)
+def test_gpus_of_several_types_are_reported(first: GpuReport, second: GpuReport, reported: bool) -> None:
+    answers = [answer("a", gpu_report=first), answer("b", gpu_report=second)]
+    found = [finding for finding in comparison.compare_nodes(answers) if finding.id == "gpu-types"]
+    assert bool(found) == reported
+    if found and ", " not in found[0].evidence:
+        assert found[0].evidence == "H100: a; L40S: b"

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -305,3 +306,26 @@ def test_a_group_that_fails_only_together_is_not_narrowed() -> None:
 def test_few_nodes_are_tested_in_every_pair() -> None:
     machines, run = simulated(6, set(), set(), [])
     assert len(sampling.check_links(machines, run, FLOOR, "gloo", lambda _: None)[0]) == 15
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "netmask", "network"),
+    [
+        (socket.AF_INET, "10.0.3.4", "255.255.255.0", "10.0.3.0/24"),
+        (socket.AF_INET6, "fd00:1::5", "ffff:ffff:ffff:ffff::", "fd00:1::/64"),
+        (socket.AF_INET6, "fe80::1%eth0", "ffff:ffff:ffff:ffff::", ""),
+        (socket.AF_INET6, "::1", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff", ""),
+        (socket.AF_INET, "127.0.0.1", "255.0.0.0", ""),
+        (socket.AF_PACKET, "aa:bb:cc:dd:ee:ff", None, ""),
+    ],
+)
+def test_the_network_of_an_address(family: int, address: str, netmask: str | None, network: str) -> None:
+    assert probe.interface_network(family, address, netmask) == network
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_port_is_free_on_an_address_of_either_family(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if address == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
+    assert probe.Probe(address, "gloo", 1.0).free_port() > 0

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
 from rlhf_stack.planning.tuning import apply_settings, tune
+from rlhf_stack.planning.upstream_placement import upstream_layout
 
 QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
 SMALL = parse_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
@@ -439,3 +441,38 @@ def test_weights_of_4_bits_need_a_quarter_and_lora() -> None:
     assert 0.25 < small.needs["actor"].weights / full.needs["actor"].weights < 0.40  # heads stay in 16 bits
     assert not small.problems
     assert any("use LoRA" in problem for problem in assess(run(quantized=True), machines, SHAPES).problems)
+
+
+def test_nodes_with_different_gpus_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text("nodes: [{gpu_type: H100, gpu_memory: 80}, {gpu_type: L40S, gpu_memory: 48}]")
+    machines = cluster_spec.read_machines(file)
+    found = assess(run(), machines, SHAPES)
+    assert any("1 with H100 80 GiB, 1 with L40S 48 GiB" in note for note in found.notes)
+    assert "node-2: 8 GPUs L40S" in shown(found, machines)
+    same = uniform_machines(2, 8, 80, 64, 500)
+    assert not any("different GPUs" in note for note in assess(run(), same, SHAPES).notes)
+
+
+def test_the_type_of_a_ray_node_is_that_of_its_resource() -> None:
+    table = [
+        {
+            "Alive": True,
+            "NodeManagerAddress": "a",
+            "Resources": {"GPU": 8.0, "CPU": 64.0, "accelerator_type:H100": 1.0},
+        }
+    ]
+    (machine,) = cluster_spec.machines_of_nodes(table, [FreeNode("a", 8, 64, 8)], 80.0)
+    assert machine.gpu_type == "H100"
+
+
+def test_the_largest_cluster_is_planned_in_seconds() -> None:
+    """Ray's placement was predicted in a time that grew with the square of the nodes."""
+    start = time.monotonic()
+    machines = uniform_machines(20_000, 8, 80, 64, 500)
+    planned = run(engines=Engines(10_000, 4))
+    wide = replace(planned, request=replace(planned.request, groups=(Group("actor", 10_000, 8),)))
+    free = [machine.free for machine in machines]
+    assert len(upstream_layout(free, wide.request, ("actor", ENGINES)).engines) == 10_000
+    assert symmetric_layout(planned, machines, SHAPES) is None
+    assert time.monotonic() - start < 20

@@ -17,9 +17,10 @@ its sizes:
 
 --json prints rlhf-stack/plan/1, in bytes: `fits`, `openrlhf` (the release), `said` (messages of its parser),
 `problems`, `notes`, `advice` (flags and reason), `symmetric` (a layout identical on all nodes, or null),
-`gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, gpu_memory, and
-gpus: index, `holds`, and the bytes needed in `training`, `generating` and `syncing`), `roles` (role, ranks,
-parameters, and per rank weights, gradients, optimizer, activations, buffers, step, asleep, host, loading),
+`gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, gpu_memory,
+gpu_type, and gpus: index, `holds`, and the bytes needed in `training`, `generating` and `syncing`), `roles`
+(role, ranks, parameters, and per rank weights, gradients, optimizer, activations, buffers, step, asleep,
+host, loading),
 `engine` (count, size, shares, and cache, per GPU: budget, weights, working, cache, per engine: tokens,
 concurrency; or null), `memory_checked` (false if the memory of the GPUs is unknown: then `fits` is about the
 placement alone) and `straddling` (indices of engines that span more nodes than they need: ours, upstream;

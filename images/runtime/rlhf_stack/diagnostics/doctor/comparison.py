@@ -38,7 +38,13 @@ UNSET = "not set"
 
 def compare_nodes(answers: Sequence[NodeAnswer]) -> list[Finding]:
     """The findings of all comparisons of the nodes."""
-    return [*unresponsive_nodes(answers), *clocks(answers), *packages(answers), *nodes(answers)]
+    return [
+        *unresponsive_nodes(answers),
+        *clocks(answers),
+        *packages(answers),
+        *nodes(answers),
+        *gpu_types(answers),
+    ]
 
 
 def unresponsive_nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
@@ -94,6 +100,24 @@ def nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
         )
     if len(raylets) > 1 and not found:
         yield Finding("env-nodes", OK, f"{len(raylets)} nodes have the same environment")
+
+
+def gpu_types(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+    """Report nodes whose GPUs are of several types, or of another type than those of other nodes."""
+    names = {
+        answer.address: ", ".join(sorted({gpu.name for gpu in answer.node.gpu_report.gpus}))
+        for answer in answers
+        if answer.node and answer.node.gpu_report.gpus
+    }
+    if len(set(names.values())) > 1 or any(", " in name for name in names.values()):
+        yield Finding(
+            "gpu-types",
+            WARNING,
+            "the GPUs of the cluster are of several types: every step waits for the slowest, and the "
+            "smallest memory limits all",
+            describe_values(names),
+            "use nodes with the same GPUs, or a cluster for each type",
+        )
 
 
 def compare_processes(node: NodeFacts) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.host import is_ipv6
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.network_adapters import interface_megabits, nccl_adapters, rdma_adapters
 from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
@@ -45,7 +46,7 @@ class Probe:
 
     def free_port(self) -> int:
         """A free port of this node's address."""
-        with socket.socket() as listener:
+        with socket.socket(socket.AF_INET6 if is_ipv6(self._address) else socket.AF_INET) as listener:
             listener.bind((self._address, 0))
             return int(listener.getsockname()[1])
 
@@ -104,16 +105,23 @@ def bucket(size: int) -> "list[torch.Tensor]":
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this machine that are up and have an IPv4 address, except loopback."""
+    """The interfaces of this machine that are up, with their IPv4 and global IPv6 addresses."""
     import psutil
 
     states = psutil.net_if_stats()
     found = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for entry in addresses:
-            if entry.family is not socket.AF_INET or not entry.netmask or not states[name].isup:
-                continue
-            network = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
-            if not network.is_loopback:
-                found.append(Interface(name, entry.address, str(network), interface_megabits(name)))
+            network = interface_network(entry.family, entry.address, entry.netmask)
+            if network and states[name].isup:
+                found.append(Interface(name, entry.address, network, interface_megabits(name)))
     return tuple(found)
+
+
+def interface_network(family: int, address: str, netmask: str | None) -> str:
+    """The network of an address, such as 10.0.0.0/24; "" for loopback, link-local and other addresses."""
+    if family not in (socket.AF_INET, socket.AF_INET6) or not netmask or "%" in address:
+        return ""
+    length = int(ipaddress.ip_address(netmask)).bit_count()
+    network = ipaddress.ip_network(f"{address}/{length}", strict=False)
+    return "" if network.is_loopback or network.is_link_local else str(network)
