@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rlhf_stack.cli import commands
 from rlhf_stack.cli.main import main
+from rlhf_stack.cluster import auth_token
 from rlhf_stack.inputs import files
 from rlhf_stack.openrlhf import command_line
 
@@ -340,6 +341,16 @@ def test_an_image_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Pa
 )
 def test_what_would_be_ignored_is_refused(words: list[str]) -> None:
     require_refusal(["plan", *words, *([] if "--model" in words else MODEL), *run_of()])
+
+
+@pytest.mark.parametrize("role", [["--head"], ["--join", "10.0.0.1"]])
+@pytest.mark.parametrize("token", ["", "short", "a b" * 20, "x" * 20 + "\n" + "y" * 20])
+def test_an_unusable_token_is_refused(role: list[str], token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth_token, "is_supported", lambda: True)
+    monkeypatch.setenv(auth_token.TOKEN, token)
+    line = require_refusal(["start", *role, "--dry-run"])
+    assert "RAY_AUTH_TOKEN" in line
+    assert not token or token not in line
 
 
 @pytest.mark.parametrize("stdout", ["full", "closed"])

@@ -144,7 +144,9 @@ def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
                 "and --auth none"
             )
         return False
-    if options.join and not auth_token.is_available(environment):
+    if (
+        not auth_token.is_available(environment) and options.join
+    ):  # an unusable one is an error on the head too
         raise UserError(
             f"the head has a token in its {auth_token.path({'HOME': '~'})} and this machine has none: "
             f"{auth_token.REMEDY}"
