@@ -3,7 +3,7 @@
 simulated.py DIR LAYOUT GPUS STEPS HEADS [ARGUMENT...]: GPUs is the number for each node, such as 0,8,8. HEADS
 is the number of attention heads of the model, a multiple of the engines' tensor parallelism (0: the default).
 The arguments are appended to those of the layout. Layout "apart" is "separate" with separate GPUs for each
-role.
+role. Layout "published" has no arguments: those of a published script, in which {folder} is DIR.
 """
 
 import subprocess
@@ -12,13 +12,14 @@ import time
 from pathlib import Path
 
 import ray
+import scripts_of_openrlhf
 from processes import END_SECONDS
 from ray.cluster_utils import Cluster
 from rlhf_stack.compat import ray_private
 from rlhf_stack.demo import tiny_model, tiny_run
 
 MEGABYTE = 1 << 20
-APART = "apart"
+APART, PUBLISHED = "apart", "published"
 # A separate process, as a user's driver is: Ray's reply threads belong to the process and not to the
 # connection. They ended a process that had reconnected by SIGSEGV (ray-project/ray#61863, for the GCS).
 DRIVER = Path(__file__).with_name("driver.py")
@@ -28,7 +29,10 @@ HEAD = 32  # elements: the smallest head size of vLLM's attention on a CPU
 def main() -> None:
     """Run the trainer; its error ends this process."""
     directory, layout, gpus, steps, heads, *changes = sys.argv[1:]
-    tiny_model.make(Path(directory), seed=0, steps=int(steps))
+    if layout == PUBLISHED:
+        scripts_of_openrlhf.make_files(Path(directory))
+    else:
+        tiny_model.make(Path(directory), seed=0, steps=int(steps))
     if int(heads):
         tiny_model.HIDDEN = HEAD * int(heads)
         tiny_model.make_model(Path(directory, "model"), seed=0, layers=2, heads=int(heads))
@@ -44,10 +48,8 @@ def main() -> None:
                 include_dashboard=False,
                 **address,
             )
-        base = "separate" if layout == APART else layout
-        arguments = tiny_run.train_arguments(base, Path(directory), int(steps), seed=0)
-        if layout == APART:
-            arguments = [argument for argument in arguments if not argument.startswith("--colocate")]
+        arguments = arguments_of(layout, Path(directory), int(steps))
+        changes = [change.replace(scripts_of_openrlhf.FOLDER, directory) for change in changes]
         command = [sys.executable, str(DRIVER), cluster.address, *arguments, *changes]
         if code := subprocess.call(command):
             sys.exit(f"the trainer ended with exit code {code}")
@@ -56,6 +58,16 @@ def main() -> None:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def arguments_of(layout: str, directory: Path, steps: int) -> list[str]:
+    """Return the arguments of a layout for the files in ``directory``."""
+    if layout == PUBLISHED:
+        return []
+    arguments = tiny_run.train_arguments("separate" if layout == APART else layout, directory, steps, seed=0)
+    if layout == APART:
+        return [argument for argument in arguments if not argument.startswith("--colocate")]
+    return arguments
 
 
 def expect_nothing_left() -> None:

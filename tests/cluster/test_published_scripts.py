@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from rlhf_stack.cli.main import main
-from scripts_of_openrlhf import PPO, STEPS, make_files, published, small
+from scripts_of_openrlhf import PPO, STEPS, gpus_of_roles, make_files, published, small
 from trained import SECTIONS
 
 SECONDS = 600
@@ -83,6 +83,20 @@ def test_script_is_planned_or_refused_with_the_reason(command, capsys):
 def test_reward_functions_and_agents_of_the_examples_find_what_they_import():
     """The docs say how to add what is not included."""
     assert [name for name in (*IMPORTED, NOT_INCLUDED) if find_spec(name) is None] == [NOT_INCLUDED]
+
+
+@SECTIONS
+@pytest.mark.integration
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize("command", commands(lambda each: each.module == PPO and not each.untested))
+def test_run_takes_two_steps(train, command):
+    arguments = small(command.corrected())
+    gpus = gpus_of_roles(arguments)
+    run = train("published", (sum(gpus.values()), 2), STEPS, SECONDS, *arguments)
+    assert run.code == 0, run.log[-8000:]
+    assert [event["step"] for event in run.of("step")][:STEPS] == list(range(1, STEPS + 1))
+    assert all(event["equal"] for event in run.of("verify"))
+    assert run.left_over == []
 
 
 @SECTIONS
