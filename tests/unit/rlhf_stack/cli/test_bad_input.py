@@ -347,6 +347,7 @@ def test_what_would_be_ignored_is_refused(words: list[str]) -> None:
 @pytest.mark.parametrize("token", ["", "short", "a b" * 20, "x" * 20 + "\n" + "y" * 20])
 def test_an_unusable_token_is_refused(role: list[str], token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth_token, "is_supported", lambda: True)
+    monkeypatch.setenv(auth_token.MODE, "")  # the command sets it; monkeypatch removes it at the end
     monkeypatch.setenv(auth_token.TOKEN, token)
     line = require_refusal(["start", *role, "--dry-run"])
     assert "RAY_AUTH_TOKEN" in line

@@ -144,9 +144,8 @@ def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
                 "and --auth none"
             )
         return False
-    if (
-        not auth_token.is_available(environment) and options.join
-    ):  # an unusable one is an error on the head too
+    available = auth_token.is_available(environment)  # `UserError` for an unusable one, on the head too
+    if options.join and not available:
         raise UserError(
             f"the head has a token in its {auth_token.path({'HOME': '~'})} and this machine has none: "
             f"{auth_token.REMEDY}"
