@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 EVERY_KIND = ("cpu", "cuda", "rocm")
-OTHER_CELL = "for .*, which this cell does not have"  # the mark `carries` of tests/conftest.py
+OTHER_CELL = "for .*, which this cell does not have"  # the marks `carries` and `patch` of tests
 OTHER_RAY = "(newer releases of Ray|Ray 2.55.0 is|this Ray does not|Ray [0-9.]+ does not) .*"
 NEEDS_GPU = (
     "(this image (is for|needs a) GPU|needs a GPU and its driver"
@@ -67,18 +67,16 @@ SUITES: Mapping[str, Suite] = {
         skips=("this image promises no GPU",),
     ),
     "patches": Suite(
-        "each patch's test, on the package as released and on the patched package",
+        "each patch's test, without this patch alone and with all patches",
         place="image",
         folder="patches",
         required_for=EVERY_KIND,
         skips=(
             OTHER_CELL,
-            OTHER_RAY,
             "flash_attn is installed here, where this patch changes nothing",
             "in this GPU image the patch does exactly what upstream does",
             "of the releases here only Ray 2.12.0 has this AMD support",
             "the OpenRLHF of this cell uses no NOSET variable",
-            "this vLLM places its workers otherwise",
         ),
     ),
     "cluster": Suite(

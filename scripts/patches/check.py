@@ -1,7 +1,6 @@
 """Check that each patch may still be carried, applies to the pinned wheel, and can be left out."""
 
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 
@@ -10,10 +9,10 @@ from packaging.version import Version
 from scripts.errors import UserError
 from scripts.locks import lockfile
 from scripts.matrix.load import expand, load
-from scripts.patches.apply import apply, site_packages
+from scripts.patches.apply import apply
+from scripts.patches.leave_out import files_to_patch, without
 from scripts.patches.pristine import locked_hashes
 from scripts.patches.series import NOT_APPLIED, Patch, Series, series_of
-from scripts.patches.wheel_files import Files, WheelFile
 from scripts.paths import ROOT
 
 REMEDY = (
@@ -23,8 +22,8 @@ REMEDY = (
 SEPARATE = "it must apply without the others: patches/README.md, 'Each patch on its own'"
 
 
-def expired(series: Series, today: date, tests: set[str]) -> list[str]:
-    """Why patches may not be carried on ``today``; ``tests`` are the paths of the existing tests."""
+def expired(series: Series, today: date, tests: Mapping[str, str]) -> list[str]:
+    """Why patches may not be carried on ``today``; ``tests`` are the existing tests: their text by path."""
     problems = []
     for patch in series.patches:
         where = _path(series, patch)
@@ -42,14 +41,18 @@ def expired(series: Series, today: date, tests: set[str]) -> list[str]:
         expected = f"{series.package}=={series.version}"
         if patch.header["Applies-To"] != expected:
             problems.append(f"{where}: Applies-To is {patch.header['Applies-To']!r}, expected {expected!r}")
-        if patch.header["Test"] not in tests:
-            problems.append(f"{where}: its test {patch.header['Test']} does not exist")
+        test, name = patch.header["Test"], series.id_of(patch)
+        if test not in tests:
+            problems.append(f"{where}: its test {test} does not exist")
+        elif f'"{name}"' not in tests[test]:
+            problems.append(f'{where}: no test of {test} proves it: expected the mark patch("{name}")')
     return problems
 
 
-def existing_tests() -> set[str]:
-    """The paths of the patch tests, as headers name them."""
-    return {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "patches").glob("test_*.py")}
+def existing_tests() -> dict[str, str]:
+    """The text of the patch tests by their paths, as headers name them."""
+    files = (ROOT / "tests" / "patches").glob("test_*.py")
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 
 def pinned() -> Iterator[tuple[Series, list[str]]]:
@@ -70,50 +73,25 @@ def misfits(wheel: Path, series: Series) -> tuple[list[str], list[str]]:
 
     Each patch is left out once, and the rest of the series must apply without it.
     """
-    prefix, files = _patched_files(wheel, series)
+    released = files_to_patch(wheel, series)
     errors: list[str] = []
     warnings: list[str] = []
-    state = dict(files)
+    state = dict(released)
     for patch in series.patches:
         try:
-            moved = apply(state, prefix, patch).moved
+            moved = apply(state, "", patch).moved
         except UserError as problem:
             return [f"{_path(series)}/{problem}: {REMEDY}"], warnings
         warnings += [
             f"{_path(series, patch)}: {hunk}, not at the line in its header: review and refresh it"
             for hunk in moved
         ]
-    for without in series.patches:
-        errors += _misfits_without(without, series, prefix, files)
+    for patch in series.patches:
+        try:
+            without(patch, series, released)
+        except UserError as problem:
+            errors.append(f"{_path(series)}/{problem} without {patch.name}: {SEPARATE}")
     return errors, warnings
-
-
-def _misfits_without(without: Patch, series: Series, prefix: str, files: Files) -> list[str]:
-    """The first patch that does not apply when ``without`` is left out; only its files can be concerned."""
-    state = dict(files)
-    concerned = {without.name}
-    touched = set(without.files)
-    for patch in series.patches:
-        if touched & set(patch.files):
-            concerned.add(patch.name)
-            touched |= set(patch.files)
-    for patch in series.patches:
-        if patch.name in concerned and patch is not without:
-            try:
-                apply(state, prefix, patch)
-            except UserError as problem:
-                return [f"{_path(series)}/{problem} without {without.name}: {SEPARATE}"]
-    return []
-
-
-def _patched_files(wheel: Path, series: Series) -> tuple[str, Files]:
-    """Where site-packages is in a wheel, and the files of it that the series changes."""
-    changed = {name for patch in series.patches for name in patch.files}
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        prefix = site_packages(wheel.name, names)
-        present = [prefix + name for name in changed if prefix + name in names]
-        return prefix, {name: WheelFile(archive.read(name), 0o644) for name in present}
 
 
 def _path(series: Series, patch: Patch | None = None) -> str:

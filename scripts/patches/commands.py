@@ -23,12 +23,12 @@ def register(app: typer.Typer) -> None:
 
 def list_patches() -> None:
     """List every patch with the cells that it is for, where it was offered upstream and its review date."""
-    table = Table("package", "patch", "what it does", "cells", "upstream", "review by")
+    table = Table("package", "patch", "kind", "what it does", "cells", "upstream", "review by")
     for series in load_all():
         package = f"{series.package} {series.version}+{series.label}"
         for patch in series.patches:
-            cells, upstream = patch.header["Cells"], patch.header["Forwarded"]
-            table.add_row(package, patch.name, patch.title, cells, upstream, str(patch.review_by))
+            kind, cells, upstream = (patch.header[field] for field in ("Kind", "Cells", "Forwarded"))
+            table.add_row(package, patch.name, kind, patch.title, cells, upstream, str(patch.review_by))
     Console().print(table)
 
 

@@ -9,12 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.digests import sha256
+from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
+from scripts.locking import exclusive_lock
 from scripts.locks import lockfile
+from scripts.patches.wheel_files import read_wheel
 from scripts.paths import ROOT
 
 PRISTINE = ROOT / "build" / "wheels" / "pristine"
+UNPACKED = ROOT / "build" / "pristine"
 PYTHON = "3.11"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "linux_x86_64")
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -49,6 +52,23 @@ def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path =
                 f"cannot download {name}=={version} with pip: {explain_download_error(done.stderr)}"
             )
         return wheels[0].rename(cache / wheels[0].name)
+
+
+def unpack_pristine(wheel: Path, root: Path = UNPACKED) -> Path:
+    """The folder in ``root`` with the site-packages of a wheel, named by the wheel's sha256."""
+    folder = root / sha256_file(wheel)
+    with exclusive_lock(root, "the unpacking of a wheel"):
+        if folder.exists():
+            return folder
+        with tempfile.TemporaryDirectory(dir=root) as unfinished:
+            for name, file in read_wheel(wheel).items():
+                parts = Path(name).parts
+                target = Path(unfinished, *(parts[2:] if parts[0].endswith(".data") else parts))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(file.content)
+                target.chmod(file.mode)  # Ray runs some
+            Path(unfinished).chmod(0o755)
+            return Path(unfinished).rename(folder)
 
 
 def explain_download_error(errors: str) -> str:

@@ -19,6 +19,7 @@ from scripts.paths import ROOT
 PATCHES = ROOT / "patches"
 FIELDS = (
     "Description",
+    "Kind",
     "Origin",
     "Bug",
     "Forwarded",
@@ -29,6 +30,7 @@ FIELDS = (
     "Test",
     "Review-By",
 )
+KINDS = ("fix", "feature", "support")
 NOT_APPLIED = "no"
 DATES = ("Last-Update", "Review-By")
 PATCH_NAME = re.compile(r"^\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch$")
@@ -70,6 +72,10 @@ class Series:
         """The local version of the patched package."""
         return f"stack.{self.revision}"
 
+    def id_of(self, patch: Patch) -> str:
+        """The path of a patch of this series below ``patches/``, without its suffix."""
+        return f"{self.package}/{self.version}/{Path(patch.name).stem}"
+
 
 def parse_patch(name: str, text: str) -> Patch:
     """Parse a patch; UserError names the file and the mistake in its header or diff."""
@@ -93,6 +99,8 @@ def parse_patch(name: str, text: str) -> Patch:
     missing = [field for field in FIELDS if not header.get(field)]
     if missing:
         raise UserError(f"{name}: the header lacks {', '.join(missing)}")
+    if header["Kind"] not in KINDS:
+        raise UserError(f"{name}: Kind: {header['Kind']!r}: expected {', '.join(KINDS)}")
     for field in DATES:
         try:
             date.fromisoformat(header[field])

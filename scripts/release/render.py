@@ -11,6 +11,7 @@ from scripts.errors import UserError
 from scripts.git import DIRTY
 from scripts.matrix.load import Accelerator, Cell
 from scripts.matrix.suites import SUITES
+from scripts.patches.series import series_of
 from scripts.release import facts, published_scripts
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import FAULTS, Case
@@ -194,7 +195,7 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
             for reason, tests in result.skips.items()
         ],
         "absent": [name for name in records.required(cell) if name not in measured.suites],
-        "patches": [(f"`{name}`", *_proof(measured, name)) for name in measured.patches] if current else [],
+        "patches": _patches(cell, measured) if current else [],
     }
 
 
@@ -209,9 +210,14 @@ def _commit(revision: str) -> str:
     return f"{revision.removesuffix(DIRTY)[: records.DIGITS]}{dirty}"
 
 
+def _patches(cell: Cell, measured: Facts) -> list[tuple[str, ...]]:
+    kinds = {f"{s.package}/{p.name}": p.header["Kind"] for s in series_of(cell) for p in s.patches}
+    return [(f"`{name}`", kinds.get(name, UNKNOWN), *_proof(measured, name)) for name in measured.patches]
+
+
 def _proof(measured: Facts, patch: str) -> tuple[str, str]:
     proved = measured.proofs.get(patch)
-    return (proved.pristine, proved.patched) if proved else ("not tested on this image", UNKNOWN)
+    return (proved.without, proved.patched) if proved else ("not tested on this image", UNKNOWN)
 
 
 def _version(cell: Cell, name: str) -> str:

@@ -7,7 +7,6 @@ a whole suite is recorded (`testing.records`), except for an image made FROM one
 import contextlib
 import subprocess
 import tempfile
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,15 @@ from scripts.locking import exclusive_lock
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell
 from scripts.matrix.suites import SUITES
-from scripts.patches.pristine import fetch_pristine, locked_hashes
+from scripts.patches.leave_out import write_without_each
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.testing import credit, kept, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing"
-PRISTINE = ROOT / "build" / "pristine"
 PYTEST = ("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "pygments")
+WITHOUT = "without"  # the folder with the files that differ without each patch
 DERIVED = "RLHF_STACK_DERIVED"  # read by tests/image/test_lock.py
 
 
@@ -97,29 +96,6 @@ def _install(requirements: Path, python: str) -> None:
         raise UserError(f"pytest cannot be installed for the image: {' '.join(done.stderr.split())[:300]}")
 
 
-def pristine(cell: Cell) -> Path:
-    """The folder with the packages that the cell patches, unpacked as upstream released them."""
-    folder = PRISTINE / cell.id
-    text = lockfile.path(cell).read_text(encoding="utf-8")
-    for series in series_of(cell):
-        hashes = locked_hashes(series.package, series.version, text)
-        wheel = fetch_pristine(series.package, series.version, hashes)
-        stamp = folder / f"{wheel.name}.unpacked"
-        if stamp.exists():
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(wheel) as archive:
-            for entry in archive.infolist():
-                parts = Path(entry.filename).parts
-                inside = Path(*parts[2:]) if parts[0].endswith(".data") and len(parts) > 2 else Path(*parts)
-                if not entry.is_dir():
-                    (folder / inside).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / inside).write_bytes(archive.read(entry))
-                    (folder / inside).chmod((entry.external_attr >> 16) & 0o777 or 0o644)  # Ray runs some
-        stamp.touch()
-    return folder
-
-
 def local_image(client: docker.DockerClient, cell: Cell, tag: str | None = None) -> str:
     """The id of a cell's local image, or of the one with ``tag``; a `UserError` without it."""
     try:
@@ -138,6 +114,8 @@ def run_suite(
     print(f"{run.suite} tests in {run.title}, {setting.title}", flush=True)
     with tempfile.TemporaryDirectory(dir=test_tools(cell).parent, prefix="results-") as results:
         Path(results).chmod(0o1777)  # the container has another user
+        if run.suite == "patches":
+            write_without_each(cell, Path(results, WITHOUT))
         code = _run_in_container(client, cell, run, setting, Path(results))
         tally.add(Path(results, "junit.xml"), code)
 
@@ -155,8 +133,7 @@ def _run_in_container(
     if run.derived:
         environment[DERIVED] = "1"
     if run.suite == "patches":
-        volumes[str(pristine(cell))] = {"bind": "/opt/pristine", "mode": "ro"}
-        environment["RLHF_STACK_PRISTINE"] = "/opt/pristine"
+        environment["RLHF_STACK_WITHOUT"] = f"/opt/results/{WITHOUT}"  # read by tests/patches/conftest.py
     command = [
         "python",
         "-m",

@@ -7,6 +7,7 @@ narrowed or removed, with the release that fixed it.
 
 import datetime
 import json
+from pathlib import Path
 
 import docker
 from rich.console import Console
@@ -16,11 +17,13 @@ from rlhf_stack.known_bad import Row, probes
 
 from scripts.docker.client import connect
 from scripts.errors import UserError
-from scripts.locks import resolver
+from scripts.locks import lockfile, resolver
 from scripts.matrix.load import Cell, find, load
+from scripts.patches.pristine import fetch_pristine, locked_hashes, unpack_pristine
+from scripts.patches.series import series_of
 from scripts.testing import records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit, sweep
-from scripts.testing.in_image import local_image, pristine
+from scripts.testing.in_image import local_image
 
 PRISTINE = "/opt/pristine"
 # Released as source only: resolving their metadata would compile them, and the other rows do not need it.
@@ -57,13 +60,24 @@ def outcome(row: Row, error: str | None) -> tuple[str, str]:
     return (probes.HOLDS, findings[0].evidence) if findings else (UNKNOWN, error)
 
 
+def released(cell: Cell) -> list[Path]:
+    """The packages that a cell patches, unpacked as upstream released them."""
+    lock = lockfile.path(cell).read_text(encoding="utf-8")
+    return [
+        unpack_pristine(fetch_pristine(package, version, locked_hashes(package, version, lock)))
+        for package, version in ((one.package, one.version) for one in series_of(cell))
+    ]
+
+
 def probed(client: docker.DockerClient, cell: Cell, image: str) -> Outcomes:
     """The outcomes of the probes in an image of the cell; a `UserError` if they could not run."""
+    folders = released(cell)
+    path = ":".join(f"{PRISTINE}/{folder.name}" for folder in folders)
     container = client.containers.create(
         image,
         COMMAND,
-        environment={"PYTHONPATH": PRISTINE, "PYTHONDONTWRITEBYTECODE": "1"},
-        volumes={str(pristine(cell)): {"bind": PRISTINE, "mode": "ro"}},
+        environment={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        volumes={str(folder): {"bind": f"{PRISTINE}/{folder.name}", "mode": "ro"} for folder in folders},
         labels={LABEL: owner_label()},
         shm_size=1024 * MEBIBYTE,
         working_dir="/tmp",  # noqa: S108

@@ -1,4 +1,4 @@
-"""How the tests of the patches ended: on the package as released, and on the patched one."""
+"""How the tests of the patches ended: on the series without the patch alone, and on the whole series."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ PASSED = "exit 0"
 
 
 class Proved(msgspec.Struct, frozen=True):
-    """The outcomes of a patch's tests on the package as released and on the patched one."""
+    """The outcomes of a patch's tests without this patch alone, and with it."""
 
-    pristine: str
+    without: str
     patched: str
 
 
@@ -27,43 +27,43 @@ def proofs_of(series: Iterable[Series], proofs: Sequence[Proof]) -> dict[str, Pr
     found = {}
     for s in series:
         for patch in s.patches:
-            runs = [proof for proof in proofs if proof.file == patch.header["Test"]]
+            runs = [proof for proof in proofs if proof.patch == s.id_of(patch)]
             if runs:
                 found[f"{s.package}/{patch.name}"] = Proved(
-                    pristine=_ended(proof.pristine for proof in runs),
+                    without=_ended(proof.without for proof in runs),
                     patched=_ended(proof.patched for proof in runs),
                 )
     return found
 
 
 def unproved(cell: Cell, series: Iterable[Series], proofs: Sequence[Proof]) -> list[str]:
-    """The patches without a test that failed on the package as released and passed on the patched one.
+    """The patches without a test that failed without this patch alone and passed with it.
 
     Only CPU cells are checked: on others, a patch that adds CPU support makes no difference.
     """
     if cell.accelerator.kind != "cpu":
         return []
     proved = {
-        proof.file
+        proof.patch
         for proof in proofs
-        if not proof.pristine.startswith(PASSED) and proof.patched.startswith(PASSED)
+        if not proof.without.startswith(PASSED) and proof.patched.startswith(PASSED)
     }
-    return [f"{s.package}/{p.name}" for s in series for p in s.patches if p.header["Test"] not in proved]
+    return [f"{s.package}/{p.name}" for s in series for p in s.patches if s.id_of(p) not in proved]
 
 
 def report(cell: Cell, series: Sequence[Series], proofs: Sequence[Proof], console: Console) -> int:
     """Print the table of a cell; 1 if one of its patches is not proved."""
     found = proofs_of(series, proofs)
-    table = Table("patch", "as released", "patched", title=cell.id)
+    table = Table("patch", "without it alone", "with it", title=cell.id)
     for name in (f"{s.package}/{patch.name}" for s in series for patch in s.patches):
         proved = found.get(name)
-        table.add_row(name, *((proved.pristine, proved.patched) if proved else ("not tested", "")))
+        table.add_row(name, *((proved.without, proved.patched) if proved else ("not tested", "")))
     console.print(table)
     missing = unproved(cell, series, proofs)
     for name in missing:
         console.print(
-            f"error: {name}: no test failed without it and passed with it on this cell: its header's Test "
-            "must name a file with such a test",
+            f"error: {name}: no test failed without it and passed with it on this cell: prove it, restrict "
+            "its Cells, or drop it",
             markup=False,
             soft_wrap=True,
         )

@@ -43,13 +43,17 @@ DIGITS = 12  # of digests in names
 SKIPPED, PASSED, FAILED = 0, 1, 2
 
 
-class Proof(msgspec.Struct, frozen=True):
-    """A patch test (its file and its name) and the outcomes of its probe, without and with the patch."""
+class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A patch test (its file and name) and the outcomes of its probe, without one patch and with all.
+
+    ``patch`` is the id of that patch. Without one it is an older record, about the released package.
+    """
 
     file: str
     test: str
-    pristine: str
+    without: str = msgspec.field(name="pristine")  # as in older records
     patched: str
+    patch: str = ""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,10 +162,10 @@ def _proof(case: TestCase) -> Proof | None:
     """The outcomes that the fixture ``proves`` recorded as properties of a test case."""
     noted = case.child(Properties) or ()  # type: ignore[no-untyped-call]
     properties = {item.name: item.value for item in noted}
-    if not {"pristine", "patched"} <= set(properties):
+    if not {"patch", "without", "patched"} <= set(properties):
         return None
     file = f"tests/{(case.classname or '').replace('.', '/')}.py"
-    return Proof(file, case.name or "", properties["pristine"], properties["patched"])
+    return Proof(file, case.name or "", properties["without"], properties["patched"], properties["patch"])
 
 
 def required(cell: Cell) -> tuple[str, ...]:

@@ -1,9 +1,12 @@
-"""A patch is proved by a probe: a script that fails on the released package and passes on the patched one.
+"""A patch is proved by a probe: a script that fails without this patch alone and passes with all patches.
 
-These tests run inside the image. ``RLHF_STACK_PRISTINE`` names a folder with the packages as upstream
-released them; a probe's pristine side has it first on its path.
+These tests run inside the image. ``RLHF_STACK_WITHOUT`` names a folder that has, for each patch, the files
+as the rest of its series leaves them (`scripts.patches.leave_out`). One side of a probe has the installed
+package with these files first on its path.
 """
 
+import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -17,6 +20,10 @@ import pytest
 
 SECONDS = 400
 PREAMBLE = Path(__file__).with_name("preamble.py").read_text(encoding="utf-8")
+CELL = Path("/etc/rlhf-stack/cell.json")
+RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+IGNORED = re.compile(r"^Exception ignored in.*\nTraceback.*\n(?: .*\n)+.*\n?", re.MULTILINE)
+FRAME = re.compile(r'^\s+File ".*", line \d+')
 
 Proof = Callable[[str, str], None]
 
@@ -29,25 +36,62 @@ class Outcome:
     output: str
 
     @property
-    def last(self) -> str:
-        """The last line that is not empty."""
-        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        return lines[-1] if lines else ""
+    def reason(self) -> str:
+        """The final exception without its traceback, which echoes the probe; else the last line."""
+        output = IGNORED.sub("", RANK.sub("", self.output))
+        lines = [line for line in output.splitlines() if line.strip()]
+        frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
+        if not frames:
+            return lines[-1].strip() if lines else ""
+        after = lines[frames[-1] + 1 :]
+        while after and after[0].startswith(" "):
+            after.pop(0)
+        return "\n".join(after)
+
+    def __str__(self) -> str:
+        """The exit code and the first line of the reason."""
+        return f"exit {self.code}: {self.reason.partition(chr(10))[0]}"
 
 
-def run_both(probe: str, pristine: str, workspace: Path) -> tuple[Outcome, Outcome]:
-    """Run ``probe`` on the pristine and on the patched packages, side by side."""
+def link_package(installed: Path, replaced: Path, target: Path) -> None:
+    """Fill ``target`` with links to the packages of ``installed``, with the files of ``replaced`` instead.
+
+    Folders with a replaced file have no bytecode, which may be valid whatever the source is.
+    """
+    for folder, _, files in os.walk(replaced):
+        relative = Path(folder).relative_to(replaced)
+        (target / relative).mkdir(exist_ok=True)
+        for name in files:
+            (target / relative / name).write_bytes(Path(folder, name).read_bytes())
+        if relative == Path():
+            continue
+        for path in (installed / relative).iterdir():
+            if path.name != "__pycache__" and not (replaced / relative / path.name).exists():
+                (target / relative / path.name).symlink_to(path)
+
+
+def run_both(probe: str, replaced: Path, workspace: Path) -> tuple[Outcome, Outcome]:
+    """Run ``probe`` side by side without a patch (``replaced`` are its files) and with all patches."""
+    (package,) = (path.name for path in replaced.iterdir())
+    spec = importlib.util.find_spec(package)
+    assert spec
+    assert spec.submodule_search_locations
+    installed = Path(spec.submodule_search_locations[0]).parent
     running = []
-    for side, first in (("pristine", [pristine]), ("patched", [])):
+    for side in ("without", "patched"):
         folder = workspace / side
         folder.mkdir()
         (folder / "probe.py").write_text(f"{PREAMBLE}\n{probe}", encoding="utf-8")
-        inherited = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([*first, *([inherited] if inherited else [])])
+        path = [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
+        if side == "without":
+            packages = workspace / "packages"
+            link_package(installed, replaced, packages)
+            path.insert(0, str(packages))
+        environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(folder / "probe.py")],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "RLHF_STACK_EVENTS": str(folder)},
+            env=os.environ | environment | {"RLHF_STACK_EVENTS": str(folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -65,27 +109,45 @@ def run_both(probe: str, pristine: str, workspace: Path) -> tuple[Outcome, Outco
     return outcomes[0], outcomes[1]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark."""
+    config.addinivalue_line("markers", "patch(*ids): proves the one of these patches that the cell has")
+
+
 @pytest.fixture
-def proves(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]) -> Proof:
-    """Return a check that a probe fails on the pristine package, for a given reason, and passes on ours.
+def patch(request: pytest.FixtureRequest) -> str:
+    """The id of the patch that a test proves in this cell; without one the test is skipped."""
+    ids = [one for mark in request.node.iter_markers("patch") for one in mark.args]
+    packages = json.loads(CELL.read_text(encoding="utf-8"))["packages"]
+    carried = tuple(f"{package['distribution']}/{package['version']}/" for package in packages)
+    found: list[str] = [one for one in ids if one.startswith(carried)]
+    if not found:
+        pytest.skip(f"for {' or '.join(ids)}, which this cell does not have")
+    assert len(found) == 1, f"a test proves one patch of a cell: {found}"
+    return found[0]
+
+
+@pytest.fixture
+def proves(
+    patch: str, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+) -> Proof:
+    """Return a check that a probe fails without the patch alone, for a given reason, and passes with it.
 
     Both results are printed and recorded in the JUnit file, from which the catalogue takes them.
     """
-    pristine = os.environ.get("RLHF_STACK_PRISTINE")
-    if not pristine:
-        pytest.skip("RLHF_STACK_PRISTINE names no folder with the pristine packages")
+    files = Path(os.environ["RLHF_STACK_WITHOUT"], patch)
 
     def prove(probe: str, reason: str) -> None:
         with tempfile.TemporaryDirectory() as workspace:
-            before, after = run_both(probe, pristine, Path(workspace))
-        record_property("pristine", f"exit {before.code}: {before.last}")
-        record_property("patched", f"exit {after.code}: {after.last}")
+            before, after = run_both(probe, files, Path(workspace))
+        record_property("patch", patch)
+        record_property("without", str(before))
+        record_property("patched", str(after))
         with capsys.disabled():
-            print(f"\n  pristine: exit {before.code}: {before.last}")
-            print(f"  patched:  exit {after.code}: {after.last}")
+            print(f"\n  without {patch}: {before}\n  with all: {after}")
         assert after.code == 0, f"the patched package fails:\n{after.output}"
-        assert before.code != 0, f"the pristine package passes, so the patch is not needed:\n{before.output}"
-        assert re.search(reason, before.output), f"the pristine package fails, but not so:\n{before.output}"
+        assert before.code != 0, f"it passes without {patch}, which is not needed:\n{before.output}"
+        assert re.search(reason, before.reason), f"it fails without {patch}, but not so:\n{before.output}"
 
     return prove
 

@@ -1,12 +1,11 @@
 # The start of every probe.
 import importlib
-import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
 import threading
-import types
+import types  # noqa: F401 of the probes
 from pathlib import Path
 
 
@@ -18,28 +17,6 @@ def load(path, name):
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def pretend_flash_attn():
-    """Import the parts of openrlhf that need flash_attn with an empty package in its place."""
-    if importlib.util.find_spec("flash_attn"):
-        return
-    pretended = {
-        "flash_attn": (),
-        "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
-        "flash_attn.utils": (),
-        "flash_attn.utils.distributed": ("all_gather",),
-    }
-    for name, functions in pretended.items():
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        for function in functions:
-            setattr(module, function, None)
-        sys.modules[name] = module
-    importlib.import_module("openrlhf.models")
-    importlib.import_module("openrlhf.trainer")
-    for name in pretended:
-        del sys.modules[name]
 
 
 def on_cpu():
@@ -58,7 +35,18 @@ def own_ray(**resources):
     """Start a Ray of this probe alone, with these CPUs and GPUs."""
     ray = importlib.import_module("ray")
     quiet = {"include_dashboard": False, "log_to_driver": False}
-    ray.init(address="local", object_store_memory=100 << 20, **quiet, **resources)
+    patiently(lambda: ray.init(address="local", object_store_memory=100 << 20, **quiet, **resources))
+
+
+def patiently(start):
+    """Return what ``start`` starts, at its second try if Ray's own limit of 30 s was too short."""
+    try:
+        return start()
+    except Exception as error:  # Ray's has no class of its own
+        if "timed out during startup" not in str(error):
+            raise
+        importlib.import_module("ray").shutdown()
+        return start()
 
 
 def recorded(event):
@@ -95,5 +83,5 @@ def ends(action, reason, otherwise):
     acting.start()
     acting.join(30)
     last = outcomes[0] if outcomes else f"after 30 s it still waits for {otherwise}"
-    print(last, flush=True)
+    print(" ".join(last.split()), flush=True)
     os._exit(reason not in last)  # the action never ends by itself

@@ -24,12 +24,7 @@ def started():
     return nodes
 
 
-try:
-    cluster = started()
-except Exception as error:  # Ray's has no class of its own
-    if "timed out during startup" not in str(error):
-        raise
-    cluster = started()  # Ray gives a node 30 s, and a busy machine may take longer
+cluster = patiently(started)  # noqa: F821 of preamble.py
 ray.init(address=cluster.address, log_to_driver=False)
 NODE_IDS = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes()}
 PINS = sorted(NODE_IDS)

@@ -9,10 +9,6 @@ import torch
 from rlhf_stack.demo import tiny_model
 
 on_cpu()
-try:
-    import openrlhf.models.ring_attn_utils
-except ModuleNotFoundError:  # pristine: its imports of flash_attn are the subject of another patch
-    pretend_flash_attn()
 from openrlhf.models import Actor, get_llm_for_sequence_regression
 
 folder = Path("model")
@@ -32,7 +28,7 @@ print("packed samples have the log-probabilities of padded ones, and a critic lo
 """
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0010-serve-flash-attention")
 def test_the_default_attention_loads_and_packed_samples_equal_padded_ones(proves):
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash_attn is installed here, where this patch changes nothing")

@@ -25,7 +25,6 @@ SECTIONS = (
     + """
 import ray
 
-pretend_flash_attn()
 from openrlhf.trainer.ppo_utils import samples_generator
 
 work = Counter()
@@ -65,7 +64,6 @@ print("prompts are balanced by their tokens")
 FLAT = (
     LENGTHS
     + """
-pretend_flash_attn()
 from openrlhf.trainer.ppo_utils import experience_maker
 
 torch = importlib.import_module("torch")
@@ -109,11 +107,11 @@ print("prompts are balanced by their tokens")
 )
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0034-balance-prompts-by-tokens")
 def test_long_prompts_do_not_all_go_to_one_engine(proves):
     proves(SECTIONS, "the last engine is done after 1.7. times the mean")
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0033-balance-prompts-by-tokens")
 def test_long_prompts_do_not_all_go_to_one_engine_of_the_older_trainer(proves):
     proves(FLAT, "the last engine is done after 1.7. times the mean")

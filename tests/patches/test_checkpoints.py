@@ -9,7 +9,6 @@ import signal
 import deepspeed
 import torch
 
-pretend_flash_attn()
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 alone()
@@ -40,6 +39,8 @@ sys.exit(not all(part in message for part in expected))
 """
 
 
-@pytest.mark.carries("openrlhf==0.11.2", "openrlhf==0.5.1")
+@pytest.mark.patch(
+    "openrlhf/0.11.2/0055-name-failed-checkpoints", "openrlhf/0.5.1/0037-name-failed-checkpoints"
+)
 def test_a_checkpoint_that_cannot_be_written_is_named(proves):
     proves(FULL, r"unexpected pos|File too large")

@@ -42,7 +42,7 @@ print("trainer and engine identify the shared GPU, and the weight was loaded")
 """
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0006-identify-the-shared-gpu")
 @pytest.mark.usefixtures("cpu_only")
 def test_a_shared_gpu_has_one_name_and_its_handle_opens(proves):
-    proves(PROBE, "Torch not compiled with CUDA|_cuda_|No CUDA|cuda")
+    proves(PROBE, "Torch not compiled with CUDA enabled")

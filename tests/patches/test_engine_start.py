@@ -9,10 +9,9 @@ DEAD = """
 import time
 import ray
 
-pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 
-ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+own_ray(num_cpus=4, num_gpus=2)
 bound(30, "the trainer does not detect that an engine is dead")
 
 
@@ -103,13 +102,13 @@ run(args)
 )
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0033-report-engine-startup")
 @pytest.mark.timeout(200)
 def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
     proves(SECTIONS, "does not detect that an engine is dead")
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0032-report-engine-startup")
 @pytest.mark.timeout(200)
 def test_an_engine_that_dies_ends_the_older_trainer_too(proves):
     proves(FLAT, "does not detect that an engine is dead")

@@ -1,7 +1,6 @@
 import pytest
 
 SECTIONS = """
-pretend_flash_attn()
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 
 arguments = types.SimpleNamespace(
@@ -17,7 +16,6 @@ print("step 3 is recorded with reward 0.25")
 """
 
 FLAT = """
-pretend_flash_attn()
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 
 arguments = types.SimpleNamespace(logging_steps=1, eval_steps=100, save_steps=float("inf"))
@@ -36,8 +34,10 @@ print("step 3 is recorded once, with reward 0.25")
 @pytest.mark.parametrize(
     "probe",
     [
-        pytest.param(SECTIONS, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
-        pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+        pytest.param(
+            SECTIONS, marks=pytest.mark.patch("openrlhf/0.11.2/0008-record-steps-and-phases"), id="0.11"
+        ),
+        pytest.param(FLAT, marks=pytest.mark.patch("openrlhf/0.5.1/0008-record-steps-and-phases"), id="0.5"),
     ],
 )
 def test_a_training_step_is_recorded_with_its_reward(proves, probe):

@@ -9,10 +9,6 @@ import torch
 from rlhf_stack.demo import tiny_model
 
 on_cpu()
-try:
-    import openrlhf.models.model
-except ModuleNotFoundError:  # pristine: its imports of flash_attn are the subject of another patch
-    pretend_flash_attn()
 from openrlhf.models import Actor
 
 folder = Path("model")
@@ -38,7 +34,7 @@ print("packed and padded samples have the logits of each sequence alone")
 """
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("transformers/4.46.1/0001-serve-flash-attention")
 def test_packed_and_padded_samples_equal_each_sequence_alone(proves):
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash_attn is installed here, where this patch changes nothing")

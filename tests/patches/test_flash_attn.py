@@ -38,8 +38,10 @@ print("imported, and ring attention names what is missing")
 @pytest.mark.parametrize(
     "probe",
     [
-        pytest.param(SECTIONS, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
-        pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+        pytest.param(
+            SECTIONS, marks=pytest.mark.patch("openrlhf/0.11.2/0002-make-flash-attn-optional"), id="0.11"
+        ),
+        pytest.param(FLAT, marks=pytest.mark.patch("openrlhf/0.5.1/0002-make-flash-attn-optional"), id="0.5"),
     ],
 )
 def test_openrlhf_imports_without_flash_attn_and_names_it_when_needed(proves, probe):

@@ -11,7 +11,6 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.engine import gpu_contention
 
 on_cpu()
-pretend_flash_attn()
 from openrlhf.trainer.ray import launcher
 
 os.environ |= {env_vars.CHECK_COTENANCY: "1", devices.GPU_ID: os.getcwd()}
@@ -52,7 +51,7 @@ print("an engine that generates while a rank waits in a barrier is detected")
 """
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0036-detect-gpu-contention")
 @pytest.mark.timeout(200)
 def test_an_engine_detects_a_barrier_on_its_gpu(proves):
     proves(PROBE, "a rank waits in a barrier, undetected")

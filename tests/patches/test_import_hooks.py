@@ -1,20 +1,38 @@
 import pytest
 
+# Each file that the patch changes is imported and finds its hooks; upstream's command line is the first user.
 PROBE = """
+import runpy
+
+sys.argv = ["train_ppo_ray", "--help"]
+try:
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code
+
 from rlhf_stack.diagnostics import installed_patches
 
 (manifest,) = [found for found in installed_patches.manifests() if found["package"] == "openrlhf"]
 (patch,) = [found for found in manifest["patches"] if found["name"].endswith("-import-hooks.patch")]
-root = Path(importlib.util.find_spec("openrlhf").submodule_search_locations[0]).parent
-paths = [file["path"] for file in patch["files"]]
-without = [path for path in paths if "import openrlhf_v0_" not in (root / path).read_text()]
-assert not without, f"no hooks are imported in {without}"
-wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
-assert hasattr(wrap.WorkerWrap, "receive_weights"), "engine workers have no hooks"
-print(len(paths), "files import their hooks")
+names = [file["path"].removesuffix(".py").replace("/", ".") for file in patch["files"]]
+modules = {name: importlib.import_module(name) for name in names}
+assert all(module.hooks.__name__.startswith("rlhf_stack.hooks.") for module in modules.values())
+engine = modules["openrlhf.trainer.ray.vllm_engine"].ENGINE
+assert hasattr(engine.__ray_metadata__.modified_class, "receive_weights"), "an engine takes no weights"
+worker = modules["openrlhf.trainer.ray.vllm_worker_wrap"].WorkerWrap
+assert hasattr(worker, "receive_weights"), "the worker of an engine takes no weights"
+print(len(modules), "files import their hooks, and the command line prints its help")
 """
 
 
-@pytest.mark.carries("openrlhf==0.11.2", "openrlhf==0.5.1")
-def test_each_patched_file_imports_the_hooks(proves):
-    proves(PROBE, "no hooks are imported in")
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(
+            "RolloutRayActor", marks=pytest.mark.patch("openrlhf/0.11.2/0001-import-hooks"), id="0.11"
+        ),
+        pytest.param("LLMRayActor", marks=pytest.mark.patch("openrlhf/0.5.1/0001-import-hooks"), id="0.5"),
+    ],
+)
+def test_the_command_line_starts_and_each_patched_file_finds_its_hooks(proves, engine):
+    proves(PROBE.replace("ENGINE", engine), "NameError: name 'hooks' is not defined")

@@ -11,7 +11,6 @@ import socket
 
 import ray
 
-pretend_flash_attn()
 from openrlhf.cli import train_ppo_ray
 
 own_ray(num_cpus=2)
@@ -19,7 +18,6 @@ own_ray(num_cpus=2)
 
 class Rank:
     def __init__(self, base, *place):
-        pretend_flash_attn()
         launcher = importlib.import_module("openrlhf.trainer.ray.launcher")
         self.policy = type("Policy", (getattr(launcher, base),), {})(2, 1, *place, None, None)
 
@@ -48,8 +46,8 @@ FLAT = LOST + TRAINER + "lose('BasePPORole', 0)\nrun(args)\n"
 @pytest.mark.parametrize(
     "probe",
     [
-        pytest.param(SECTIONS, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
-        pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+        pytest.param(SECTIONS, marks=pytest.mark.patch("openrlhf/0.11.2/0054-name-lost-actors"), id="0.11"),
+        pytest.param(FLAT, marks=pytest.mark.patch("openrlhf/0.5.1/0036-name-lost-actors"), id="0.5"),
     ],
 )
 def test_a_killed_rank_is_named_with_its_node(proves, probe):

@@ -9,7 +9,6 @@ STAGE = Path(__file__).with_name("stage.py").read_text(encoding="utf-8")
 
 # Upstream's trainer up to where the engines would be started.
 FLAT = """
-pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 from openrlhf.trainer.ray import launcher, vllm_engine
 
@@ -112,7 +111,7 @@ finish([
 )
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0030-plan-placement")
 @pytest.mark.timeout(SECONDS)
 def test_engines_and_groups_are_planned(proves):
     proves(
@@ -122,7 +121,7 @@ def test_engines_and_groups_are_planned(proves):
     )
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0031-order-ranks-by-node")
 @pytest.mark.timeout(SECONDS)
 def test_the_wait_for_a_group_of_a_script_has_a_deadline(proves):
     proves(RANKS, r"fewer CPUs than GPUs: waited for ever")

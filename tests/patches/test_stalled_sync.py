@@ -7,7 +7,6 @@ TRAINER = Path(__file__).with_name("flat.py").read_text(encoding="utf-8")
 ENGINES = """
 import ray
 
-pretend_flash_attn()
 from openrlhf.trainer.ray import vllm_engine
 
 os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
@@ -31,7 +30,6 @@ ends(
 STOPPED = """
 import ray
 
-pretend_flash_attn()
 os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
 own_ray(num_cpus=4, num_gpus=2)
 
@@ -90,16 +88,16 @@ run(lambda: train_ppo_ray.train(args))
 )
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0051-end-stalled-syncs")
 def test_an_engine_that_does_not_respond_is_named_within_the_deadline(proves):
     proves(ENGINES, "after 30 s it still waits for an engine")
 
 
-@pytest.mark.carries("openrlhf==0.11.2")
+@pytest.mark.patch("openrlhf/0.11.2/0051-end-stalled-syncs")
 def test_an_engines_error_about_a_stopped_trainer_ends_the_run(proves):
     proves(SYNC, "after 30 s it still waits for a trainer")
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0035-end-stalled-syncs")
 def test_an_engines_error_about_a_stopped_trainer_ends_the_older_trainer_too(proves):
     proves(TRAINING, "after 30 s it still waits for a trainer")

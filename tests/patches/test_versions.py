@@ -8,7 +8,6 @@ class LLM:
         self.worker = CPUWorker
 
 
-pretend_flash_attn()
 import vllm
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
@@ -20,6 +19,6 @@ print("0.10.0 is newer than 0.4.1")
 """
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0005-compare-versions")
 def test_versions_of_vllm_are_not_compared_as_text(proves):
     proves(PROBE, r"OpenRLHF only supports vLLM >= 0.4.1")

@@ -19,16 +19,14 @@ NOSET_ROCR = "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES"
 NOSET_HIP = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
 HERE = Path(__file__).parent
 SECONDS = 300
+REVERSED = "7,6,5,4,3,2,1,0"
 RAY = importlib.metadata.version("ray").split("+")[0]
-VLLM_042 = importlib.util.find_spec("vllm.executor") is not None  # later ones have it elsewhere
 AMD_RAY = pytest.mark.skipif(
     RAY != "2.12.0", reason="of the releases here only Ray 2.12.0 has this AMD support"
 )
-OLD_RAY = pytest.mark.skipif(RAY not in ("2.9.3", "2.12.0"), reason="Ray 2.55.0 is not patched")
 NEW_RAY = pytest.mark.skipif(
     RAY in ("2.9.3", "2.12.0"), reason="the OpenRLHF of this cell uses no NOSET variable"
 )
-OLD_VLLM = pytest.mark.skipif(not VLLM_042, reason="this vLLM places its workers otherwise")
 
 NODE = """
 import ast
@@ -47,16 +45,8 @@ TRAINERS = ("DistributedTorchRayActor", "BaseDistributedActor")
 
 def start(gpus):
     os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=100 << 20,
-        _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
-    )
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    own_ray(num_cpus=8, num_gpus=gpus, logging_level="ERROR", _temp_dir=folder)
 
 
 def seen():
@@ -179,7 +169,7 @@ class Engine:
 
 
 start(len(seen()))
-engines = [Engine.options(num_gpus=1).remote(1)]
+engines = [Engine.options(num_gpus=1).remote(1) for _ in range(2)]
 for size in (2, 4):
     group = placement_group([{"GPU": 1, "CPU": 1}] * size)
     ray.get(group.ready(), timeout=60)
@@ -247,36 +237,43 @@ def machine(monkeypatch):
     return make
 
 
-@OLD_RAY
+@pytest.mark.patch(
+    "ray/2.12.0/0001-assign-amd-gpus-by-cuda-visible-devices", "ray/2.9.3/0001-detect-and-assign-amd-gpus"
+)
 @pytest.mark.parametrize(
     "variables",
     [
         pytest.param({NOSET_ROCR: "1"}, marks=AMD_RAY),
         {"HIP_VISIBLE_DEVICES": "6,4,1,3"},
-        {"CUDA_VISIBLE_DEVICES": "6,4,1,3", NOSET_CUDA: "1", NOSET_ROCR: "1"},
         {"HIP_VISIBLE_DEVICES": "1,0,2,3", "ROCR_VISIBLE_DEVICES": "7,5,3,1"},
     ],
     ids=str,
 )
 def test_on_rocm_each_process_computes_on_the_gpu_that_ray_assigned(proves, machine, variables):
     machine("rocm", **variables)
-    proves(f"{NODE}\n{RANKS}", "taken GPU")
+    proves(f"{NODE}\n{RANKS}", "taken GPU|VisibleDevicesError")
 
 
-@OLD_RAY
+@pytest.mark.patch("ray/2.12.0/0001-assign-amd-gpus-by-cuda-visible-devices")
+def test_on_rocm_the_workers_of_an_engine_see_gpus(proves, machine):
+    machine("rocm")
+    proves(f"{NODE}\n{ENGINES}", "taken GPU|VisibleDevicesError")
+
+
+@pytest.mark.patch("ray/2.12.0/0003-treat-noset-0-as-off", "ray/2.9.3/0002-treat-noset-0-as-off")
 def test_0_in_a_noset_variable_is_off(proves, machine):
     machine("cuda", **{NOSET_CUDA: "0", "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
     proves(f"{NODE}\n{RANKS}", "taken GPU")
 
 
-@NEW_RAY
+@pytest.mark.patch("openrlhf/0.11.2/0030-set-local-rank-from-ray-gpu")
 @pytest.mark.parametrize("noset", ["0", "1"])
 def test_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, noset):
     machine("cuda", **{NOSET_CUDA: noset, "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
     proves(f"{NODE}\n{RANKS}", "none: GPU 6 of")
 
 
-@NEW_RAY
+@pytest.mark.patch("openrlhf/0.11.2/0030-set-local-rank-from-ray-gpu")
 @pytest.mark.parametrize("both", [False, True], ids=["HIP", "HIP and CUDA"])
 def test_on_rocm_7_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, both):
     """With the defaults of the cell: both NOSET variables."""
@@ -297,24 +294,39 @@ def test_on_rocm_7_ray_may_restrict_one_of_two_variables(machine):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@OLD_VLLM
+@pytest.mark.patch("openrlhf/0.5.1/0010-set-local-rank-from-ray-gpu")
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_a_local_rank_is_the_index_of_the_gpu_of_ray(proves, machine, kind):
+    machine(kind, **{NOSET_CUDA: "1", NOSET_ROCR: "1", "CUDA_VISIBLE_DEVICES": "6,4,1,3"})
+    proves(f"{NODE}\n{RANKS}", "trainer ranks: .*taken GPU")
+
+
+@pytest.mark.patch("vllm/0.4.2/0002-use-assigned-gpu-in-one-gpu-engines")
 @pytest.mark.parametrize(
-    "variables",
+    ("kind", "variables"),
     [
-        pytest.param({}, marks=AMD_RAY),
-        {"HIP_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"},
+        ("cuda", {"CUDA_VISIBLE_DEVICES": REVERSED, NOSET_CUDA: "1"}),
         pytest.param(
-            {"ROCR_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0", NOSET_CUDA: "1", NOSET_ROCR: "1"}, marks=AMD_RAY
+            "rocm", {"ROCR_VISIBLE_DEVICES": REVERSED, NOSET_CUDA: "1", NOSET_ROCR: "1"}, marks=AMD_RAY
         ),
     ],
     ids=str,
 )
-def test_on_rocm_each_engine_computes_on_the_gpus_that_ray_assigned(proves, machine, variables):
-    machine("rocm", **variables)
-    proves(f"{NODE}\n{ENGINES}", "taken GPU|VisibleDevicesError")
+def test_an_engine_of_one_gpu_computes_on_the_gpu_that_ray_assigned(proves, machine, kind, variables):
+    machine(kind, **variables)
+    proves(f"{NODE}\n{ENGINES}", "engine workers: .*taken GPU")
 
 
-@AMD_RAY
+@pytest.mark.patch("vllm/0.4.2/0003-use-assigned-gpus-in-engine-workers")
+@pytest.mark.parametrize(
+    ("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("rocm", "HIP_VISIBLE_DEVICES")]
+)
+def test_the_workers_of_an_engine_compute_on_the_gpus_that_ray_assigned(proves, machine, kind, variable):
+    machine(kind, **{variable: REVERSED})
+    proves(f"{NODE}\n{ENGINES}", "engine workers: .*taken GPU|VisibleDevicesError")
+
+
+@pytest.mark.patch("ray/2.12.0/0002-parse-any-rocm-smi-output")
 @pytest.mark.parametrize(
     ("prints", "expected"),
     [
@@ -329,19 +341,19 @@ def test_only_the_cards_that_rocm_smi_lists_are_gpus(proves, machine, prints, ex
     proves(DETECTION, "GPUs were found|was evaluated")
 
 
-@AMD_RAY
+@pytest.mark.patch("ray/2.12.0/0002-parse-any-rocm-smi-output")
 def test_the_product_is_known_as_rocm_6_prints_it(proves, machine):
     machine("rocm", EXPECTED="8", PRODUCT="AMD-Instinct-MI300X-OAM")
     proves(DETECTION, "the product is unknown")
 
 
-@pytest.mark.skipif(RAY != "2.9.3", reason="newer releases of Ray find AMD's GPUs")
+@pytest.mark.patch("ray/2.9.3/0001-detect-and-assign-amd-gpus")
 def test_ray_2_9_3_finds_amd_gpus(proves, machine):
     machine("rocm")
     proves(FOUND_BY_OLD_RAY, "0 GPUs were found")
 
 
-@OLD_VLLM
+@pytest.mark.patch("vllm/0.4.2/0004-join-running-ray-on-rocm")
 def test_vllm_joins_a_running_cluster_on_rocm(proves, machine):
     machine("rocm")
     proves(f"{NODE}\n{JOIN}", "num_cpus and num_gpus must not be provided")

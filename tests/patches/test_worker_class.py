@@ -8,7 +8,6 @@ class LLM:
         self.worker = CPUWorker
 
 
-pretend_flash_attn()
 import vllm
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
@@ -21,7 +20,7 @@ print("the worker of a CPU engine takes weights")
 """
 
 
-@pytest.mark.carries("openrlhf==0.5.1")
+@pytest.mark.patch("openrlhf/0.5.1/0004-use-accelerator-worker-class")
 @pytest.mark.usefixtures("cpu_only")
 def test_the_worker_of_a_cpu_engine_takes_weights(proves):
     proves(PROBE, r"the worker of a CPU engine has no \['init_process_group', 'update_weight'\]")

@@ -52,7 +52,6 @@ def configs():
 
 FLAT = """
 def configs():
-    pretend_flash_attn()
     from openrlhf.utils import deepspeed, deepspeed_utils
 
     deepspeed.DeepspeedStrategy(zero_stage=3, args=types.SimpleNamespace(local_rank=-1)).setup_distributed()
@@ -69,8 +68,12 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "release",
     [
-        pytest.param(SECTIONS, marks=pytest.mark.carries("openrlhf==0.11.2"), id="0.11"),
-        pytest.param(FLAT, marks=pytest.mark.carries("openrlhf==0.5.1"), id="0.5"),
+        pytest.param(
+            SECTIONS, marks=pytest.mark.patch("openrlhf/0.11.2/0041-serialize-zero3-allgather"), id="0.11"
+        ),
+        pytest.param(
+            FLAT, marks=pytest.mark.patch("openrlhf/0.5.1/0012-serialize-zero3-allgather"), id="0.5"
+        ),
     ],
 )
 def test_a_zero_3_gather_ends_when_its_weights_have_arrived(proves, release):

@@ -12,7 +12,6 @@ from scripts.paths import ROOT
 
 # Each would leave out what a release has to test, or is not of an image of ours.
 REFUSED = (
-    "RLHF_STACK_PRISTINE names no folder with the pristine packages",
     "measured once, as the image's own user",
     "neither `docker compose` nor docker-compose is installed",
     "these runs need a CPU cell",

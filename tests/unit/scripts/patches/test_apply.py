@@ -15,7 +15,11 @@ from scripts.patches.series import DATES, FIELDS, Series, parse_patch
 
 ORIGINAL = "one\ntwo\nthree\nfour\nfive\nsix\n"
 DIFF = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -2,3 +2,3 @@\n two\n-three\n+THREE\n four\n"
-VALUES = dict.fromkeys(FIELDS, "x") | dict.fromkeys(DATES, "2027-05-21") | {"Applied-Upstream": "no"}
+VALUES = (
+    dict.fromkeys(FIELDS, "x")
+    | dict.fromkeys(DATES, "2027-05-21")
+    | {"Applied-Upstream": "no", "Kind": "fix"}
+)
 HEADER = "".join(f"{name}: {value}\n" for name, value in VALUES.items())
 
 

@@ -18,6 +18,7 @@ from tests.unit.scripts.patches.test_series import NAME, text
 
 SECOND = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -2,3 +2,3 @@\n two\n-THREE\n+drei\n four\n"
 APART = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -5,2 +5,2 @@\n five\n-six\n+SIX\n"
+TESTS = {"tests/patches/test_it.py": '@pytest.mark.patch("pkg/1.0/0001-do-it")'}
 APP = typer.Typer()
 commands.register(APP)
 
@@ -93,7 +94,7 @@ def one_patch(changes: Mapping[str, str | None] | None = None) -> Series:
 @given(st.integers(-400, 400))
 def test_a_patch_is_carried_until_its_review_date(days: int) -> None:
     today = date(2027, 5, 21) + timedelta(days=days)
-    found = check.expired(one_patch(), today, {"tests/patches/test_it.py"})
+    found = check.expired(one_patch(), today, TESTS)
     assert bool(found) == (days > 0)
     assert all("Review-By 2027-05-21 has passed" in problem for problem in found)
 
@@ -103,24 +104,31 @@ def test_a_patch_is_carried_until_its_review_date(days: int) -> None:
 )
 def test_a_patch_that_the_pinned_release_has_is_to_be_dropped(release: str, dropped: bool) -> None:
     one = one_patch({"Applied-Upstream": release})
-    found = check.expired(one, date(2027, 1, 1), {"tests/patches/test_it.py"})
+    found = check.expired(one, date(2027, 1, 1), TESTS)
     assert [f"since {release}" in problem and "drop the patch" in problem for problem in found] == [
         True
     ] * dropped
 
 
 def test_a_patch_for_another_version_is_an_error() -> None:
-    found = check.expired(
-        one_patch({"Applies-To": "pkg==2.0"}), date(2027, 1, 1), {"tests/patches/test_it.py"}
-    )
+    found = check.expired(one_patch({"Applies-To": "pkg==2.0"}), date(2027, 1, 1), TESTS)
     assert len(found) == 1
     assert "Applies-To is 'pkg==2.0', expected 'pkg==1.0'" in found[0]
 
 
-def test_a_patch_without_its_test_is_an_error() -> None:
-    found = check.expired(one_patch(), date(2027, 1, 1), set())
-    assert len(found) == 1
-    assert "its test tests/patches/test_it.py does not exist" in found[0]
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ({}, "its test tests/patches/test_it.py does not exist"),
+        (
+            {"tests/patches/test_it.py": 'patch("pkg/1.0/0002-do-it")'},
+            'no test of tests/patches/test_it.py proves it: expected the mark patch("pkg/1.0/0001-do-it")',
+        ),
+    ],
+)
+def test_a_patch_without_its_test_is_an_error(tests: dict[str, str], problem: str) -> None:
+    [found] = check.expired(one_patch(), date(2027, 1, 1), tests)
+    assert problem in found
 
 
 def test_every_patch_of_this_repository_can_be_read_and_has_its_test() -> None:

@@ -11,6 +11,7 @@ from scripts.patches.series import load_all, load_series, parse_patch, parse_ser
 
 HEADER = {
     "Description": "Do it",
+    "Kind": "fix",
     "Origin": "rlhf-stacks",
     "Bug": "none",
     "Forwarded": "no",
@@ -47,13 +48,18 @@ def test_a_header_that_lacks_a_field_is_refused(field: str) -> None:
 
 
 def test_an_unknown_field_is_refused_with_its_line() -> None:
-    with pytest.raises(UserError, match=r"0001-do-it.patch:11: unknown field 'Autor'"):
+    with pytest.raises(UserError, match=r"0001-do-it.patch:12: unknown field 'Autor'"):
         parse_patch(NAME, text({"Autor": "me"}))
 
 
 def test_a_field_that_appears_twice_is_refused() -> None:
     with pytest.raises(UserError, match="field Bug appears twice"):
         parse_patch(NAME, "Bug: 1\n" + text())
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(UserError, match="Kind: 'useful': expected fix, feature, support"):
+        parse_patch(NAME, text({"Kind": "useful"}))
 
 
 def test_an_invalid_date_is_refused() -> None:

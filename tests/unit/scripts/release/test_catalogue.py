@@ -22,8 +22,9 @@ CELL = next(cell for cell in CELLS if cell.is_default)
 README = f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n"
 SHARED, OWN = Layer("sha256:a", 700_000_000), Layer("sha256:b", 300_000_000)
 IMAGE = "sha256:" + "1" * 64
-PATCH = series_of(CELL)[0].patches[0]
-PATCH_NAME = f"{series_of(CELL)[0].package}/{PATCH.name}"
+SERIES = series_of(CELL)[0]
+PATCH = SERIES.patches[0]
+PATCH_NAME = f"{SERIES.package}/{PATCH.name}"
 JUNIT = """<testsuites><testsuite>
 <testcase classname="a" name="b"/><testcase classname="a" name="c"/>
 <testcase classname="a" name="d"><skipped message="no GPU">x</skipped></testcase>
@@ -65,7 +66,7 @@ class Store:
             tally.add(file, 0)
             if suite == "patches":
                 tally.proofs.append(
-                    records.Proof(PATCH.header["Test"], "x", "exit 1: ImportError: no", "exit 0: ok")
+                    records.Proof("f", "x", "exit 1: ImportError: no", "exit 0: ok", SERIES.id_of(PATCH))
                 )
         return records.read(on.cell, on.inputs, (self.local,))[-1]
 
@@ -144,7 +145,7 @@ def test_the_page_has_the_facts_of_each_image(store: Store) -> None:
     for expected in (
         IMAGE,
         "torch: sm_80, sm_90",
-        f"`{PATCH_NAME}` | fails (ImportError) | passes",
+        f"`{PATCH_NAME}` | {PATCH.header['Kind']} | fails (ImportError) | passes",
         "| image | passed | 2 | 0 | 1 |",
         "| image | no GPU | 1 |",
         "of this checkout",

@@ -1,4 +1,4 @@
-"""The table of patches after their tests, and the error for a patch without a proof."""
+"""The table of patches after their tests, and the error for a patch that is not proved alone."""
 
 import io
 
@@ -14,26 +14,30 @@ from scripts.testing.records import Proof
 CELL = find(load(), load().default)
 SERIES = series_of(CELL)
 FAILED, PASSED = "exit 1: ImportError: no /a/path", "exit 0: ok"
-ALL = [
-    Proof(file, "a", FAILED, PASSED)
-    for file in sorted({patch.header["Test"] for one in SERIES for patch in one.patches})
-]
 
 
-def test_each_patch_has_the_outcomes_of_its_own_test() -> None:
+def proof(patch: str, without: str = FAILED, patched: str = PASSED) -> Proof:
+    return Proof("tests/patches/test_it.py", "a", without, patched, patch)
+
+
+ALL = [proof(one.id_of(patch)) for one in SERIES for patch in one.patches]
+
+
+def test_each_patch_has_the_outcomes_of_its_own_tests() -> None:
     series = load_all()[0]
-    first = series.patches[0]
-    file = first.header["Test"]
+    first, second = (series.id_of(patch) for patch in series.patches[:2])
     ended = [
-        Proof(file, "a", FAILED, PASSED),
-        Proof(file, "b", "exit 1: [rank0]: AssertionError: x", PASSED),
-        Proof("tests/patches/test_other.py", "c", "exit 0: it is not needed", "exit 1: no"),
+        proof(first),
+        proof(first, "exit 1: AssertionError: x"),
+        proof(second, "exit 0: it is not needed", "exit 1: no"),
+        Proof(series.patches[2].header["Test"], "of the released package", FAILED, PASSED),
     ]
-    found = proofs.proofs_of([series], ended)
-    assert found[f"{series.package}/{first.name}"] == proofs.Proved(
-        "fails (AssertionError, ImportError)", "passes"
-    )
-    assert len(found) == sum(patch.header["Test"] == file for patch in series.patches)
+    assert proofs.proofs_of([series], ended) == {
+        f"{series.package}/{series.patches[0].name}": proofs.Proved(
+            "fails (AssertionError, ImportError)", "passes"
+        ),
+        f"{series.package}/{series.patches[1].name}": proofs.Proved("passes", "fails"),
+    }
     assert proofs.proofs_of([series], []) == {}
 
 
@@ -53,12 +57,12 @@ def test_the_table_has_every_patch_of_the_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    "others", [[], [(PASSED, PASSED)], [(FAILED, FAILED)]], ids=["no test ran", "not needed", "not cured"]
+    "others", [[], [(PASSED, PASSED)], [(FAILED, FAILED)]], ids=["no test ran", "not needed", "not fixed"]
 )
 def test_a_patch_without_a_proof_is_an_error(others: list[tuple[str, str]]) -> None:
-    file = SERIES[0].patches[0].header["Test"]
-    rest = [proof for proof in ALL if proof.file != file]
-    code, text = report([*rest, *(Proof(file, "a", *outcomes) for outcomes in others)])
+    name = SERIES[0].id_of(SERIES[0].patches[0])
+    rest = [other for other in ALL if other.patch != name]
+    code, text = report([*rest, *(proof(name, *outcomes) for outcomes in others)])
     assert code == 1
     assert f"error: {SERIES[0].package}/{SERIES[0].patches[0].name}: no test failed without it" in text
 

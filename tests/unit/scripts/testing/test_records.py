@@ -21,7 +21,8 @@ CELL = next(cell for cell in expand(load()) if cell.is_default)
 ON = Subject(CELL.id, "sha256:" + "a" * 64, "d" * 64)
 JUNIT = """<testsuites><testsuite tests="5">
 <testcase classname="patches.test_flash_attn" name="test_a"><properties>
-<property name="pristine" value="exit 1: ModuleNotFoundError: no"/>
+<property name="patch" value="pkg/1.0/0001-a"/>
+<property name="without" value="exit 1: ModuleNotFoundError: no"/>
 <property name="patched" value="exit 0: ok"/>
 </properties></testcase>
 <testcase classname="patches.test_x" name="test_b"><failure message="no">x</failure></testcase>
@@ -69,7 +70,11 @@ def test_a_run_is_counted_by_its_junit_file(junit: Path) -> None:
     )
     assert tally.skips == {"no GPU": 2}
     proof = records.Proof(
-        "tests/patches/test_flash_attn.py", "test_a", "exit 1: ModuleNotFoundError: no", "exit 0: ok"
+        "tests/patches/test_flash_attn.py",
+        "test_a",
+        "exit 1: ModuleNotFoundError: no",
+        "exit 0: ok",
+        "pkg/1.0/0001-a",
     )
     assert tally.proofs == [proof]
 
@@ -246,3 +251,10 @@ def test_the_default_cell_requires_every_suite_but_the_faults() -> None:
     assert set(records.required(CELL)) == set(SUITES) - {"faults"}
     others = [cell for cell in expand(load()) if not cell.is_default]
     assert not any({"registry", "known-bad"} & set(records.required(cell)) for cell in others)
+
+
+def test_a_proof_of_an_older_record_names_no_patch() -> None:
+    older = b'{"file":"f","test":"t","pristine":"exit 1: no","patched":"exit 0: ok"}'
+    proof = msgspec.json.decode(older, type=records.Proof)
+    assert proof == records.Proof("f", "t", "exit 1: no", "exit 0: ok")
+    assert msgspec.json.encode(proof) == older
