@@ -2,32 +2,16 @@
 
 import io
 import tarfile
-from collections.abc import Iterator
 
 import docker
 import pytest
 from docker.models.images import Image
 
+from tests.layers.streams import Stream
+
 USER, OTHER_USER = 1000, 12345
 GROUP = 0  # of the image's user, and of any other user id on OpenShift
 WRITABLE = ("opt/venv", "opt/rlhf-stack", "home", "tmp", "var/tmp")
-
-
-class Stream(io.RawIOBase):
-    """A file of the chunks that Docker sends."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill at most one chunk's rest into ``buffer``."""
-        self._rest = self._rest or next(self._chunks, b"")
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
 
 
 def may_write(member: tarfile.TarInfo) -> bool:

@@ -18,6 +18,7 @@ from docker.models.images import Image
 from scripts.images.build import LEAK_MARKER, write_secrets
 from scripts.locks import index_config
 from scripts.locks.index_config import PipConfig
+from tests.layers.streams import Stream
 
 CHUNK = 1 << 22
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -27,24 +28,6 @@ PUBLIC_INDEX = b"://pypi.org/"  # the default, which pip's own code names
 PUBLIC_CERTIFICATES = Path(
     "/usr/share/ca-certificates"
 )  # of the host's distribution; images may have them too
-
-
-class Stream(io.RawIOBase):
-    """Chunks of bytes as a readable file."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks, self._rest = iter(chunks), b""
-
-    def readable(self) -> bool:
-        """Return that it is readable."""
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill ``buffer`` from the current chunk, and return with how many bytes."""
-        self._rest = self._rest or next(self._chunks, b"")
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
 
 
 def found(saved: Iterable[bytes], words: set[bytes]) -> set[bytes]:

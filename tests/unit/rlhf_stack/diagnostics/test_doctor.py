@@ -29,30 +29,19 @@ from rlhf_stack.diagnostics.doctor.facts import (
 )
 from rlhf_stack.known_bad.finding import Finding, worst
 
-GIB = 1 << 30
-HEALTHY = NodeFacts(
-    host="a",
+from tests.unit.rlhf_stack.diagnostics.facts import GIB, GPU_NODE
+
+HEALTHY = dataclasses.replace(
+    GPU_NODE,
     accelerator="cpu",
     versions={"ray": "2.55.0", "python": "3.11.2"},
     patches=(Patch("vllm", "a-patch", "present", ""),),
-    variables={},
-    ray_processes=(),
     resources={"GPU": 2.0, "object_store_memory": 1e9},
     gpus=0,
     driver="",
     built_for="",
-    libraries=(),
-    missing_library="",
-    shm_total=2 * GIB,
-    shm_free=GIB,
-    open_files=1 << 20,
-    interfaces=("lo", "eth0"),
-    resolves_to="10.0.0.2",
     taken_ports=(6379, 8265),
     disks=(Disk("/tmp", 100 * GIB, 50 * GIB),),
-    stale_locks=(),
-    stale_processes=(),
-    gpu_processes=(),
     attention="xformers 0.0.26.post1",
 )
 CUDA: dict[str, Any] = {

@@ -5,36 +5,14 @@ from typing import Any
 
 import pytest
 from rlhf_stack.diagnostics.doctor import checks, comparison
-from rlhf_stack.diagnostics.doctor.facts import Disk, NodeAnswer, NodeFacts, Rdma
+from rlhf_stack.diagnostics.doctor.facts import Disk, NodeAnswer, Rdma
 from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
 from rlhf_stack.known_bad.finding import Finding
 
+from tests.unit.rlhf_stack.diagnostics.facts import GPU_NODE
+
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 ADAPTER = RdmaAdapter("mlx5_0", 400_000)
-NODE = NodeFacts(
-    host="a",
-    accelerator="cuda",
-    versions={"ray": "2.55.0"},
-    patches=(),
-    variables={},
-    ray_processes=(),
-    resources={"GPU": 8.0},
-    gpus=8,
-    driver="580.95.05",
-    built_for="cuda 13.0",
-    libraries=(),
-    missing_library="",
-    shm_total=2 * GIB,
-    shm_free=GIB,
-    open_files=1 << 20,
-    interfaces=("lo", "eth0"),
-    resolves_to="10.0.0.2",
-    taken_ports=(),
-    disks=(),
-    stale_locks=(),
-    stale_processes=(),
-    gpu_processes=(),
-)
 
 
 def severities(findings: list[Finding], name: str) -> list[str]:
@@ -84,7 +62,7 @@ def severities(findings: list[Finding], name: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_limit_of_a_node(name: str, changes: dict[str, Any], severity: str) -> None:
-    assert severities(checks.check_node(dataclasses.replace(NODE, **changes)), name) == [severity]
+    assert severities(checks.check_node(dataclasses.replace(GPU_NODE, **changes)), name) == [severity]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +70,7 @@ def test_a_limit_of_a_node(name: str, changes: dict[str, Any], severity: str) ->
     [(1.0, 0.0, False), (1.01, 0.0, True), (-1.01, 0.0, True), (1.5, 0.5, False), (-1.51, 0.5, True)],
 )
 def test_a_clock_is_reported_if_it_certainly_differs(offset: float, error: float, reported: bool) -> None:
-    found = comparison.compare_nodes([NodeAnswer("a", NODE), NodeAnswer("b", NODE, offset, error)])
+    found = comparison.compare_nodes([NodeAnswer("a", GPU_NODE), NodeAnswer("b", GPU_NODE, offset, error)])
     assert severities(found, "clock") == ["warning"] * reported
 
 

@@ -8,37 +8,15 @@ from typing import Any
 
 import pytest
 from rlhf_stack.diagnostics.doctor import checks, collect_rdma
-from rlhf_stack.diagnostics.doctor.facts import NodeFacts, Rdma
+from rlhf_stack.diagnostics.doctor.facts import Rdma
 from rlhf_stack.diagnostics.doctor.rdma import check_rdma
 from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
 from rlhf_stack.known_bad.finding import Finding
 
+from tests.unit.rlhf_stack.diagnostics.facts import GPU_NODE
+
 INFINIBAND, EFA = RdmaAdapter("mlx5_0", 400_000), RdmaAdapter("rdmap16s27", 100_000, is_efa=True)
 WELL = Rdma((INFINIBAND,), verbs=1, peer_memory=True, kernel="6.8.0-31-generic")
-GPU_NODE = NodeFacts(
-    host="a",
-    accelerator="cuda",
-    versions={},
-    patches=(),
-    variables={},
-    ray_processes=(),
-    resources={},
-    gpus=8,
-    driver="580.95.05",
-    built_for="cuda 13.0",
-    libraries=(),
-    missing_library="",
-    shm_total=0,
-    shm_free=0,
-    open_files=0,
-    interfaces=(),
-    resolves_to="",
-    taken_ports=(),
-    disks=(),
-    stale_locks=(),
-    stale_processes=(),
-    gpu_processes=(),
-)
 
 
 def found(node: dict[str, Any] | None = None, **rdma: Any) -> list[Finding]:

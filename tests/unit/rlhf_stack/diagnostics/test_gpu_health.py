@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.diagnostics.doctor import gpu_health
-from rlhf_stack.diagnostics.doctor.facts import GpuHealth, GpuReport, NodeFacts
+from rlhf_stack.diagnostics.doctor.facts import GpuHealth, GpuReport
 from rlhf_stack.known_bad.finding import Finding
+
+from tests.unit.rlhf_stack.diagnostics.facts import GPU_NODE
 
 GPU = """
   <gpu id="00000000:{bus}:00.0">
@@ -64,30 +66,6 @@ KERNEL = """[    1.0] Linux version 6.8.0
 [ 9.3] NVRM: Xid (PCI:0000:5e:00): 31, pid=77, name=python, MMU Fault
 """
 ONE = GpuHealth(0, "00000000:3B:00.0", "NVIDIA H100 80GB HBM3", 0, fabric="Completed")
-NODE = NodeFacts(
-    host="a",
-    accelerator="cuda",
-    versions={},
-    patches=(),
-    variables={},
-    ray_processes=(),
-    resources={},
-    gpus=2,
-    driver="",
-    built_for="",
-    libraries=(),
-    missing_library="",
-    shm_total=0,
-    shm_free=0,
-    open_files=0,
-    interfaces=(),
-    resolves_to="",
-    taken_ports=(),
-    disks=(),
-    stale_locks=(),
-    stale_processes=(),
-    gpu_processes=(),
-)
 
 
 def log(*gpus: dict[str, str]) -> str:
@@ -95,7 +73,7 @@ def log(*gpus: dict[str, str]) -> str:
 
 
 def bad(report: GpuReport, **node: Any) -> list[tuple[str, str]]:
-    facts = dataclasses.replace(NODE, gpu_report=report, **node)
+    facts = dataclasses.replace(GPU_NODE, gpu_report=report, **node)
     found: list[Finding] = list(gpu_health.check_gpu_health(facts))
     assert found
     assert all(one.remedy for one in found if one.severity in ("warning", "error"))
