@@ -90,7 +90,7 @@ def test_a_lost_head_is_reported_to_the_follower_of_a_job(client: docker.DockerC
         assert "begun\n" in following.stdout
         cluster.head.restart(timeout=0)
         _, errors = following.communicate(timeout=WAIT_SECONDS)
-    assert following.returncode == 2, errors
+    assert following.returncode == 122, errors
     assert f"error: Ray's head at {SERVER} was lost while job raysubmit_" in errors
     assert "Traceback" not in errors
 
