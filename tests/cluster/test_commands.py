@@ -22,6 +22,7 @@ SECONDS = 400
 SECOND_ADDRESS = "127.0.1.2"
 GPUS = 4
 REFUSED = 120
+WRONG_USAGE = {"submit": 121, "check-network": 2, "plan": 2, "tune": 2}
 
 
 def documented(result):
@@ -119,7 +120,7 @@ def test_a_client_without_the_token_is_refused(shell, head, tmp_path):
     }
     for words, message in messages.items():
         refused = shell.stack(*words.split(), HOME=str(tmp_path))
-        assert refused.returncode == 2, refused.stderr
+        assert refused.returncode == WRONG_USAGE[words.split()[0]], refused.stderr
         assert message in refused.stderr
         assert "Traceback" not in refused.stderr
 
@@ -192,7 +193,7 @@ def test_a_user_error_on_a_running_cluster_is_one_line(shell, head, command, tmp
         ["tune", "--ray", "auto", "--", *command],
     ):
         done = shell.stack(*words)
-        assert done.returncode == 2, words
+        assert done.returncode == WRONG_USAGE[words[0]], words
         assert re.fullmatch(r"error: .+\n", done.stderr), done.stderr
 
 

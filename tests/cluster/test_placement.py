@@ -176,7 +176,8 @@ def test_engine_actor_is_on_the_node_of_its_first_bundle(nodes):
 
 
 @pytest.mark.timeout(SECONDS)
-def test_failed_reservation_leaves_nothing_reserved(nodes):
+def test_failed_reservation_leaves_nothing_reserved(nodes, monkeypatch):
+    monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "3")
     with free(nodes, (6, 6, 0, 0)):
         with pytest.raises(PlacementError, match="only 2 of 3 engines of 4 GPUs fit"):
             placement.reserve(Request(engines=Engines(3, 4)))
