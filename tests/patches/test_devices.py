@@ -1,6 +1,7 @@
 import pytest
 
-NO_CUDA = "Torch not compiled with CUDA enabled"
+# By the torch of the cell: built for CPUs, or for CUDA.
+NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver on your system"
 
 REPLAY_BUFFER = """
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer

@@ -96,6 +96,7 @@ FLAT = (
     DEAD
     + TRAINER
     + """
+del os.environ["RLHF_STACK_EVENTS"]  # events query the engines, and would find the dead one
 Models.fit = load.remote
 run(args)
 """
