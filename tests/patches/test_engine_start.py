@@ -96,8 +96,7 @@ FLAT = (
     DEAD
     + TRAINER
     + """
-del os.environ["RLHF_STACK_EVENTS"]  # events query the engines, and would find the dead one
-Models.fit = load.remote
+Models.async_init_model_from_pretrained = lambda *_: [load.remote()]
 run(args)
 """
 )
