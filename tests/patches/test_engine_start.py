@@ -96,7 +96,7 @@ FLAT = (
     DEAD
     + TRAINER
     + """
-Models.async_init_model_from_pretrained = lambda *_: [load.remote()]
+Models.fit = load.remote
 run(args)
 """
 )
