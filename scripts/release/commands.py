@@ -1,12 +1,16 @@
-"""``python -m scripts catalogue``, ``fault-table`` and ``publish``."""
+"""``python -m scripts catalogue``, ``fault-table``, ``kernels`` and ``publish``."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from scripts.errors import UserError
 from scripts.matrix.load import expand, find, load
-from scripts.release import catalogue, fault_cases
+from scripts.matrix.model import targets
+from scripts.release import catalogue, fault_cases, kernels
 from scripts.release.publish import publish_cells
 
 
@@ -14,6 +18,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this package to ``app``."""
     app.command("catalogue")(write_catalogue)
     app.command("fault-table")(write_fault_table)
+    app.command("kernels")(inspect_kernels)
     app.command("publish")(publish)
 
 
@@ -42,6 +47,30 @@ def write_fault_table() -> None:
     cases = fault_cases.update()
     catalogue.write(offline=True)
     print(f"{fault_cases.MERGED.name}: {cases} cases")
+
+
+def inspect_kernels(
+    cell: Annotated[str, typer.Argument(metavar="CELL", help="A ROCm cell, whose GPUs are required.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A wheel, .so or code object.")
+    ],
+) -> int:
+    """Print as JSON the HIP kernels of a compiled file; exit 1 if one lacks a GPU or exceeds its LDS."""
+    accelerator = find(load(), cell).accelerator
+    if accelerator.kind != "rocm":
+        raise UserError(f"{cell} has no HIP kernels: name a ROCm cell")
+    found = kernels.read(path)
+    if not found:
+        raise UserError(f"{path}: no HIP kernels")
+    print(msgspec.json.encode(found).decode())
+    reasons = [
+        f"{name}: {reason}"
+        for name, code in found.items()
+        for reason in kernels.problems(code, targets(accelerator))
+    ]
+    for reason in reasons:
+        print(reason, file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def publish(
