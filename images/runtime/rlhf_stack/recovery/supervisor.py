@@ -13,6 +13,7 @@ from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery.attempts import (
+    FAILED,
     HEAD_LOST,
     SUCCEEDED,
     Attempt,
@@ -143,15 +144,19 @@ class Supervisor:
         except HeadLostError as problem:
             ended, lost_head = Ended(state.job, HEAD_LOST, 1), problem
         seconds = time.monotonic() - begun
-        output = "".join(kept)
-        if ended.status not in (SUCCEEDED, HEAD_LOST):
-            lost = missing(state.nodes, self._cluster.clean())
+        output, status = "".join(kept), ended.status
+        if status not in (SUCCEEDED, HEAD_LOST):
+            try:
+                lost = missing(state.nodes, self._cluster.clean())
+            except UserError as problem:  # `_placeable` waits for the head; no node is blamed meanwhile
+                run_log.warning(f"the head was lost after job {ended.job} had ended: {problem}")
+                status = HEAD_LOST if status == FAILED else status
         causes = [] if ended.status == SUCCEEDED else self._cluster.known_causes(output)
         saved = max(self._checkpoints.complete_steps(state.began), default=0)
         _, found = known_bad.last_error(output) or (0, "")
         error = str(lost_head or "") or ("" if ended.status == SUCCEEDED else found)
         attempt = Attempt(
-            ended.job, ended.status, ended.code, seconds, state.resumed, saved, error, lost, tuple(causes)
+            ended.job, status, ended.code, seconds, state.resumed, saved, error, lost, tuple(causes)
         )
         return ended, attempt, lost_head
 

@@ -62,7 +62,8 @@ class Faulty:
         if end == "head":
             raise HeadLostError("the head was lost")
         write(f"line\n{'' if end == 'ok' else end}\n")
-        return Ended(job, "SUCCEEDED", 0) if end == "ok" else Ended(job, "FAILED", 1)
+        status = {"ok": "SUCCEEDED", "stopped": "STOPPED"}.get(end, "FAILED")
+        return Ended(job, status, int(end != "ok"))
 
     def clean(self) -> Nodes:
         view = self._views.pop(0) if len(self._views) > 1 else self._views[0]
@@ -165,6 +166,30 @@ def test_a_lost_head_is_awaited() -> None:
     ended, state, _ = supervise(cluster, [4, 9], Limits(3))
     assert ended.status == "SUCCEEDED"
     assert state.attempts[0].status == "HEAD LOST"
+
+
+def test_a_head_that_is_lost_after_the_job_has_ended_is_awaited() -> None:
+    cluster = Faulty([DEAD, "ok"], [ALL, "no Ray cluster", "no Ray cluster", ALL])
+    ended, state, _ = supervise(cluster, [4, 9], Limits(3))
+    assert ended.status == "SUCCEEDED"
+    first = state.attempts[0]
+    assert (first.status, first.code, first.error, first.lost) == ("HEAD LOST", 1, DEAD, ())
+    assert cluster.submitted[1][0] == [*WORDS, "--load"]
+
+
+def test_the_wait_for_a_head_that_is_lost_after_the_job_has_a_limit() -> None:
+    with pytest.raises(GivenUpError, match=r"after 60 s on 0 nodes .*no Ray cluster"):
+        supervise(Faulty([DEAD], [ALL, "no Ray cluster"]), [4], Limits(3, seconds=60.0))
+
+
+def test_a_head_that_is_lost_after_the_last_job_is_not_awaited() -> None:
+    ended, _, _ = supervise(Faulty([DEAD], [ALL, "no Ray cluster"]), [4], Limits(0))
+    assert (ended.status, ended.code) == ("FAILED", 1)
+
+
+def test_a_run_that_a_user_stopped_with_its_head_is_not_submitted_again() -> None:
+    ended, state, _ = supervise(Faulty(["stopped"], [ALL, "no Ray cluster"]), [4], Limits(3))
+    assert (ended.status, state.attempts[0].status) == ("STOPPED", "STOPPED")
 
 
 def test_a_lost_head_is_the_error_when_no_restart_is_left() -> None:
