@@ -92,12 +92,41 @@ run(args)
 """
 )
 
+# An engine that never starts, while the trained models wait for it in the rendezvous of the weight sync.
 FLAT = (
-    DEAD
+    """
+import os
+import time
+
+import ray
+
+os.environ["RLHF_STACK_ENGINE_TIMEOUT"] = "5"
+del os.environ["RLHF_STACK_EVENTS"]  # with events the trainer waits for its engines' location
+own_ray(num_cpus=4, num_gpus=2)
+"""
     + TRAINER
     + """
-Models.fit = load.remote
-run(args)
+@ray.remote(num_cpus=0)
+class Hanging:
+    def __init__(self):
+        time.sleep(600)
+
+    def sync_error(self):
+        pass
+
+
+@ray.remote(num_cpus=0)
+def train():
+    time.sleep(600)
+
+
+train_ppo_ray.create_vllm_engines = lambda *_, **__: [Hanging.remote()]
+Models.fit = train.remote
+ends(
+    lambda: train_ppo_ray.train(args),
+    "engines [0] are not up after 5 s",
+    "an engine that does not start",
+)
 """
 )
 
@@ -110,5 +139,5 @@ def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
 
 @pytest.mark.patch("openrlhf/0.5.1/0032-report-engine-startup")
 @pytest.mark.timeout(200)
-def test_an_engine_that_dies_ends_the_older_trainer_too(proves):
-    proves(FLAT, "does not detect that an engine is dead")
+def test_an_engine_that_never_starts_ends_the_older_trainer_at_a_deadline(proves):
+    proves(FLAT, "still waits for an engine that does not start")
