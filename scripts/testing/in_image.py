@@ -27,7 +27,7 @@ from scripts.paths import ROOT
 from scripts.testing import credit, kept, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
-TOOLS = ROOT / "build" / "testing"
+TOOLS = ROOT / "build" / "testing" / "tools"
 PYTEST = ("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "pygments")
 WITHOUT = "without"  # the folder with the files that differ without each patch
 DERIVED = "RLHF_STACK_DERIVED"  # read by tests/image/test_lock.py
@@ -76,7 +76,9 @@ def test_tools(cell: Cell) -> Path:
     ]
     requirements = "".join(entry.block for entry in wanted)
     stamp = TOOLS / "requirements.txt"
-    with exclusive_lock(TOOLS, "the installation of pytest"):
+    # The folder above: uv takes the lock of its target folder itself.
+    with exclusive_lock(TOOLS.parent, "the installation of pytest"):
+        TOOLS.mkdir(exist_ok=True)
         if not stamp.exists() or stamp.read_text(encoding="utf-8") != requirements:
             unfinished = TOOLS / "unfinished.txt"
             unfinished.write_text(requirements, encoding="utf-8")
