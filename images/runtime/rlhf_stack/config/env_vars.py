@@ -10,6 +10,7 @@ SYNC_BACKEND = "RLHF_STACK_SYNC_BACKEND"
 SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
+ENGINE_RESTARTS = "RLHF_STACK_ENGINE_RESTARTS"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
 LOG_FORMAT = "RLHF_STACK_LOG_FORMAT"
 LOG_LEVEL = "RLHF_STACK_LOG_LEVEL"
@@ -18,6 +19,8 @@ TRACEBACK = "RLHF_STACK_TRACEBACK"  # set: an error that is a defect of rlhf-sta
 AUTOSCALE = "RLHF_STACK_AUTOSCALE"  # 1: a run for which there is no room waits for an autoscaler
 EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
+
+RESTART_DIGITS = 3
 
 
 def flag(name: str) -> bool:
@@ -87,6 +90,14 @@ def sync_bucket() -> int:
 def engine_timeout() -> float:
     """Return the deadline in seconds from an engine's creation to its first answer (1800, as in vLLM)."""
     return seconds(ENGINE_TIMEOUT, 1800.0)
+
+
+def engine_restarts() -> int:
+    """Return how often each engine may be restarted (0: never); `ValueError` if it is no whole number."""
+    value = os.environ.get(ENGINE_RESTARTS) or "0"
+    if not (value.isascii() and value.isdecimal() and len(value) <= RESTART_DIGITS):
+        raise ValueError(f"{ENGINE_RESTARTS}={value!r}: expected a whole number from 0 to 999")
+    return int(value)
 
 
 def placement_timeout() -> float:

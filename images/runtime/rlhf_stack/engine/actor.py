@@ -1,11 +1,13 @@
 """Methods that this distribution adds to OpenRLHF's engine actors, asynchronous (0.11) and blocking (0.5)."""
 
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack.compat.determinism import RequestSeeds
 from rlhf_stack.config import env_vars
+from rlhf_stack.engine import restarted
 from rlhf_stack.engine.worker_extension import own_node
 from rlhf_stack.telemetry.throughput import Meter
 
@@ -44,30 +46,59 @@ class AsyncEngineMixin(_EngineState):
         except Exception as error:
             self._sync_error = str(error)
             raise
+        restarted.weights_received()
         return {"ranks": ranks, "work": self._throughput_meter().take()}
 
     async def sync_error(self) -> str | None:
         """Return the error of a weight sync that failed in this engine, or None."""
         return self._sync_error
 
-    def measured(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Yield the outputs of one vLLM request and count their tokens."""
-        return self._throughput_meter().measured(outputs)
+    async def needs_weights(self) -> bool:
+        """Report whether this engine was restarted and has not received the trainer's weights since."""
+        self._end_if_engine_died()
+        return restarted.needs_weights()
 
-    def unfinished_work(self) -> int:
-        """Return the maximum of remaining tokens: prompt tokens not yet prefilled, and answer tokens."""
+    async def measured(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Yield the outputs of one vLLM request and count their tokens."""
+        with self._ending_with_engine():
+            async for output in self._throughput_meter().measured(outputs):
+                yield output
+
+    def unfinished_work(self) -> int | None:
+        """Return the maximum of remaining tokens: prompt tokens not yet prefilled, and answer tokens.
+
+        None if this engine must not answer prompts, because it `needs_weights`.
+        """
+        self._end_if_engine_died()
+        if restarted.needs_weights():
+            return None
         states = self.llm.output_processor.request_states.values()
-        return sum(
+        work: int = sum(
             (state.prompt_len if state.is_prefilling else 0)
             + state.max_tokens_param
             - state.detokenizer.num_output_tokens()
             for state in states
         )
+        return work
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `WorkerMixin` in each worker of this engine; return the results by rank."""
-        results: list[Any] = await self.llm.collective_rpc(method, args=arguments)
+        with self._ending_with_engine():
+            results: list[Any] = await self.llm.collective_rpc(method, args=arguments)
         return results
+
+    @contextmanager
+    def _ending_with_engine(self) -> Iterator[None]:
+        """End this actor if vLLM's engine process has died: the actor's process alone is of no use."""
+        try:
+            yield
+        except Exception:
+            self._end_if_engine_died()
+            raise
+
+    def _end_if_engine_died(self) -> None:
+        if env_vars.engine_restarts() and self.llm.errored:
+            restarted.end_process("vLLM's engine process has died")
 
     async def where(self) -> list[dict[str, Any]]:
         """Return `WorkerMixin.where` of each worker; child processes of this actor are on its node."""

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.compat import resource_tracker
 from rlhf_stack.config import env_vars
+from rlhf_stack.engine import restarted
 from rlhf_stack.telemetry import events, run_log
 
 WORKER_CLASS = "rlhf_stack.engine.worker.InstrumentedWorker"
@@ -36,9 +37,13 @@ def begin(index: int | None) -> str | None:
         return None
     import ray
 
-    key = f"{ray.get_runtime_context().get_job_id()}/{index}"
+    context = ray.get_runtime_context()
+    key = f"{context.get_job_id()}/{index}"
     join(key)
     actor_registry.register_actor(f"engine {index}")
+    if context.was_current_actor_reconstructed:
+        restarted.end_former_processes({ENGINE: key})
+        restarted.begin(str(context.get_job_id()), index)
     report_step("actor started", None, 0.0)
     return key
 
@@ -124,10 +129,15 @@ def wait_for_engine_startup(engines: Sequence[Any] | None, others: Sequence[Any]
         ready, pending = ray.wait(pending, num_returns=1, timeout=timeout)
         ray.get(ready)
         if not ready:
-            raise StartError(
-                f"engines {missing} are not up after {env_vars.engine_timeout():g} s "
-                f"({env_vars.ENGINE_TIMEOUT}):\n  " + "\n  ".join(_last_steps(missing))
-            )
+            raise late(missing)
+
+
+def late(engines: Sequence[int]) -> StartError:
+    """Return the error for ``engines`` that are not up in time, with the last step of each of their ranks."""
+    return StartError(
+        f"engines {list(engines)} are not up after {env_vars.engine_timeout():g} s "
+        f"({env_vars.ENGINE_TIMEOUT}):\n  " + "\n  ".join(_last_steps(engines))
+    )
 
 
 def _last_steps(engines: Sequence[int]) -> list[str]:

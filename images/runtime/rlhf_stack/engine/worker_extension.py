@@ -62,6 +62,12 @@ class WorkerMixin:
         group, load = self._model_update_group, self.model_runner.model.load_weights
         return receive(group, parameters, limit, devices.torch_device(), load, self.model_config.dtype)
 
+    def leave_weight_group(self) -> None:
+        """Leave the sync group, if this worker is in one: it will be formed again."""
+        group, self._model_update_group = getattr(self, "_model_update_group", None), None
+        if group is not None:
+            group.close()
+
     def weight_digests(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
         """Return which elements of the trainer's ``parameters`` (name, shape) this worker holds, and digests.
 

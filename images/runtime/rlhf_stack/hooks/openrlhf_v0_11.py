@@ -25,7 +25,10 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
 from rlhf_stack.engine.gpu_contention import track_collectives
+from rlhf_stack.engine.prompt_requests import answers_of, request_answers
 from rlhf_stack.engine.request_balancer import assign_prompts
+from rlhf_stack.engine.restarts import most_restarts as most_engine_restarts
+from rlhf_stack.engine.restarts import use_to_send_weights, wait_for_restarts
 from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments, wait_for_engine_startup
 from rlhf_stack.engine.worker_extension import WorkerMixin
@@ -41,6 +44,7 @@ from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import requested_backend as requested_sync_backend
 from rlhf_stack.sync import send as send_weights
 from rlhf_stack.sync import wait_for_engine_results, wait_for_sync
+from rlhf_stack.sync.regrouping import form_group_again
 from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
@@ -49,6 +53,7 @@ from rlhf_stack.telemetry.events import step as record_step
 __all__ = [
     "AsyncEngineMixin",
     "WorkerMixin",
+    "answers_of",
     "assign_prompts",
     "attention_implementation",
     "begin_engine_startup",
@@ -62,8 +67,10 @@ __all__ = [
     "driver_cpus",
     "engine_bundles",
     "export_physical_gpu_id",
+    "form_group_again",
     "is_gpu",
     "local_rank",
+    "most_engine_restarts",
     "name_checkpoint_errors",
     "open_handle",
     "optimizer_config",
@@ -75,6 +82,7 @@ __all__ = [
     "record_step",
     "recorded_sync",
     "register_rank",
+    "request_answers",
     "requested_sync_backend",
     "reserve_run",
     "seed_prompt_shuffle",
@@ -86,9 +94,11 @@ __all__ = [
     "torch_device",
     "track_collectives",
     "translate_actor_errors",
+    "use_to_send_weights",
     "wait_for_answer",
     "wait_for_engine_results",
     "wait_for_engine_startup",
+    "wait_for_restarts",
     "wait_for_role_group",
     "wait_for_sync",
     "warn_of_replaced_packages",

@@ -122,7 +122,8 @@ class GlooGroup:
 
     def close(self) -> None:
         """See `WeightGroup`: gloo closes its connections when nothing refers to the group."""
-        self._group, self.buffers = None, Buffers(self.device, pinned=False)
+        self._group = None
+        self.buffers.close()
 
     def _lead(
         self, parts: Sequence["torch.Tensor"], slot: int

@@ -80,6 +80,10 @@ class Buffers:
         """Free the memory after a sync: engines have measured the free memory without it."""
         self._tensors.clear()
 
+    def close(self) -> None:
+        """Free the memory and what it is made of; the buffers cannot be used again."""
+        self.release()
+
     def _new(self, size: int, index: int) -> "torch.Tensor":  # noqa: ARG002
         """Allocate ``size`` bytes for slot ``index``."""
         import torch

@@ -26,7 +26,7 @@ class SharedBuffers(Buffers):
 
     def __init__(self, files: Sequence[int], owner: bool) -> None:
         super().__init__("cpu", pinned=False)
-        self._files, self._owner = files, owner
+        self._files, self._owner = list(files), owner
         self._mapped: dict[int, mmap.mmap] = {}
 
     def release(self) -> None:
@@ -36,6 +36,12 @@ class SharedBuffers(Buffers):
                 memory.madvise(mmap.MADV_REMOVE)
         self._mapped.clear()
         super().release()
+
+    def close(self) -> None:
+        """Also close this process's files: a run whose sync group is formed again would collect them."""
+        super().close()
+        while self._files:
+            os.close(self._files.pop())
 
     def _new(self, size: int, index: int) -> "torch.Tensor":
         import torch

@@ -1,9 +1,9 @@
 """Records of each weight sync: an event, a log line, Ray metrics, and a warning for each slow engine.
 
 The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes`` and
-``rlhf_stack_sync_gigabytes_per_second`` of the last sync with the tag ``backend``, and
-``rlhf_stack_engine_tokens_per_second`` since the previous sync with the tag ``engine``. Ray exports each with
-the prefix ``ray_``.
+``rlhf_stack_sync_gigabytes_per_second`` of the last sync with the tag ``backend``; and with the tag
+``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
+and ``rlhf_stack_engine_restart_seconds`` of the last restart. Ray exports each with the prefix ``ray_``.
 """
 
 import itertools
@@ -25,6 +25,8 @@ METRICS = {
     "rlhf_stack_sync_seconds": ("Seconds of the last weight sync.", "backend"),
     "rlhf_stack_sync_bytes": ("Bytes of the trainer's weights in the last sync.", "backend"),
     "rlhf_stack_sync_gigabytes_per_second": ("Bytes by seconds of the last weight sync, in GB/s.", "backend"),
+    "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
+    "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last restart to its weights.", "engine"),
     "rlhf_stack_engine_tokens_per_second": ("Tokens/s of an engine since the sync before.", "engine"),
 }
 

@@ -29,7 +29,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
     import deepspeed
     import torch
 
-    if not _supports_buckets(trainer):
+    if not supports_buckets(trainer):
         return list(parameters)
     sent = engine_parameters(trainer, parameters)
     is_merged = any(each.layer is not None for each in sent)
@@ -111,6 +111,16 @@ def parameter_spec(name: str, parameter: Any) -> ParameterSpec:
     return ParameterSpec(name, dtype, tuple(shape), shape.numel() * parameter.element_size())
 
 
+def supports_buckets(trainer: Any) -> bool:
+    """Report whether ``ActorPPOTrainer`` sends its weights in buckets, by its arguments."""
+    arguments = trainer.strategy.args
+    return not (
+        getattr(trainer, "use_cuda_ipc", False)
+        or getattr(section(arguments, "vllm"), "sync_with_ray", False)
+        or getattr(section(arguments, "ds"), "tensor_parallel_size", 1) > 1
+    )
+
+
 def section(arguments: Any, name: str) -> Any:
     """Return a section of OpenRLHF's arguments; older releases have one flat namespace, which is returned."""
     return getattr(arguments, name, arguments)
@@ -121,12 +131,3 @@ def as_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _supports_buckets(trainer: Any) -> bool:
-    arguments = trainer.strategy.args
-    return not (
-        getattr(trainer, "use_cuda_ipc", False)
-        or getattr(section(arguments, "vllm"), "sync_with_ray", False)
-        or getattr(section(arguments, "ds"), "tensor_parallel_size", 1) > 1
-    )

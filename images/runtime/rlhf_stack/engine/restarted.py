@@ -1,0 +1,96 @@
+"""The state of an engine process that replaces a lost one: it lacks the trainer's weights.
+
+Ray restarts the actor of an engine on its bundle. The new process has loaded the weights with which the run
+began, so it must not answer prompts before its first weight sync.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_stack.cleanup import process_table, stale_resources, terminate
+from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.sync import report
+from rlhf_stack.telemetry import events, run_log
+
+BACKOFF_SECONDS = 5.0  # before the second restart of an engine, twice as long before each further one
+LONGEST_BACKOFF = 300.0
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restart ``number`` (from 1) of engine ``engine``; ``begun`` is a time on the monotonic clock."""
+
+    engine: int
+    number: int
+    begun: float
+
+
+_pending: list[Restart] = []  # the restart of this process, until it has received weights
+
+
+def begin(job: str, engine: int) -> None:
+    """Record that this process replaces ``engine`` of Ray job ``job``; a repeated restart waits first."""
+    before = [record["restarts"] for record in gcs_kv.list_records(_key(job)) if record["engine"] == engine]
+    restart = Restart(engine, 1 + max(before, default=0), time.monotonic())
+    gcs_kv.put_record(f"{_key(job)}{engine}", {"engine": engine, "restarts": restart.number})
+    _pending.append(restart)
+    pause = backoff(restart.number)
+    events.emit("engine restart", engine=engine, restarts=restart.number, backoff=pause)
+    report.set_metric("rlhf_stack_engine_restarts", restart.number, str(engine))
+    run_log.warning(
+        f"engine {engine} was lost: restart {restart.number}" + (f", after {pause:.0f} s" if pause else "")
+    )
+    time.sleep(pause)
+
+
+def end_former_processes(variables: Mapping[str, str]) -> None:
+    """End what the lost process left on this node, with its GPU memory.
+
+    These are orphaned children of Ray workers that inherited ``variables``.
+    """
+    orphans = stale_resources.orphaned_workers(process_table.snapshot(), os.getuid())
+    left = [one for one in orphans if one.variables and variables.items() <= one.variables.items()]
+    if left:
+        run_log.warning(f"processes of the lost engine are ended: {', '.join(one.line for one in left)}")
+        terminate.terminate_processes(left)
+
+
+def backoff(number: int) -> float:
+    """Return the seconds before restart ``number`` (from 1) of an engine; the first one is immediate."""
+    return min(LONGEST_BACKOFF, BACKOFF_SECONDS * 2.0 ** (number - 2)) if number > 1 else 0.0
+
+
+def total(job: str) -> int:
+    """Return how often the engines of Ray job ``job`` were restarted, all together."""
+    return sum(int(record["restarts"]) for record in gcs_kv.list_records(_key(job)))
+
+
+def needs_weights() -> bool:
+    """Report whether this process replaces a lost engine and has not received the trainer's weights."""
+    return bool(_pending)
+
+
+def weights_received() -> None:
+    """Record that this process has the trainer's weights, and answers prompts again."""
+    if not _pending:
+        return
+    restart = _pending.pop()
+    seconds = time.monotonic() - restart.begun
+    events.emit("engine restored", engine=restart.engine, restarts=restart.number, seconds=seconds)
+    report.set_metric("rlhf_stack_engine_restart_seconds", seconds, str(restart.engine))
+    run_log.info(f"engine {restart.engine} has the trainer's weights {seconds:.0f} s after its restart")
+
+
+def end_process(reason: str) -> None:
+    """End this process at once, so that Ray restarts it."""
+    run_log.warning(f"the engine's actor ends to be restarted: {reason}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _key(job: str) -> str:
+    return f"restarts/{job}/"
