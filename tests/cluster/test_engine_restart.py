@@ -68,4 +68,3 @@ def test_without_restarts_the_error_names_the_killed_engine(train):
     assert run.code != 0
     assert "PeerError: engine 0 on node " in run.log
     assert run.of("engine restart") == []
-    assert run.left_over == []
