@@ -21,14 +21,17 @@ from rlhf_stack.sync.verify import synced_parameters, verify_sync
 from rlhf_stack.telemetry import events, run_log, throughput
 
 GIGA = 1e9
-METRICS = {
+SYNC_METRICS = {
     "rlhf_stack_sync_seconds": ("Seconds of the last weight sync.", "backend"),
     "rlhf_stack_sync_bytes": ("Bytes of the trainer's weights in the last sync.", "backend"),
     "rlhf_stack_sync_gigabytes_per_second": ("Bytes by seconds of the last weight sync, in GB/s.", "backend"),
-    "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
-    "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last restart to its weights.", "engine"),
     "rlhf_stack_engine_tokens_per_second": ("Tokens/s of an engine since the sync before.", "engine"),
 }
+RESTART_METRICS = {
+    "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
+    "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last restart to its weights.", "engine"),
+}
+METRICS = {**SYNC_METRICS, **RESTART_METRICS}
 
 Answers = Sequence[Mapping[str, Any]]
 

@@ -110,6 +110,15 @@ def test_a_restarted_engine_lacks_weights_until_it_has_received_them(
     assert records["restarts/job/1"] == {"engine": 1, "restarts": 2}
 
 
+def test_a_restart_sets_the_metrics_of_restarts(records: dict[str, dict[str, Any]]) -> None:
+    restarted.begin("job", 1)
+    restarted.weights_received()
+    del records
+    calls = [call.args for call in report.set_metric.call_args_list]  # type: ignore[attr-defined]
+    assert {(name, tag) for name, _, tag in calls} == {(name, "1") for name in report.RESTART_METRICS}
+    assert calls[0] == ("rlhf_stack_engine_restarts", 1, "1")
+
+
 def test_prompts_go_to_engines_that_have_the_weights(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     del ray
     monkeypatch.delenv(env_vars.REPEATABLE, raising=False)

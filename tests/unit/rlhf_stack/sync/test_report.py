@@ -47,7 +47,7 @@ def test_a_sync_is_a_log_line_with_its_slowest_worker(
         "rlhf_stack: weight sync 3 over gloo: 1000.0 MB in 0.50 s, 2.00 GB/s; "
         "slowest rank 3 on 10.0.0.2, which loaded for 0.10 s"
     )
-    assert set(gauges) == set(report.METRICS)
+    assert set(gauges) == set(report.SYNC_METRICS)
     gauges["rlhf_stack_sync_seconds"].set.assert_called_once_with(0.5, tags={"backend": "gloo"})
     gauges["rlhf_stack_engine_tokens_per_second"].set.assert_called_with(3000.0, tags={"engine": "1"})
 
