@@ -33,7 +33,8 @@ case "$*" in
         sleep 60 > /dev/null 2>&1 & echo "$node: ready" >> "$LOG"; wait ;;
     *rlhf_stack.cluster.readiness*)
         timeout 30 bash -c 'until [ "$(grep -c ready "$LOG")" = 2 ]; do sleep 0.1; done' ;;
-    *"rlhf-stack submit"*) exit "${CODE:-7}" ;;
+    *"rlhf-stack submit"*) [ -z "${PREEMPTED:-}" ] || { kill -TERM $PPID; exec sleep 30; }
+        exit "${CODE:-7}" ;;
 esac
 """,
 }
@@ -130,6 +131,10 @@ def test_the_job_of_kuberay_reads_and_writes_on_its_claim() -> None:
     assert {word.split("/")[1] for word in words if word.startswith("/")} == {"data"}
     cluster = kuberay("rayjob.yaml")
     (workers,) = cluster["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    known(shlex.join(hook))
+    assert int(hook[-1]) < pod["terminationGracePeriodSeconds"]
     for template in (cluster["headGroupSpec"]["template"], workers["template"]):
         (container,) = template["spec"]["containers"]
         assert container["envFrom"] == [{"secretRef": {"name": "rlhf"}}]
@@ -194,6 +199,25 @@ def test_the_slurm_script_removes_its_folder_after_a_run_that_succeeded(slurm: d
     assert "rm -rf /tmp/ray-42" in last, "the nodes have ended before"
 
 
+def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted(slurm: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", SLURM, "python", "-m", "x"],
+        env=slurm | {"PREEMPTED": "1"},
+        timeout=60,
+        check=False,
+        capture_output=True,
+    )
+    assert done.returncode == 143, done.stderr
+    log = Path(slurm["LOG"]).read_text().splitlines()
+    (saved,) = [line for line in log if "rlhf-stack checkpoint" in line]
+    command = saved.partition("in image ")[2].partition(" token=")[0]
+    known(command)
+    assert sorted(line for line in log[log.index(saved) :] if line.endswith("ended")) == [
+        "one: ended",
+        "two: ended",
+    ]
+
+
 def test_the_slurm_script_requests_gpus_and_a_time_limit() -> None:
     options = {
         line.split()[1].partition("=")[0]: line.partition("=")[2]
@@ -202,6 +226,9 @@ def test_the_slurm_script_requests_gpus_and_a_time_limit() -> None:
     }
     assert options["--gres"].startswith("gpu:")
     assert options["--time"]
+    notice = int(options["--signal"].removeprefix("B:TERM@"))
+    within = int(SLURM.read_text().partition("checkpoint --within ")[2].split()[0])
+    assert within < notice
 
 
 def test_the_slurm_script_asks_for_a_run(slurm: dict[str, str]) -> None:

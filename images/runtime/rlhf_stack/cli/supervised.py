@@ -10,11 +10,13 @@ from types import FrameType
 from typing import Any
 
 from rlhf_stack import known_bad
+from rlhf_stack.cluster.connect import connected
 from rlhf_stack.diagnostics.doctor.checks import environment_of
 from rlhf_stack.diagnostics.doctor.collect import collect_facts
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import ERROR
 from rlhf_stack.recovery import job as jobs
+from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.job import Ended
@@ -22,6 +24,7 @@ from rlhf_stack.recovery.ray_cluster import RayCluster
 from rlhf_stack.recovery.supervisor import Limits, State, Supervisor, read_state
 
 TERMINATED = 128 + signal.SIGTERM
+STOP_SECONDS = 3.0  # of the grace time, for stopping the job
 
 
 class Supervision:
@@ -36,7 +39,7 @@ class Supervision:
         assess: Callable[[Sequence[str]], list[str]],
         environment: Callable[[], dict[str, Any]],
     ) -> None:
-        self._server, self._limits = server, limits
+        self._server, self._address, self._limits = server, address, limits
         self._run, self._checkpoints = checkpoints_of(words)
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
         self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes)
@@ -45,7 +48,7 @@ class Supervision:
         self._state = read_state(kept) if kept else State(list(words), began)
         if self.follows_a_job:
             print(f"rlhf-stack: this run is job {self._state.job}: following it", file=sys.stderr)
-        if not self._checkpoints.every:
+        if limits.restarts and not self._checkpoints.every:
             print(
                 "rlhf-stack: the run saves no checkpoints, so each restart repeats all of it: "
                 f"set {'--save_steps' if self._run.flat else '--ckpt.save_steps'}",
@@ -63,19 +66,58 @@ class Supervision:
         return self._state.attempts
 
     def run(self, write: Callable[[str], None]) -> Ended:
-        """Supervise the run; its jobs' output goes to ``write``. Ctrl-C and SIGTERM stop its job."""
+        """Supervise the run; its jobs' output goes to ``write``.
+
+        Ctrl-C and SIGTERM stop its job, after a checkpoint if the limits have a grace time.
+        """
         supervisor = Supervisor(self._cluster, self._run, self._checkpoints, self._limits, self._state, write)
         try:
             with _terminated_as_exception():
                 return supervisor.supervise()
         except (KeyboardInterrupt, SystemExit):
             if self._state.job:
-                print(f"rlhf-stack: stopping job {self._state.job}", file=sys.stderr, flush=True)
-                jobs.stop(self._server, self._state.job)
+                self._stop(self._state.job)
             raise
         finally:
             self._forget()
             _show(self.attempts)
+
+    def _stop(self, job: str) -> None:
+        """Stop ``job``; within the grace time, after a checkpoint."""
+        if self._limits.grace:
+            _log(f"a checkpoint is requested, within {self._limits.grace:.0f} s")
+            try:
+                self._save(job, self._limits.grace - STOP_SECONDS)
+            except (UserError, OSError, RuntimeError) as error:
+                _log(f"no checkpoint was saved: {error}")
+        _log(f"stopping job {job}")
+        jobs.stop(self._server, job)
+        if self._limits.grace:
+            self._select()
+
+    def _save(self, job: str, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        known = jobs.ray_job(self._server, job)
+        with connected(self._address):
+            replies = preemption.request(end - time.monotonic(), known) if known else []
+        for line in preemption.describe(replies):
+            _log(line)
+        if not replies:
+            _log(
+                "the run does not confirm the request: no step has ended, or its release saves no "
+                "checkpoint on request"
+            )
+
+    def _select(self) -> None:
+        """Let the run load the last complete checkpoint, also if it was stopped while it saved another."""
+        saved = max(self._checkpoints.complete_steps(self._state.began), default=0)
+        if not saved:
+            _log("the run has no complete checkpoint")
+            return
+        for path in self._checkpoints.select(saved, self._state.began):
+            _log(f"an incomplete checkpoint was set aside: {path}")
+        flag = self._checkpoints.load_flag
+        _log(f"the same command with {flag} continues from the checkpoint of step {saved}")
 
     def _forget(self) -> None:
         try:
@@ -105,6 +147,10 @@ def _terminated_as_exception() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _log(text: str) -> None:
+    print(f"rlhf-stack: {text}", file=sys.stderr, flush=True)
 
 
 def _show(attempts: Sequence[Attempt]) -> None:

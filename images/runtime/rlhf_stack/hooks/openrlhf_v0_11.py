@@ -40,6 +40,7 @@ from rlhf_stack.openrlhf.run_groups import (
     wait_for_role_group,
 )
 from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
+from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, uses_models
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import requested_backend as requested_sync_backend
 from rlhf_stack.sync import send as send_weights
@@ -57,6 +58,7 @@ __all__ = [
     "assign_prompts",
     "attention_implementation",
     "begin_engine_startup",
+    "begins_step",
     "claim_engine_group",
     "claim_role_group",
     "create_weight_group",
@@ -65,6 +67,7 @@ __all__ = [
     "default_sync_backend",
     "device_type",
     "driver_cpus",
+    "ends_step",
     "engine_bundles",
     "export_physical_gpu_id",
     "form_group_again",
@@ -95,6 +98,7 @@ __all__ = [
     "track_collectives",
     "translate_actor_errors",
     "use_to_send_weights",
+    "uses_models",
     "wait_for_answer",
     "wait_for_engine_results",
     "wait_for_engine_startup",

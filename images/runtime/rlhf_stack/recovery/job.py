@@ -66,6 +66,13 @@ def follow(address: str, job: str, write: Callable[[str], None]) -> Ended:
     return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
 
 
+def ray_job(address: str, job: str) -> str:
+    """Return the id that Ray's processes know ``job`` by; empty if its driver has not connected to Ray."""
+    from ray.job_submission import JobSubmissionClient
+
+    return str(JobSubmissionClient(address).get_job_info(job).job_id or "")
+
+
 def stop(address: str, job: str) -> None:
     """Stop ``job``; return when it has ended or after `STOP_SECONDS`."""
     from ray.job_submission import JobSubmissionClient

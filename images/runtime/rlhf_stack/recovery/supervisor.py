@@ -58,11 +58,15 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """At most ``restarts``; each waits up to ``seconds`` for nodes, then uses ``min_nodes`` or more."""
+    """At most ``restarts``; each waits up to ``seconds`` for nodes, then uses ``min_nodes`` or more.
+
+    A run that is to be stopped has ``grace`` seconds to save a checkpoint; 0: it is stopped at once.
+    """
 
     restarts: int
     min_nodes: int | None = None
     seconds: float = 600.0
+    grace: float = 0.0
 
 
 @dataclass
@@ -123,7 +127,8 @@ class Supervisor:
             if ended.status == SUCCEEDED:
                 return ended
             if reason := why_not_again(state.attempts, self._limits.restarts):
-                run_log.warning(f"not submitted again: {reason}")
+                if self._limits.restarts:
+                    run_log.warning(f"not submitted again: {reason}")
                 if lost_head:
                     raise lost_head
                 return ended

@@ -392,7 +392,8 @@ NUMERIC = {  # options of each command, with what makes the rest of its command 
         ["--head", "--dry-run"],
     ),
     "check-network": (["--size", "--floor", "--timeout"], []),
-    "submit": (["--gpu-memory"], []),
+    "submit": (["--gpu-memory", "--grace"], []),
+    "checkpoint": (["--within"], []),
     "doctor": (["--timeout"], ["--local"]),
     "reap": (["--older-than"], []),
 }

@@ -22,6 +22,7 @@ from rlhf_stack.diagnostics.monitor import state
 from rlhf_stack.diagnostics.network_check import model
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import Finding
+from rlhf_stack.recovery.preemption import Answer
 
 RUNTIME = Path(commands.__file__).parents[3]
 HEAVY = ("torch", "ray", "vllm", "transformers", "rich")
@@ -61,6 +62,7 @@ def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.Capt
         ("top", (state.RunState, state.EngineState, state.GpuMemory, state.PendingGroup)),
         ("doctor", (Finding,)),
         ("reap", (reap.StaleResource,)),
+        ("checkpoint", (Answer,)),
         ("patches", (PatchStatus,)),
     ],
 )
@@ -126,6 +128,9 @@ WRONG_USAGE = [
     ("check-network", "--backend mpi", "invalid choice: 'mpi'"),
     ("submit", "", "no command line of a run"),
     ("submit", "--env NOT_SET -- ls", "NOT_SET is not set in this shell"),
+    ("submit", "--grace 5 -- ls", "5: expected 10 seconds or more"),
+    ("checkpoint", "--within 0", "'0': expected a number greater than 0"),
+    ("checkpoint", "now", "unrecognized arguments: now"),
     ("tune", "--nodes 0", "'0': expected a whole number"),
     ("tune", "--nodes 2 -- ls", "'ls' does not start a run"),
     ("top", "--events /nowhere", "/nowhere: no such directory"),

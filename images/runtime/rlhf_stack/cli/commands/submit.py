@@ -23,6 +23,13 @@ is killed the job continues; the same command follows it again, unless the head 
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
+With --grace SECONDS, for a machine that is taken away, Ctrl-C and SIGTERM make OpenRLHF 0.11.2 save a
+checkpoint of the last step first, if it is complete within that time, also while engines generate; then they
+stop the job. The same command with the flag that loads a checkpoint continues. `rlhf-stack checkpoint` asks
+for a checkpoint from elsewhere.
+
+  rlhf-stack submit --grace 60 -- python -m openrlhf.cli.train_ppo_ray ... --ckpt.load_enable
+
 Exit codes of submit itself: 120 the run does not fit and was not submitted (--force submits it anyway), 121
 wrong usage, or the job could not be submitted, 122 the connection to the running job was lost. --json prints
 rlhf-stack/submit/1 when the job has ended, with the job's output on stderr: `submitted`, `job`, `status`,
@@ -50,6 +57,7 @@ from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.supervisor import Limits
 
 REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, as `jobs.LOST`
+LEAST_GRACE = 10.0  # seconds
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, "RLHF_STACK_TOLD")  # set by the image on every machine
@@ -97,9 +105,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"time limit of each wait for lost nodes ({Limits.seconds:.0f})",
     )
+    parser.add_argument(
+        "--grace",
+        type=grace_time,
+        default=0.0,
+        metavar="SECONDS",
+        help=f"on Ctrl-C and SIGTERM, save a checkpoint within this time first, {LEAST_GRACE:.0f} or more",
+    )
     parser.add_argument("--force", action="store_true", help="submit a run that does not fit")
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/submit/1 (see above)")
     run_options.add_run_options(parser)
+
+
+def grace_time(text: str) -> float:
+    """A time in seconds that is long enough to reach the trainer and to stop the job."""
+    if (found := seconds(text)) < LEAST_GRACE:
+        raise argparse.ArgumentTypeError(f"{text}: expected {LEAST_GRACE:.0f} seconds or more")
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} has no effect without --restarts")
     # Before anything starts: `UserError` for a variable without a value.
     _warn_of_secrets(environment()["env_vars"], words)
-    supervision = _supervision(options, words, environment) if options.restarts else None
+    supervision = _supervision(options, words, environment) if options.restarts or options.grace else None
     problems = [] if supervision and supervision.follows_a_job else _problems(options, words)
     for problem in problems:
         print(f"rlhf-stack: {problem}", file=sys.stderr)
@@ -148,7 +170,7 @@ def _supervision(
     def assess(changed: Sequence[str]) -> list[str]:
         return _problems(argparse.Namespace(**(vars(options) | {"command_line": list(changed)})), changed)
 
-    limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds)
+    limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds, options.grace)
     return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
 
 

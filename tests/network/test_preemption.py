@@ -1,0 +1,93 @@
+"""A run that is preempted: it saves a checkpoint in time, and continues from it without a lost step."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import docker
+import pytest
+from rlhf_stack.telemetry import events
+
+from scripts.matrix.load import Cell
+from scripts.testing import demo
+from scripts.testing.cluster import Cluster
+from tests.faults.runs import CHECKPOINTS
+from tests.network.waiting import until
+
+STEPS = 6
+GRACE = 30
+SECONDS = 600  # for what takes a minute on a quiet machine
+EVENTS = "/events"
+LOADING = ("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "100", "--ckpt.load_enable")
+SUBMIT = f"echo $$ > {EVENTS}/pid; exec rlhf-stack submit --grace {GRACE} -- "
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder on the host with the events of both nodes."""
+    folder = tmp_path / "events"
+    folder.mkdir()
+    folder.chmod(0o777)  # the containers' user has another uid
+    return folder
+
+
+@pytest.fixture
+def cluster(
+    nothing_left: None, client: docker.DockerClient, cell: Cell, folder: Path, tmp_path: Path
+) -> Iterator[Cluster]:
+    """The demo's two nodes, which share the folders of events and checkpoints."""
+    del nothing_left
+    if not cell.versions["openrlhf"].startswith("0.11."):
+        pytest.skip("this release saves no checkpoint on request")
+    disk = tmp_path / "checkpoints"
+    disk.mkdir()
+    disk.chmod(0o777)
+    mounts = {str(disk): {"bind": CHECKPOINTS, "mode": "rw"}, str(folder): {"bind": EVENTS, "mode": "rw"}}
+    environment = demo.ENVIRONMENT | {"RLHF_STACK_EVENTS": EVENTS}
+    with Cluster(client, cell.tag, demo.NODES, environment, options={"volumes": mounts}) as running:
+        demo.prepare(running, STEPS, seed=0)
+        yield running
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the numbers of the steps that have ended, in their order."""
+    return [int(event["step"]) for event in events.read(folder) if event["event"] == "step"]
+
+
+@pytest.mark.timeout(SECONDS * 2 + 300)
+def test_a_preempted_run_saves_in_time_and_loses_no_step(cluster: Cluster, folder: Path) -> None:
+    """`checkpoint` saves while the run goes on; SIGTERM to `submit` saves later; the next run continues."""
+    command = [*demo.command(cluster, "separate", STEPS, seed=0), *LOADING]
+    shell = ["sh", "-c", SUBMIT + " ".join(f"'{word}'" for word in command)]
+    printed: list[str] = []
+
+    def submit() -> int:
+        return cluster.follow(shell, printed.append, timeout=SECONDS)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(submit)
+        until(lambda: first.done() or bool(steps(folder)), "the first step")
+        assert not first.done(), printed[-20:]
+        (on_request,) = json.loads(cluster.output(cluster.head, ["rlhf-stack", "checkpoint", "--json"]))[
+            "runs"
+        ]
+        assert on_request["saved"], on_request
+        until(lambda: first.done() or max(steps(folder)) > on_request["step"], "a step after it")
+        assert not first.done(), printed[-20:]
+        terminated = time.monotonic()
+        cluster.output(cluster.head, ["sh", "-c", f"kill -TERM $(cat {EVENTS}/pid)"])
+        assert first.result() == 143, printed[-20:]
+    assert time.monotonic() - terminated < GRACE
+    before = steps(folder)
+    assert before == list(range(1, len(before) + 1))
+    said = f"continues from the checkpoint of step {before[-1]}"
+    assert any(said in line for line in printed), (before, printed[-20:])
+    assert len(before) < STEPS, "the run had ended before it was preempted"
+    assert submit() == 0, printed[-20:]
+    assert steps(folder) == list(range(1, STEPS + 1))
+    assert [event["step"] for event in events.read(folder) if event["event"] == "preemption"] == [
+        on_request["step"],
+        before[-1],
+    ]
