@@ -82,8 +82,8 @@ def test_a_preempted_run_saves_in_time_and_loses_no_step(cluster: Cluster, folde
     assert time.monotonic() - terminated < GRACE
     before = steps(folder)
     assert before == list(range(1, len(before) + 1))
-    said = f"continues from the checkpoint of step {before[-1]}"
-    assert any(said in line for line in printed), (before, printed[-20:])
+    said = [line for line in printed if line.startswith("rlhf-stack:")]
+    assert any(line.endswith(f"from the checkpoint of step {before[-1]}") for line in said), (before, said)
     assert len(before) < STEPS, "the run had ended before it was preempted"
     assert submit() == 0, printed[-20:]
     assert steps(folder) == list(range(1, STEPS + 1))

@@ -99,7 +99,7 @@ class Supervision:
         end = time.monotonic() + seconds
         known = jobs.ray_job(self._server, job)
         with connected(self._address):
-            replies = preemption.request(end - time.monotonic(), known) if known else []
+            replies = preemption.request(end - time.monotonic(), known, False) if known else []
         for line in preemption.describe(replies):
             _log(line)
         if not replies:

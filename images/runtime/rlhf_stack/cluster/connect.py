@@ -1,9 +1,12 @@
 """Connections of commands to a running Ray cluster."""
 
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.host import wait_for_port
@@ -40,11 +43,22 @@ def summarize_ray_error(error: Exception) -> str:
 
 @contextmanager
 def connected(address: str = "auto") -> Iterator[None]:
-    """Connect to the cluster at ``address`` for the duration of the context; see `connect`."""
+    """Connect to the cluster at ``address`` for the duration of the context; see `connect`.
+
+    This process keeps its own handler of SIGTERM, which Ray replaces.
+    """
     import ray
 
+    handler = signal.getsignal(signal.SIGTERM)
     connect(address)
+    _handle_sigterm(handler)
     try:
         yield
     finally:
         ray.shutdown()
+        _handle_sigterm(handler)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

@@ -139,11 +139,17 @@ def _watch(trainer: Any) -> None:
 
 
 def _serve(trainer: Any, job: str, handled: set[str]) -> None:
-    from ray.exceptions import RayError
+    import ray
 
-    while True:
+    lost = (
+        ray.exceptions.RayError,
+        OSError,
+        RuntimeError,
+        LookupError,
+    )  # the GCS; the run then ends by itself
+    while ray.is_initialized():
         time.sleep(POLL_SECONDS)
-        with contextlib.suppress(RayError, OSError, RuntimeError):  # without the GCS the run ends by itself
+        with contextlib.suppress(*lost):
             for asked in preemption.open_requests(job):
                 if asked.id not in handled:
                     handled.add(asked.id)

@@ -40,10 +40,11 @@ class Answer:
     problem: str = ""
 
 
-def request(seconds: float, job: str = "") -> list[Answer]:
+def request(seconds: float, job: str = "", may_continue: bool = True) -> list[Answer]:
     """Ask for a checkpoint; return the answers when all are there, or after ``seconds``.
 
-    Returns no answer if no run confirms the request within `CONFIRM_SECONDS`. Requires a connection to Ray.
+    A run that saved it begins its next step then if it ``may_continue``, otherwise after ``seconds``. Returns
+    no answer if no run confirms the request within `CONFIRM_SECONDS`. Requires a connection to Ray.
     """
     begun = time.monotonic()
     asked = Request(uuid.uuid4().hex, job, seconds)
@@ -51,7 +52,8 @@ def request(seconds: float, job: str = "") -> list[Answer]:
     try:
         return _wait_for_answers(asked, begun)
     finally:
-        gcs_kv.put_record(REQUESTS + asked.id, {})
+        if may_continue:
+            gcs_kv.put_record(REQUESTS + asked.id, {})
 
 
 def open_requests(job: str) -> list[Request]:

@@ -234,6 +234,8 @@ def test_a_request_returns_the_last_answer_of_its_job(
     (found,) = preemption.request(30.0, "01")
     assert preemption.describe([found]) == ["the checkpoint of step 3 was saved in 2 s"]
     assert preemption.open_requests("01") == []
+    preemption.request(30.0, "01", may_continue=False)
+    assert len(preemption.open_requests("01")) == 1
 
 
 def test_a_run_that_does_not_confirm_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +316,8 @@ def test_a_run_that_is_terminated_saves_within_the_grace_time_and_is_stopped(
 ) -> None:
     asked: list[tuple[float, str]] = []
 
-    def request(seconds: float, known: str) -> list[Answer]:
+    def request(seconds: float, known: str, may_continue: bool) -> list[Answer]:
+        assert not may_continue
         asked.append((seconds, known))
         return [Answer(known, done=True, saved=True, step=4, seconds=2.0)]
 
