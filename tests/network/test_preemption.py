@@ -1,5 +1,6 @@
-"""A run that is preempted: it saves a checkpoint in time, and continues from it without a lost step."""
+"""A run that is preempted: it saves a checkpoint in time, continues from it, and is the undisturbed run."""
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -20,30 +21,36 @@ STEPS = 6
 GRACE = 30
 SECONDS = 600  # for what takes a minute on a quiet machine
 EVENTS = "/events"
-LOADING = ("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "100", "--ckpt.load_enable")
 SUBMIT = f"echo $$ > {EVENTS}/pid; exec rlhf-stack submit --grace {GRACE} -- "
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The folder on the host with the events of both nodes."""
-    folder = tmp_path / "events"
+    return shared(tmp_path / "events")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """The folder on the host with the checkpoints and the trained models."""
+    return shared(tmp_path / "checkpoints")
+
+
+def shared(folder: Path) -> Path:
+    """Make a folder into which the containers' user, which has another uid, can write."""
     folder.mkdir()
-    folder.chmod(0o777)  # the containers' user has another uid
+    folder.chmod(0o777)
     return folder
 
 
 @pytest.fixture
 def cluster(
-    nothing_left: None, client: docker.DockerClient, cell: Cell, folder: Path, tmp_path: Path
+    nothing_left: None, client: docker.DockerClient, cell: Cell, folder: Path, disk: Path
 ) -> Iterator[Cluster]:
     """The demo's two nodes, which share the folders of events and checkpoints."""
     del nothing_left
     if not cell.versions["openrlhf"].startswith("0.11."):
         pytest.skip("this release saves no checkpoint on request")
-    disk = tmp_path / "checkpoints"
-    disk.mkdir()
-    disk.chmod(0o777)
     mounts = {str(disk): {"bind": CHECKPOINTS, "mode": "rw"}, str(folder): {"bind": EVENTS, "mode": "rw"}}
     environment = demo.ENVIRONMENT | {"RLHF_STACK_EVENTS": EVENTS}
     with Cluster(client, cell.tag, demo.NODES, environment, options={"volumes": mounts}) as running:
@@ -56,18 +63,37 @@ def steps(folder: Path) -> list[int]:
     return [int(event["step"]) for event in events.read(folder) if event["event"] == "step"]
 
 
-@pytest.mark.timeout(SECONDS * 2 + 300)
-def test_a_preempted_run_saves_in_time_and_loses_no_step(cluster: Cluster, folder: Path) -> None:
-    """`checkpoint` saves while the run goes on; SIGTERM to `submit` saves later; the next run continues."""
-    command = [*demo.command(cluster, "separate", STEPS, seed=0), *LOADING]
-    shell = ["sh", "-c", SUBMIT + " ".join(f"'{word}'" for word in command)]
+def rewards(folder: Path) -> list[float]:
+    """Return the reward of each step, in their order."""
+    return [event["reward"] for event in events.read(folder) if event["event"] == "step"]
+
+
+def weights(trained: Path) -> dict[str, str]:
+    """Return the digest of each file of a trained model's weights."""
+    found = {path.name: hashlib.sha256(path.read_bytes()) for path in trained.glob("*.safetensors")}
+    assert found, f"no weights in {trained}"
+    return {name: digest.hexdigest() for name, digest in found.items()}
+
+
+@pytest.mark.timeout(SECONDS * 3 + 300)
+def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
+    cluster: Cluster, folder: Path, disk: Path
+) -> None:
+    """`checkpoint` saves while the run goes on; SIGTERM to `submit` saves later; the next run continues.
+
+    Its steps have the rewards of a run that nobody disturbed, and its last weights are those, bit for bit.
+    """
+    training = demo.command(cluster, "separate", STEPS, seed=0)
     printed: list[str] = []
 
-    def submit() -> int:
+    def submit(name: str) -> int:
+        saved = ["--ckpt.path", f"{CHECKPOINTS}/{name}", "--ckpt.save_steps", "100", "--ckpt.load_enable"]
+        words = [*training, *saved, "--ckpt.output_dir", f"{CHECKPOINTS}/{name}/trained"]
+        shell = ["sh", "-c", SUBMIT + " ".join(f"'{word}'" for word in words)]
         return cluster.follow(shell, printed.append, timeout=SECONDS)
 
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(submit)
+        first = pool.submit(submit, "preempted")
         until(lambda: first.done() or bool(steps(folder)), "the first step")
         assert not first.done(), printed[-20:]
         (on_request,) = json.loads(cluster.output(cluster.head, ["rlhf-stack", "checkpoint", "--json"]))[
@@ -85,9 +111,13 @@ def test_a_preempted_run_saves_in_time_and_loses_no_step(cluster: Cluster, folde
     said = [line for line in printed if line.startswith("rlhf-stack:")]
     assert any(line.endswith(f"from the checkpoint of step {before[-1]}") for line in said), (before, said)
     assert len(before) < STEPS, "the run had ended before it was preempted"
-    assert submit() == 0, printed[-20:]
+    assert submit("preempted") == 0, printed[-20:]
     assert steps(folder) == list(range(1, STEPS + 1))
     assert [event["step"] for event in events.read(folder) if event["event"] == "preemption"] == [
         on_request["step"],
         before[-1],
     ]
+    assert submit("undisturbed") == 0, printed[-20:]
+    both = rewards(folder)
+    assert both[:STEPS] == both[STEPS:]
+    assert weights(disk / "preempted" / "trained") == weights(disk / "undisturbed" / "trained")

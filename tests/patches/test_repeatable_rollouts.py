@@ -70,6 +70,45 @@ assert seeds() == first, "another run with the same seed has other request seeds
 print("each request has its own seed, the same in the next run")
 """
 
+TRAINING = """
+import torch
+
+os.environ["RLHF_STACK_REPEATABLE"] = "1"
+from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+from openrlhf.trainer.ray import ppo_actor, ppo_critic
+
+
+def some(**given):
+    return types.SimpleNamespace(**given)
+
+
+def loader(buffer, **_):
+    raise StopIteration(torch.initial_seed())
+
+
+def seed_of(module, trainer, *arguments):
+    found = set()
+    for before in (1, 2):
+        torch.manual_seed(before)
+        buffer = some(items=[some(sequences=torch.tensor([5]))], sample_batch_size=1, collate_fn=None)
+        args = some(train=some(dynamic_batch_enable=False), ds=some(tensor_parallel_size=1))
+        rank = some(
+            replay_buffer=buffer, args=args, strategy=some(ring_attn_group=None), dataloader_pin_memory=False
+        )
+        module.DataLoader = loader
+        try:
+            trainer.ppo_train(rank, *arguments)
+        except StopIteration as stopped:
+            found.add(stopped.value)
+    return found
+
+
+actor = seed_of(ppo_actor, ppo_actor.ActorPPOTrainer, 0.0)
+critic = seed_of(ppo_critic, ppo_critic.CriticPPOTrainer)
+assert len(actor) == len(critic) == 1, f"the order of training follows from earlier draws: {actor} {critic}"
+print("equal samples are trained in the same order, whatever was drawn before")
+"""
+
 BATCH = """
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
 from vllm import SamplingParams
@@ -136,6 +175,11 @@ def test_each_request_of_a_batch_has_its_own_seed(proves):
 @pytest.mark.patch("openrlhf/0.5.1/0009-make-rollouts-repeatable")
 def test_a_critic_trains_in_a_repeatable_order(proves):
     proves(CRITIC, r"the critic trains in the order of arrival")
+
+
+@pytest.mark.patch("openrlhf/0.11.2/0009-make-rollouts-repeatable")
+def test_the_order_of_training_is_repeatable(proves):
+    proves(TRAINING, r"the order of training follows from earlier draws")
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0009-make-rollouts-repeatable")

@@ -1,35 +1,68 @@
-"""Reproducible rollouts for a seed, on request (RLHF_STACK_REPEATABLE=1).
+"""Reproducible runs for a seed, on request (RLHF_STACK_REPEATABLE=1).
 
 Upstream shuffles prompts with an unseeded generator. Its engines sample all requests from one generator, so
 samples depend on when each request arrives, and the trainer takes answers in the order of completion. Here
 the shuffle is seeded, each request has its own generator, and answers are taken in the order of their
 prompts. This costs throughput: vLLM samples requests that have their own generator one by one.
+
+A checkpoint of OpenRLHF has no state of a generator. So that a run that was continued or that lost an engine
+is the same run, the seed of a request follows from the step and the prompt and not from its engine, and the
+order in which a rank trains its samples follows from these samples.
 """
 
+import copy
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_stack.config import env_vars
 
 WAIT_SECONDS = 10.0
 SEED_BYTES = 4
+BASE = "rlhf_stack_seed"  # in the extra arguments of vLLM's sampling parameters
+
+
+class Rollout:
+    """Seeds for the prompts of the trainer's process, derived from the run's seed and the step before."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self._step = 0
+        self._counts: Counter[str] = Counter()
+
+    def ended(self, step: int) -> None:
+        """Note that ``step`` is the last step that has ended; the counts of its prompts are dropped."""
+        self._step = step
+        self._counts.clear()
+
+    def next(self, prompt: str) -> int:
+        """Return the seed of the next request with ``prompt`` (its text) in this step."""
+        self._counts[prompt] += 1
+        return _seed(f"{self.seed} {self._step} {self._counts[prompt]} {prompt}".encode())
+
+
+rollout = Rollout()
 
 
 class RequestSeeds:
-    """Seeds for the requests to one engine, derived from the engine's seed, the prompt and its repetition."""
+    """Seeds for the requests to one engine, derived from a base, the prompt and its repetition.
+
+    The base is that of the request, if the trainer gives one, otherwise the engine's ``seed``.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._counts: Counter[bytes] = Counter()
 
-    def next(self, tokens: Sequence[int]) -> int:
-        """Return the seed (32 bits) of the next request with the prompt ``tokens``."""
-        prompt = repr(list(tokens)).encode()
-        self._counts[prompt] += 1
-        text = b"%d %d %s" % (self._seed, self._counts[prompt], prompt)
-        return int.from_bytes(hashlib.sha256(text).digest()[:SEED_BYTES], "big")
+    def next(self, tokens: Sequence[int], base: int | None = None) -> int:
+        """Return the seed (32 bits) of the next request with the prompt ``tokens`` and the same base."""
+        origin = f"engine {self._seed}" if base is None else f"trainer {base}"
+        prompt = f"{origin} {list(tokens)}".encode()
+        key = hashlib.sha256(prompt).digest()
+        self._counts[key] += 1
+        return _seed(b"%d %s" % (self._counts[key], prompt))
 
 
 def seed_prompt_shuffle(seed: int) -> None:
@@ -37,7 +70,39 @@ def seed_prompt_shuffle(seed: int) -> None:
     if env_vars.flag(env_vars.REPEATABLE):
         import torch
 
+        rollout.seed = seed
         torch.manual_seed(seed)
+
+
+def continues_from(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Decorate the trainer's method that loads the states of a checkpoint: its step has ended."""
+
+    @functools.wraps(load)
+    def loaded(*arguments: Any, **options: Any) -> dict[str, Any]:
+        states = load(*arguments, **options)
+        rollout.ended(int(states["global_step"]))
+        return states
+
+    return loaded
+
+
+def seed_prompt(prompt: str, parameters: Any) -> Any:
+    """Return vLLM's ``SamplingParams`` with the base of the prompt's seeds, if runs must be repeatable."""
+    if not env_vars.flag(env_vars.REPEATABLE) or parameters.seed is not None:
+        return parameters
+    seeded = copy.copy(parameters)
+    seeded.extra_args = (parameters.extra_args or {}) | {BASE: rollout.next(prompt)}
+    return seeded
+
+
+def seed_training(replay_buffer: Any) -> None:
+    """Seed the order in which this rank trains the samples of ``replay_buffer``, from these samples."""
+    if not env_vars.flag(env_vars.REPEATABLE):
+        return
+    import torch
+
+    texts = [repr(item.sequences.tolist()).encode() for item in replay_buffer.items]
+    torch.manual_seed(_seed(b" ".join(texts)))
 
 
 def sort_experiences(items: list[Any]) -> None:
@@ -55,3 +120,7 @@ def wait_for_answer(pending: list[Any]) -> tuple[list[Any], list[Any]]:
         return list(ready), list(rest)
     ready, _ = ray.wait(pending[:1], timeout=WAIT_SECONDS)
     return list(ready), pending[len(ready) :]
+
+
+def _seed(text: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(text).digest()[:SEED_BYTES], "big")

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf_stack.compat.determinism import RequestSeeds
+from rlhf_stack.compat.determinism import BASE, RequestSeeds
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import restarted
 from rlhf_stack.engine.worker_extension import own_node
@@ -36,7 +36,8 @@ class AsyncEngineMixin(_EngineState):
         if env_vars.flag(env_vars.REPEATABLE) and parameters.seed is None:
             if not hasattr(self, "_request_seeds"):
                 self._request_seeds = RequestSeeds(self.kwargs["seed"])
-            parameters.seed = self._request_seeds.next(tokens)
+            base = (parameters.extra_args or {}).get(BASE)
+            parameters.seed = self._request_seeds.next(tokens, base)
         return parameters
 
     async def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.cluster import actor_registry
+from rlhf_stack.compat.determinism import seed_prompt
 from rlhf_stack.engine import request_balancer, restarts
 from rlhf_stack.telemetry import events, run_log
 
@@ -37,6 +38,7 @@ def request_answers(engines: Sequence[Any], engine: int, **arguments: Any) -> An
 
     ``arguments`` are those of upstream's ``RolloutRayActor.generate_responses``.
     """
+    arguments["sampling_params"] = seed_prompt(arguments["prompt"], arguments["sampling_params"])
     reference = engines[engine].generate_responses.remote(**arguments)
     _requests[reference] = Request(engines, engine, arguments, reference)
     return reference

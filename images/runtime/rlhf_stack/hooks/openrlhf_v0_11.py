@@ -19,7 +19,12 @@ from rlhf_stack.accelerator.devices import (
 from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_errors
 from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.deepspeed_ops import optimizer_config
-from rlhf_stack.compat.determinism import seed_prompt_shuffle, wait_for_answer
+from rlhf_stack.compat.determinism import (
+    continues_from,
+    seed_prompt_shuffle,
+    seed_training,
+    wait_for_answer,
+)
 from rlhf_stack.compat.varlen_attention import implementation as attention_implementation
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
@@ -61,6 +66,7 @@ __all__ = [
     "begins_step",
     "claim_engine_group",
     "claim_role_group",
+    "continues_from",
     "create_weight_group",
     "current_device",
     "current_stream",
@@ -89,6 +95,7 @@ __all__ = [
     "requested_sync_backend",
     "reserve_run",
     "seed_prompt_shuffle",
+    "seed_training",
     "send_weights",
     "set_device",
     "start_engine",

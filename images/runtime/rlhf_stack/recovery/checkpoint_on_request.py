@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from rlhf_stack.compat.determinism import rollout
 from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.preemption import Answer, Request
 from rlhf_stack.telemetry import events, run_log
@@ -84,6 +85,7 @@ def ends_step(method: Callable[..., None]) -> Callable[..., None]:
             if global_step % trainer.args.ckpt.save_steps == 0:
                 _progress.saved = global_step
             _progress.is_consistent = True
+            rollout.ended(global_step)
             _progress.changed.notify_all()
         _watch(trainer)
 

@@ -41,14 +41,16 @@ def engine() -> AsyncEngineMixin:
 def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are unchanged."""
     monkeypatch.delenv(env_vars.REPEATABLE, raising=False)
-    assert engine().request_parameters([1], types.SimpleNamespace(seed=None)).seed is None
+    assert engine().request_parameters([1], types.SimpleNamespace(seed=None, extra_args=None)).seed is None
 
 
 def test_seed_of_the_user_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent may sample with its own seed."""
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
     assert engine().request_parameters([1], types.SimpleNamespace(seed=5)).seed == 5
-    assert engine().request_parameters([1], types.SimpleNamespace(seed=None)).seed is not None
+    assert (
+        engine().request_parameters([1], types.SimpleNamespace(seed=None, extra_args=None)).seed is not None
+    )
 
 
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +72,90 @@ def test_answers_are_taken_in_the_order_of_their_prompts(monkeypatch: pytest.Mon
     assert determinism.wait_for_answer(["a", "b", "c"]) == (["a"], ["b", "c"])
     monkeypatch.setenv(env_vars.REPEATABLE, "0")
     assert determinism.wait_for_answer(["a", "b", "c"]) == (["c"], ["a", "b"])
+
+
+@given(PROMPTS)
+def test_seeds_of_the_trainer_do_not_depend_on_the_engine(prompts: list[list[int]]) -> None:
+    """Another engine, or the same one after a restart, samples a moved prompt in the same way."""
+    one, other = determinism.RequestSeeds(1), determinism.RequestSeeds(2)
+    for prompt in prompts:
+        one.next(prompt)
+    bases = list(enumerate(prompts))
+    assert [one.next(prompt, base) for base, prompt in bases] == [
+        other.next(prompt, base) for base, prompt in reversed(bases)
+    ][::-1]
+
+
+def test_an_engine_uses_the_seed_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.REPEATABLE, "1")
+    given = {determinism.BASE: 7}
+    seeds = [
+        engine().request_parameters([1], types.SimpleNamespace(seed=None, extra_args=extra)).seed
+        for extra in (given, given, None)
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch) -> determinism.Rollout:
+    monkeypatch.setenv(env_vars.REPEATABLE, "1")
+    made = determinism.Rollout()
+    monkeypatch.setattr(determinism, "rollout", made)
+    return made
+
+
+def bases(count: int) -> list[int]:
+    """The bases that the next ``count`` requests with one prompt have."""
+    parameters = types.SimpleNamespace(seed=None, extra_args={"own": 1})
+    seeded = [determinism.seed_prompt("a", parameters).extra_args for _ in range(count)]
+    assert parameters.extra_args == {"own": 1}, "the caller's parameters are unchanged"
+    assert all(extra["own"] == 1 for extra in seeded)
+    return [extra[determinism.BASE] for extra in seeded]
+
+
+def test_a_continued_run_has_the_seeds_of_the_undisturbed_one(rollout: determinism.Rollout) -> None:
+    undisturbed = []
+    for step in range(1, 4):
+        undisturbed.append(bases(2))
+        rollout.ended(step)
+    assert len({base for step in undisturbed for base in step}) == 6
+
+    @determinism.continues_from
+    def load() -> dict[str, int]:
+        return {"global_step": 2}
+
+    determinism.rollout = determinism.Rollout()
+    assert load() == {"global_step": 2}
+    assert bases(2) == undisturbed[2]
+    determinism.rollout.seed = 1
+    assert load() == {"global_step": 2}
+    assert bases(2) != undisturbed[2], "another run"
+
+
+def test_parameters_have_no_base_otherwise(
+    rollout: determinism.Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del rollout
+    own = types.SimpleNamespace(seed=5, extra_args=None)
+    assert determinism.seed_prompt("a", own) is own
+    monkeypatch.delenv(env_vars.REPEATABLE)
+    other = types.SimpleNamespace(seed=None, extra_args=None)
+    assert determinism.seed_prompt("a", other) is other
+
+
+def test_the_order_of_training_follows_from_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rank drew before, it trains equal samples in the same order."""
+    seeds: list[int] = []
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(manual_seed=seeds.append))
+
+    def buffer(*tokens: int) -> types.SimpleNamespace:
+        items = [types.SimpleNamespace(sequences=types.SimpleNamespace(tolist=lambda: list(tokens)))]
+        return types.SimpleNamespace(items=items)
+
+    monkeypatch.setenv(env_vars.REPEATABLE, "1")
+    for tokens in ((1, 2), (1, 2), (1, 3)):
+        determinism.seed_training(buffer(*tokens))
+    assert seeds[0] == seeds[1] != seeds[2]
+    monkeypatch.delenv(env_vars.REPEATABLE)
+    determinism.seed_training(buffer(1))
+    assert len(seeds) == 3
