@@ -13,8 +13,11 @@ from rlhf_stack.demo import tiny_model
 PUBLISHED = Path(__file__).with_name("published")
 HERE = Path(__file__).parent
 PPO = "openrlhf.cli.train_ppo_ray"
+REWARD_MODEL = "openrlhf.cli.train_rm"
 FOLDER = "{folder}"
 PROMPTS, SAMPLES, LENGTH, RESPONSE, STEPS = 4, 4, 96, 16, 2
+PAIRS = 52  # of a step of a reward model: it evaluates on 1 % of all pairs, of which it needs one
+FILTERED = 6  # times the prompts that dynamic filtering keeps
 ROLES = ("actor", "ref", "critic", "reward")
 # Removed: a key of a service that this machine cannot reach, a number of episodes, and what `plan` refuses.
 RING = ("--ds.ring_attn_size", "--ds.ring_attn_head_stride")
@@ -103,12 +106,13 @@ def small(command: Command) -> list[str]:
         changes["--rollout.n_samples_per_prompt"] = [str(samples)]
         changes["--train.batch_size"] = [str(PROMPTS * samples)]
         filtered = "--algo.dynamic_filtering_enable" in flags  # takes more prompts for a step
-        changes["--data.max_samples"] = [str(PROMPTS * STEPS * (3 if filtered else 1))]
+        changes["--data.max_samples"] = [str(PROMPTS * STEPS * (FILTERED if filtered else 1))]
         if "--train.colocate_all" not in flags or "--train.async_enable" in flags:
             changes["--vllm.sync_backend"] = ["gloo"]
     else:
-        changes["--train.batch_size"] = [str(PROMPTS)]
-        changes["--data.max_samples"] = [str(PROMPTS * STEPS)]
+        batch = PAIRS if command.module == REWARD_MODEL else PROMPTS
+        changes["--train.batch_size"] = [str(batch)]
+        changes["--data.max_samples"] = [str(batch * STEPS)]
     merged = {name: values for name, values in (flags | changes).items() if name not in REMOVED}
     return [word for name, values in merged.items() for word in (name, *values)]
 
@@ -142,7 +146,7 @@ def make_files(folder: Path, experts: bool = False) -> None:
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
     rows = []
-    for index, text in enumerate(tiny_model.prompts(seed=0, count=3 * STEPS * PROMPTS)):
+    for index, text in enumerate(tiny_model.prompts(seed=0, count=STEPS * max(PAIRS, FILTERED * PROMPTS))):
         asked = [{"role": "user", "content": text}]
         good, bad = ([*asked, {"role": "assistant", "content": answer}] for answer in ("42", "no number"))
         keys = {"context_messages": asked, "prompt": asked, "label": str(index)}

@@ -31,11 +31,16 @@ def dying(process):
         dying_engine.PROCESS: process,
         dying_engine.STEP: "2",
         env_vars.ENGINE_RESTARTS: "1",
+        env_vars.REPEATABLE: "1",
     }
 
 
+def learned(run):
+    return [[event[name] for name in ("reward", "policy_loss", "actor_grad_norm")] for event in run.of("step")]
+
+
 @SECTIONS
-@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.timeout(2 * SECONDS + 40)
 @pytest.mark.parametrize(
     ("process", "engines"),
     [("actor", 2), ("core", 1)],
@@ -57,6 +62,9 @@ def test_a_run_continues_when_an_engine_is_killed_while_it_generates(train, proc
     assert restored["seconds"] > 0
     assert 1 <= moved["prompts"] <= PROMPTS
     assert [event["rollout/num_samples"] for event in run.of("step")] == [PROMPTS * SAMPLES] * STEPS
+    repeatable = {env_vars.REPEATABLE: "1"}
+    undisturbed = train("separate", (1, engines), STEPS, SECONDS, *LAYOUT, *count, **repeatable)
+    assert learned(run) == learned(undisturbed), "the run is not the same"
 
 
 @SECTIONS
