@@ -101,7 +101,12 @@ SUITES: Mapping[str, Suite] = {
         place="host",
         folder="network",
         required_for=("cpu",),
-        skips=(OTHER_CELL, OTHER_RAY, "the matrix has no profile for this accelerator"),
+        skips=(
+            OTHER_CELL,
+            OTHER_RAY,
+            "the matrix has no profile for this accelerator",
+            "this release saves no checkpoint on request",
+        ),
         reads=("images/examples",),
     ),
     "registry": Suite(

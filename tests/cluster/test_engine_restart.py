@@ -36,7 +36,8 @@ def dying(process):
 
 
 def learned(run):
-    return [[event[name] for name in ("reward", "policy_loss", "actor_grad_norm")] for event in run.of("step")]
+    names = "reward", "policy_loss", "actor_grad_norm"
+    return [[event[name] for name in names] for event in run.of("step")]
 
 
 @SECTIONS

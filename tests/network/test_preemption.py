@@ -17,7 +17,7 @@ from scripts.testing.cluster import Cluster
 from tests.faults.runs import CHECKPOINTS
 from tests.network.waiting import until
 
-STEPS = 6
+STEPS = 4
 GRACE = 30
 SECONDS = 600  # for what takes a minute on a quiet machine
 EVENTS = "/events"
@@ -76,14 +76,15 @@ def weights(trained: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(SECONDS * 3 + 300)
+@pytest.mark.parametrize("layout", ["separate", "hybrid"])
 def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
-    cluster: Cluster, folder: Path, disk: Path
+    layout: str, cluster: Cluster, folder: Path, disk: Path
 ) -> None:
     """`checkpoint` saves while the run goes on; SIGTERM to `submit` saves later; the next run continues.
 
     Its steps have the rewards of a run that nobody disturbed, and its last weights are those, bit for bit.
     """
-    training = demo.command(cluster, "separate", STEPS, seed=0)
+    training = demo.command(cluster, layout, STEPS, seed=0)
     printed: list[str] = []
 
     def submit(name: str) -> int:
