@@ -45,7 +45,7 @@ from rlhf_stack.openrlhf.run_groups import (
     wait_for_role_group,
 )
 from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
-from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, uses_models
+from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import requested_backend as requested_sync_backend
 from rlhf_stack.sync import send as send_weights
@@ -103,6 +103,7 @@ __all__ = [
     "synchronize",
     "torch_device",
     "track_collectives",
+    "trains",
     "translate_actor_errors",
     "use_to_send_weights",
     "uses_models",

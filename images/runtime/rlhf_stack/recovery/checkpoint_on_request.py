@@ -28,20 +28,37 @@ Result = TypeVar("Result")
 class Progress:
     """The last step that ended, the last one that is ``saved``, and whether the models are those of the end.
 
-    ``longest`` is the duration in seconds of the longest end of a step, which includes its checkpoint.
-    ``changed`` is notified, and held by whoever uses the models.
+    Once the training ``has_ended``, the driver saves the models, and nobody else may use them. ``longest`` is
+    the duration in seconds of the longest end of a step, which includes its checkpoint. ``changed`` is
+    notified, and held by whoever uses the models.
     """
 
     step: int = 0
     saved: int = 0
     client_states: dict[str, Any] = field(default_factory=dict)
     is_consistent: bool = False
+    has_ended: bool = False
     longest: float = 0.0
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
 
 
 _progress = Progress()
 _watched: set[str] = set()  # the job of this process
+
+
+def trains(fit: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a trainer's ``fit``: no checkpoint is saved after it."""
+
+    @functools.wraps(fit)
+    def trained(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return fit(*arguments, **options)
+        finally:
+            with _progress.changed:
+                _progress.has_ended = True
+                _progress.changed.notify_all()
+
+    return trained
 
 
 def begins_step(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -104,10 +121,12 @@ def save(trainer: Any, asked: Request, job: str) -> Answer:
     if not _progress.changed.acquire(timeout=asked.seconds):
         return late
     try:
-        while not _progress.is_consistent:
+        while not _progress.is_consistent and not _progress.has_ended:
             left = end - _progress.longest - time.monotonic()
             if left <= 0 or not _progress.changed.wait(left):
                 return late
+        if _progress.has_ended:
+            return Answer(job, done=True, step=_progress.step, problem="the training has ended")
         if (left := end - time.monotonic()) < _progress.longest:
             problem = f"{left:.0f} s are left, and the longest checkpoint took {_progress.longest:.0f} s"
             return Answer(job, done=True, step=_progress.step, problem=problem)

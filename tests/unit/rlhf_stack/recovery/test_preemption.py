@@ -214,6 +214,20 @@ def test_a_checkpoint_that_took_longer_before_is_not_begun(trainer: Trainer) -> 
     assert trainer.saved == []
 
 
+def test_nothing_is_saved_after_the_training(trainer: Trainer) -> None:
+    """The driver saves the trained models then, by collectives of the same ranks."""
+
+    @checkpoint_on_request.trains
+    def fit() -> str:
+        trainer.save_logs_and_checkpoints(1, {}, {})
+        return "done"
+
+    assert fit() == "done"
+    reply = checkpoint_on_request.save(trainer, ASKED, "01")
+    assert (reply.done, reply.saved, reply.problem) == (True, False, "the training has ended")
+    assert trainer.saved == []
+
+
 def test_checkpoints_that_are_off_stay_off() -> None:
     trainer = Trainer(disable_ds=True)
     trainer.save_logs_and_checkpoints(1, {}, {})
