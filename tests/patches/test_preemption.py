@@ -5,10 +5,15 @@ import pytest
 REQUEST = """
 import ray
 
-from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+from ray import cloudpickle
+
+from openrlhf.trainer.ppo_trainer import BasePPOTrainer, PPOTrainer
+from openrlhf.trainer.ppo_trainer_async import TrainingActor
 from rlhf_stack.recovery import preemption
 
 own_ray(num_cpus=1)
+for actor_class in (PPOTrainer, TrainingActor):
+    cloudpickle.dumps(actor_class.__ray_metadata__.modified_class)  # as Ray sends it to the actor's process
 
 
 def some(**given):

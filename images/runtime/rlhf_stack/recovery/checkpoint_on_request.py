@@ -47,18 +47,25 @@ _watched: set[str] = set()  # the job of this process
 
 
 def trains(fit: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a trainer's ``fit``: no checkpoint is saved after it."""
+    """Decorate ``fit`` of a trainer's actor: no checkpoint is saved after it.
+
+    Ray pickles the actor's own methods with the globals that they use, so this one uses functions only.
+    """
 
     @functools.wraps(fit)
     def trained(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         try:
             return fit(*arguments, **options)
         finally:
-            with _progress.changed:
-                _progress.has_ended = True
-                _progress.changed.notify_all()
+            _end_training()
 
     return trained
+
+
+def _end_training() -> None:
+    with _progress.changed:
+        _progress.has_ended = True
+        _progress.changed.notify_all()
 
 
 def begins_step(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
