@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from rlhf_stack.known_bad.finding import ERROR, SEVERITIES, WARNING, Finding, by_severity
+from rlhf_stack.known_bad.finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, by_severity
 from rlhf_stack.known_bad.model import Row
 
 # Distributions that contain the modules of another.
@@ -19,9 +19,20 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)",
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)|(?:Error|Exception)$",
     re.MULTILINE,
 )
+# A line that only passes on the error of another process.
+PASSED_ON = re.compile(
+    r"RayTaskError|RayActorError|Actor(?:Died|Unavailable)Error|WorkerCrashedError|OwnerDiedError|"
+    r"ChildFailedError|Engine ?[Cc]ore (?:initialization )?failed|WorkerProc (?:failed|initialization|hit)|"
+    r"EngineDeadError|EngineGenerateError|CalledProcessError|SystemExit|failed \(exitcode|exit code|"
+    r"Worker group failed|Error executing (?:job|method)|Traceback|because of the following error"
+)
+# The process that printed a line, by the prefix of Ray, vLLM or torchrun; the actor of a traceback of Ray.
+PREFIX = re.compile(r"\((\w+ pid=\d+(?:, ip=[^\s)]+)?)\)|\[(rank ?\d+)\]:")
+REMOTE = re.compile(r"ray::(\S+)\(\) \((pid=\d+, ip=[^\s,)]+)")
+REMOTE_LINES = 60  # at most, between the line of an actor and the end of its traceback
 
 
 @dataclass(frozen=True)
@@ -56,32 +67,73 @@ def explain(
     """A finding for each row with a symptom in ``text``, the likeliest cause first.
 
     The worst come first; among equals causes before consequences, then rows that apply to ``versions``, then
-    those whose last match is nearest to the end. Rows that ``versions`` exclude, and those that a more
-    specific row replaces, are omitted. If the text is only the end of a log, not ``complete``, lines count
-    from its end.
+    those whose last match is nearest to the end. If no row matches the last error, a consequence before it is
+    only a note: what it followed is not known. Rows that ``versions`` exclude, and those that a more specific
+    row replaces, are omitted. If the text is only the end of a log, not ``complete``, lines count from its
+    end.
     """
     known = canonical_names(versions or {})
     text = COLOURS.sub("", text)
+    hits = [(row, hit) for row in rows if not _excluded(row, known) and (hit := _last_symptom(row, text))]
+    last = _last_error(text)
+    unmatched = last is not None and all(hit.end() <= _line_start(text, last) for _, hit in hits)
+    end = _line_start(text, last) if last and unmatched else 0
     seen = []
-    for row in rows:
-        last = None if _excluded(row, known) else _last_symptom(row, text)
-        if last:
-            confirmed = any(name in known for name in row.packages)
-            rank = (-SEVERITIES.index(row.severity), row.consequence, not confirmed, -last.start())
-            seen.append((rank, row, last))
-    replaced = {name for _, row, _ in seen for name in row.instead_of}
+    for row, hit in hits:
+        severity = NOTE if row.consequence and hit.end() < end else row.severity
+        confirmed = any(name in known for name in row.packages)
+        seen.append(((-SEVERITIES.index(severity), row.consequence, not confirmed, -hit.start()), row, hit))
+    replaced = {name for row, _ in hits for name in row.instead_of}
     return [
-        _finding(row, _line(text, last), row.severity, line_number(text, last.end(), complete))
-        for _, row, last in sorted(seen, key=lambda entry: entry[0])
+        _finding(row, _line(text, hit), SEVERITIES[-rank[0]], line_number(text, hit.end(), complete))
+        for rank, row, hit in sorted(seen, key=lambda entry: entry[0])
         if row.id not in replaced
     ]
 
 
-def last_error(text: str, complete: bool = True) -> tuple[int, str] | None:
-    """The number and text of the last line that looks like an error; None if there is none."""
+@dataclass(frozen=True)
+class LastError:
+    """The last error of a log: its line, as in `Finding`, its text, and the process that printed it."""
+
+    line: int
+    text: str
+    origin: str
+
+
+def last_error(text: str, complete: bool = True) -> LastError | None:
+    """The last line that looks like an error, and does not only pass one on; None if there is none."""
     text = COLOURS.sub("", text)
-    last = next(_last_match(ERROR_LINE, text), None)
-    return (line_number(text, last.end(), complete), _line(text, last)) if last else None
+    last = _last_error(text)
+    if last is None:
+        return None
+    return LastError(line_number(text, last.end(), complete), _line(text, last), _origin(text, last))
+
+
+def _last_error(text: str) -> re.Match[str] | None:
+    """`ERROR_LINE` in its last line that does not only pass an error on, or else in its last line at all."""
+    passed_on, end = None, len(text)
+    while end >= 0:
+        start = text.rfind("\n", 0, end) + 1
+        if hit := ERROR_LINE.search(text, start, end):
+            if not PASSED_ON.search(text, start, end):
+                return hit
+            passed_on = passed_on or hit
+        end = start - 1
+    return passed_on
+
+
+def _origin(text: str, hit: re.Match[str]) -> str:
+    """The process that printed the line of a match, or that its traceback is about; empty if unknown."""
+    start = _line_start(text, hit)
+    prefixes = list(PREFIX.finditer(text, start, hit.end()))
+    if prefixes:
+        return prefixes[-1][1] or prefixes[-1][2]
+    before = "\n".join(text[:start].rsplit("\n", REMOTE_LINES)[-REMOTE_LINES:])
+    return " ".join(next((remote.groups() for remote in _last_match(REMOTE, before)), ()))
+
+
+def _line_start(text: str, hit: re.Match[str]) -> int:
+    return text.rfind("\n", 0, hit.end()) + 1
 
 
 def line_number(text: str, end: int, complete: bool) -> int:

@@ -158,8 +158,8 @@ class Supervisor:
                 status = HEAD_LOST if status == FAILED else status
         causes = [] if ended.status == SUCCEEDED else self._cluster.known_causes(output)
         saved = max(self._checkpoints.complete_steps(state.began), default=0)
-        _, found = known_bad.last_error(output) or (0, "")
-        error = str(lost_head or "") or ("" if ended.status == SUCCEEDED else found)
+        found = None if ended.status == SUCCEEDED else known_bad.last_error(output)
+        error = str(lost_head or "") or (found.text if found else "")
         attempt = Attempt(
             ended.job, status, ended.code, seconds, state.resumed, saved, error, lost, tuple(causes)
         )

@@ -155,7 +155,7 @@ def test_a_long_line_is_quoted_around_its_match() -> None:
 def test_the_last_error_of_an_unexplained_log_is_named() -> None:
     text = "KeyError: 'a'\nINFO ok\n\x1b[31mmypackage.errors.OddError: strange\x1b[0m\nbye\n"
     assert known_bad.explain(ROWS, text) == []
-    assert known_bad.last_error(text) == (3, "mypackage.errors.OddError: strange")
+    assert known_bad.last_error(text) == known_bad.LastError(3, "mypackage.errors.OddError: strange", "")
     assert known_bad.last_error("INFO 0 errors\nall is well\n") is None
 
 
@@ -171,7 +171,55 @@ def test_the_last_error_of_an_unexplained_log_is_named() -> None:
     ],
 )
 def test_what_is_an_error(line: str) -> None:
-    assert known_bad.last_error(f"first\n{line}\nlast\n") == (2, line)
+    found = known_bad.last_error(f"first\n{line}\nlast\n")
+    assert found
+    assert (found.line, found.text) == (2, line)
+
+
+TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0.0.3, actor_id=1)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "origin"),
+    [
+        ("odd.OddError: a\n" + TASK, "odd.OddError: a", ""),
+        (
+            TASK + '  File "x.py", line 3\nOddError: a\nbye\n',
+            "OddError: a",
+            "Actor.fit pid=12, ip=10.0.0.3",
+        ),
+        ("AssertionError\n[rank3]: OddError: a\n", "[rank3]: OddError: a", "rank3"),
+        ("(A pid=1) (B pid=2, ip=10.0.0.4) OddError: a\n", "", "B pid=2, ip=10.0.0.4"),
+        ("AssertionError\n(raylet) Worker group failed: ERROR\n", "AssertionError", ""),
+        (
+            "ray.exceptions.ActorDiedError: The actor died\n",
+            "ray.exceptions.ActorDiedError: The actor died",
+            "",
+        ),
+    ],
+    ids=["passed on", "in an actor", "rank", "engine", "without a message", "only passed on"],
+)
+def test_the_last_error_is_that_of_the_process_that_failed(text: str, error: str, origin: str) -> None:
+    found = known_bad.last_error(text)
+    assert found
+    assert (found.text, found.origin) == (error or text.strip(), origin)
+
+
+REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "severities"),
+    [
+        (REFUSED, ["error"]),
+        (REFUSED + "odd.OddError: a\n", ["note"]),
+        (REFUSED + DIED, ["error", "note"]),
+        (NO_ROOM + "odd.OddError: a\n", ["error"]),
+    ],
+    ids=["the last error", "before an unknown one", "before a known one", "a cause"],
+)
+def test_a_consequence_before_an_unknown_error_is_a_note(text: str, severities: list[str]) -> None:
+    assert [one.severity for one in known_bad.explain(ROWS, text)] == severities
 
 
 def test_the_evidence_is_the_line_of_the_error() -> None:

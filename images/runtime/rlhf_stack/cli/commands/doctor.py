@@ -19,9 +19,9 @@ an error, and no entry but notes explains it. With --host, 1 if no image runs on
 
 --json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
 node; id; severity: ok, note, warning or error; what, evidence, remedy and sources; line: that of the log,
-from 1, or from its end if negative). With --log `last_error` has line and text of its last error, with
---freeze `lines_read` the number of lines with a version. With --host it prints rlhf-stack/host/1: `machine`,
-and `cells` (id, runs, reasons).
+from 1, or from its end if negative). With --log `last_error` has line, text and origin (its process, if
+known) of the last error, with --freeze `lines_read` the number of lines with a version. With --host it prints
+rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
 """
 
 import argparse
@@ -41,6 +41,7 @@ from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, F
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
 UNEXPLAINED = 4
+NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
 STANDARD_INPUT = "-"
 COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
@@ -72,8 +73,10 @@ def run(options: argparse.Namespace) -> int:
     if options.host:
         return host_check.main(["--json"] if options.json else [])
     extra: dict[str, Any] = {}
+    last: known_bad.LastError | None = None
     if options.log is not None:
-        found, extra = _of_log(options.log, options.freeze)
+        found, last = _of_log(options.log, options.freeze)
+        extra = {"last_error": asdict(last) if last else None}
     elif options.freeze is not None:
         found, extra = _of_freeze(options.freeze)
     else:
@@ -83,32 +86,34 @@ def run(options: argparse.Namespace) -> int:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
         print_json("doctor", 1, worst=worst(findings), findings=entries, **extra)
     elif options.log is not None:
-        _show_log(found, extra["last_error"])
+        _show_log(found, last)
     else:
         _show(found, everything=options.all)
         if extra:
             print(f"{extra['lines_read']} lines with a version were read")
-    return UNEXPLAINED if is_unexplained(findings, extra.get("last_error")) else CODES[worst(findings)]
+    return UNEXPLAINED if is_unexplained(findings, last) else CODES[worst(findings)]
 
 
-def is_unexplained(findings: list[Finding], last: dict[str, Any] | None) -> bool:
-    """Whether no finding explains the last error: no error does, and no warning about its line or later."""
-    return last is not None and not any(
-        one.severity == ERROR or (one.severity == WARNING and (one.line or 0) >= last["line"])
-        for one in findings
-    )
+def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) -> bool:
+    """Whether no finding explains the last error.
+
+    An error does in the `NEAR` lines before it, or anywhere if an entry knows the last error as a
+    consequence; a warning does in its line or later.
+    """
+    if last is None:
+        return False
+    known = any((one.line or 0) >= last.line for one in findings)
+    start = {ERROR: float("-inf") if known else last.line - NEAR, WARNING: last.line}
+    return not any((one.line or 0) >= start[one.severity] for one in findings if one.severity in start)
 
 
-def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
+def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], known_bad.LastError | None]:
     if log == freeze == STANDARD_INPUT:
         raise UserError("--log and --freeze cannot both be read from standard input")
     versions = known_bad.freeze(_read(freeze)) if freeze is not None else None
     read = _read_log(log)
     found = known_bad.explain(known_bad.load(), read.text, versions, read.complete)
-    last = known_bad.last_error(read.text, read.complete)
-    return [("", finding) for finding in found], {
-        "last_error": {"line": last[0], "text": last[1]} if last else None
-    }
+    return [("", finding) for finding in found], known_bad.last_error(read.text, read.complete)
 
 
 def _of_freeze(freeze: str) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
@@ -156,13 +161,15 @@ def _read_log(name: str) -> known_bad.LogText:
         return known_bad.read_log(file, name)
 
 
-def _show_log(found: list[tuple[str, Finding]], last: dict[str, Any] | None) -> None:
+def _show_log(found: list[tuple[str, Finding]], last: known_bad.LastError | None) -> None:
     """Print what explains a log, the likeliest cause first; otherwise its last error."""
     if found:
         _print_table([(finding, "") for _, finding in found], with_sources=True)
     if last and is_unexplained([finding for _, finding in found], last):
+        origin = f" ({last.origin})" if last.origin else ""
         print(
-            f"no entry names the cause of the last error of this log, {where(last['line'])}:\n{last['text']}"
+            "no entry names the cause of the last error of this log, "
+            f"{where(last.line)}{origin}:\n{last.text}"
         )
     elif not found:
         print("this log matches no entry of the known-bad database, and has no error")
