@@ -1,5 +1,6 @@
 """What is built and tested for the default cell, for a submission and for a release."""
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,10 @@ CHECKS: tuple[Command, ...] = (LINT, UNIT)
 
 @dataclass(frozen=True)
 class Plan:
-    """Commands that run one by one, then suites side by side, then suites that have to run alone."""
+    """Checks and builds, then suites side by side, then suites that have to run alone.
+
+    Of the ``commands`` the unit tests run beside the others, which run one by one.
+    """
 
     commands: tuple[Command, ...]
     jobs: tuple[Job, ...]
@@ -66,9 +70,22 @@ def run(plan: Plan, again: bool = False) -> int:
 
     With ``again`` suites run also after a pass.
     """
-    if any(_recorded(command) for command in plan.commands) or run_side_by_side(plan.jobs, again):
+    if _check_and_build(plan.commands) or run_side_by_side(plan.jobs, again):
         return 1
     return int(any(_run(tuple(job.command(again))) for job in plan.alone))
+
+
+def _check_and_build(commands: Sequence[Command]) -> int:
+    """Run the commands; 1 if one failed, after which the ones that would follow it do not run."""
+    lanes = Lanes()
+    parts = [[one for one in commands if (one == UNIT) == is_unit] for is_unit in (False, True)]
+    failed: list[bool] = []
+
+    def run_part(part: Sequence[Command]) -> None:
+        failed.append(any(_recorded(lanes, command) for command in part))
+
+    lanes.call([functools.partial(run_part, part) for part in parts], len(parts))
+    return int(any(failed))
 
 
 def run_side_by_side(jobs: Sequence[Job], again: bool = False) -> int:
@@ -87,20 +104,22 @@ def _build(cell: str) -> Command:
     return (*SCRIPTS, "build", cell)
 
 
-def _recorded(command: Command) -> int:
+def _recorded(lanes: Lanes, command: Command) -> int:
     """Run a command and return its exit code; record lint and the unit tests, as results of the checkout."""
+    name = {LINT: "lint", UNIT: "unit"}.get(command, "build")
+    print(f"{name} | $ {' '.join(command[1:])}", flush=True)
     if command not in CHECKS:
-        return _run(command)
+        return lanes.execute(command, name)
     with (
         tempfile.TemporaryDirectory() as folder,
-        records.recording(records.checkout(), "lint" if command == LINT else "unit") as tally,
+        records.recording(records.checkout(), name) as tally,
     ):
         if command == LINT:
-            tally.code = _run(command)
+            tally.code = lanes.execute(command, name)
             tally.count("lint", records.FAILED if tally.code else records.PASSED)
         else:
             junit = Path(folder, "junit.xml")
-            tally.add(junit, _run((*command, f"--junitxml={junit}")))
+            tally.add(junit, lanes.execute((*command, f"--junitxml={junit}"), name))
     return tally.code
 
 

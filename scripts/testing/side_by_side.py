@@ -1,17 +1,18 @@
-"""Run suites side by side, each as a process of its own.
+"""Run suites and checks side by side, each as a process of its own.
 
 A suite waits for Ray most of its time, so two suites at a time finish sooner than one after the other, even
 on two cores. Each line of output begins with its suite, and its cell if there are several; all suites run,
 also after one has failed.
 """
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -55,8 +56,12 @@ class Lanes:
     def run(self, jobs: Sequence[Job], lanes: int) -> None:
         """Run all jobs, ``lanes`` at a time; an interrupt first lets the running jobs clean up."""
         names = labels(jobs)
+        self.call([functools.partial(self._run, job, names[job]) for job in jobs], lanes)
+
+    def call(self, tasks: Sequence[Callable[[], object]], lanes: int) -> None:
+        """Call all tasks, ``lanes`` at a time; an interrupt first lets running processes clean up."""
         with ThreadPoolExecutor(lanes) as pool:
-            running = [pool.submit(self._run, job, names[job]) for job in jobs]
+            running = [pool.submit(task) for task in tasks]
             try:
                 for future in running:
                     future.result()
@@ -66,15 +71,25 @@ class Lanes:
 
     def _run(self, job: Job, name: str) -> None:
         start = time.monotonic()
+        code = self.execute(job.command(self.again), name)
+        self.outcomes[job] = (code, time.monotonic() - start)
+
+    def execute(self, command: Sequence[str], name: str) -> int:
+        """Run a command, each line of its output after ``name``; return its exit code.
+
+        After an interrupt of `call` it raises one too, in its own thread, so that nothing is recorded.
+        """
         with self._lock:
             if self._ended:
-                return
-            process = _start(job.command(self.again), len(name))
+                raise KeyboardInterrupt
+            process = _start(command, len(name))
             self._running.append(process)
         with process:
             for line in process.stdout or ():
                 print(f"{name} | {line}", end="", flush=True)
-        self.outcomes[job] = (abs(process.returncode), time.monotonic() - start)
+        if self._ended:
+            raise KeyboardInterrupt
+        return abs(process.returncode)
 
     def _end(self) -> None:
         with self._lock:
@@ -89,7 +104,7 @@ def labels(jobs: Sequence[Job]) -> dict[Job, str]:
     return {job: f"{job.suite} {job.cell}" if several else job.suite for job in jobs}
 
 
-def _start(command: list[str], indent: int) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], indent: int) -> subprocess.Popen[str]:
     columns = shutil.get_terminal_size().columns - indent - len(" | ")
     environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(

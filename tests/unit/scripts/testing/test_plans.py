@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from scripts.matrix.load import expand, load
 from scripts.testing import plans, records
 from scripts.testing.plans import Plan
 from scripts.testing.records import required
-from scripts.testing.side_by_side import Job
+from scripts.testing.side_by_side import Job, Lanes
 
 MATRIX = load()
 JUNIT = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
@@ -51,15 +52,15 @@ def test_lint_and_unit_are_recorded_for_the_commit(
     recording = functools.partial(records.recording, roots=(tmp_path,))
     monkeypatch.setattr(records, "recording", recording)
 
-    def run(command: plans.Command) -> int:
+    def run(_: Lanes, command: plans.Command, name: str) -> int:
+        assert name in ("lint", "unit")
         for word in command:
             if word.startswith("--junitxml="):
                 Path(word.partition("=")[2]).write_text(JUNIT, encoding="utf-8")
         return code
 
-    monkeypatch.setattr(plans, "_run", run)
-    plans.run(Plan(plans.CHECKS[:1], ()))
-    plans.run(Plan(plans.CHECKS[1:], ()))
+    monkeypatch.setattr(Lanes, "execute", run)
+    plans.run(Plan(plans.CHECKS, ()))
     found = records.read(records.CHECKOUT, revision(), (tmp_path,))
     assert [(record.suite, record.outcome) for record in found] == [("lint", outcome), ("unit", outcome)]
     assert {record.inputs for record in found} == {revision()}
@@ -76,4 +77,20 @@ def test_a_plan_ends_with_its_first_part_that_fails(
     code = plans.run(Plan((command("a"),), (Job("b", "cell"),), (Job("c", "cell"),)))
     assert code == bool(fails)
     printed = capfd.readouterr().out.splitlines()
-    assert "".join(line[-1] for line in printed if line.removeprefix("b | ").startswith("ran ")) == ran
+    assert "".join(line[-1] for line in printed if line.rpartition("| ")[2].startswith("ran ")) == ran
+
+
+def test_the_unit_tests_run_beside_the_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that fails ends its own part alone."""
+    both = threading.Barrier(2, timeout=20)
+    ran = []
+
+    def run(_: Lanes, command: plans.Command, name: str) -> int:
+        ran.append(name)
+        if command in (plans.LINT, plans.UNIT):
+            both.wait()
+        return int(command == plans.LINT)
+
+    monkeypatch.setattr(plans, "_recorded", lambda lanes, command: run(lanes, command, command[-1]))
+    assert plans.run(Plan((plans.LINT, plans.UNIT, ("build", "a cell")), ())) == 1
+    assert sorted(ran) == ["lint", "tests/unit"]
