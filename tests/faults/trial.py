@@ -26,7 +26,7 @@ LEFT_SECONDS = 30.0
 STEPS_TO_GO_ON = 2  # while the fault lasts
 WHY_DEAD = "The actor died because"
 COLOUR = re.compile(r"\x1b\[\d+m")
-OF_AN_ACTOR = re.compile(r"\(\w+[^)]* pid=")
+OF_AN_ACTOR = re.compile(r"\(\w+[^)]* pid=[^)]*\)")
 ENVIRONMENT = {
     "RLHF_STACK_EVENTS": EVENTS,
     "RLHF_STACK_SYNC_TIMEOUT": "20",
@@ -46,6 +46,11 @@ found = [f"actor {{one.class_name}}" for one in list_actors(filters=[("state", "
 groups = list_placement_groups(filters=[("state", "!=", "REMOVED")], **at)
 print(json.dumps(found + [f"placement group {{one.state}}" for one in groups]))
 """
+
+
+def names_one(error: str, nodes: Collection[str]) -> bool:
+    """Whether an error names one of ``nodes`` itself; Ray puts the address of an actor before its output."""
+    return any(node in OF_AN_ACTOR.sub("", error) for node in nodes)
 
 
 class Job:
@@ -146,15 +151,14 @@ class Job:
         return "goes on" if goes_on else "hangs", time.monotonic() - begun
 
     def error(self, after: int, nodes: Collection[str]) -> tuple[str, bool]:
-        """Return the line with the error, and whether the driver's own output names one of ``nodes``.
+        """Return the line with the error, and whether it names one of ``nodes``.
 
         The first ``after`` lines are ignored. Ray prints the reason of an actor's death in a separate line.
         """
         lines = [COLOUR.sub("", line).strip() for line in self.printed[after:]]
         why = [line for line in lines if line.startswith(WHY_DEAD)]
         error = demo.cause(lines) + (f" ... {why[-1]}" if why else "")
-        own = [line for line in lines if not OF_AN_ACTOR.match(line)]
-        return error, any(node in line for line in own for node in nodes)
+        return error, names_one(error, nodes)
 
     def stop(self) -> None:
         """Stop the job if it runs."""

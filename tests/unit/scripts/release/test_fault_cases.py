@@ -10,7 +10,7 @@ from scripts.errors import UserError
 from scripts.matrix.load import expand, load
 from scripts.release import catalogue, fault_cases, render
 from scripts.release.fault_cases import FAULTS, Case
-from tests.faults import injecting
+from tests.faults import injecting, trial
 from tests.faults.runs import CHECKPOINTS, run_of
 
 WHEN = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
@@ -131,3 +131,16 @@ def test_every_cell_has_a_run_for_faults() -> None:
     for run in runs.values():
         assert CHECKPOINTS in run.arguments
         assert len({run.engine, run.trainer}) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        ("PeerError: engine 0 on node one (10.0.0.3) is dead", True),
+        ("(RolloutRayActor pid=154, ip=10.0.0.3) RuntimeError: Engine core initialization failed.", False),
+        ("(RolloutRayActor pid=154, ip=10.0.0.3) (EngineCore pid=2) RuntimeError: 10.0.0.3 is gone", True),
+        ("RuntimeError: Engine core initialization failed.", False),
+    ],
+)
+def test_only_an_error_that_names_the_node_itself_does(error: str, named: bool) -> None:
+    assert trial.names_one(error, ["10.0.0.3", "node one"]) is named
