@@ -3,7 +3,10 @@
 Tests inside an image load this file too, without Docker: imports are local to their use.
 """
 
+import importlib.util
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,55 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "integration: minutes each; run before a release, as a suite of its own"
     )
+
+
+def link_packages(replaced: Path, target: Path) -> None:
+    """Fill ``target`` with links to the installed packages, with the files of ``replaced`` instead.
+
+    A replaced file has no bytecode, which may be valid whatever the source is.
+    """
+    for package in replaced.iterdir():
+        spec = importlib.util.find_spec(package.name)
+        assert spec
+        assert spec.submodule_search_locations
+        installed = Path(spec.submodule_search_locations[0]).parent
+        for folder, _, files in os.walk(package):
+            relative = Path(folder).relative_to(replaced)
+            (target / relative).mkdir(parents=True, exist_ok=True)
+            for name in files:
+                (target / relative / name).write_bytes(Path(folder, name).read_bytes())
+            stems = {name.partition(".")[0] for name in files}
+            for path in (installed / relative).iterdir():
+                if path.name == "__pycache__":
+                    (target / relative / path.name).mkdir()
+                    for compiled in path.iterdir():
+                        if compiled.name.partition(".")[0] not in stems:
+                            (target / relative / path.name / compiled.name).symlink_to(compiled)
+                elif not (replaced / relative / path.name).exists():
+                    (target / relative / path.name).symlink_to(path)
+
+
+@pytest.fixture
+def linked() -> Callable[[Path, Path], None]:
+    """`link_packages`, for tests in the image."""
+    return link_packages
+
+
+@pytest.fixture(scope="session")
+def proofs() -> Path:
+    """The folder that `scripts.patches.leave_out` wrote, inside an image."""
+    return Path(os.environ["RLHF_STACK_PROOFS"])
+
+
+@pytest.fixture(scope="session")
+def marked(proofs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The patched packages, which note the changed statements that run in a file (`scripts.patches.changes`).
+
+    They are for a process with this folder in ``PYTHONPATH``, and the file in ``RLHF_STACK_EXECUTED``.
+    """
+    folder = tmp_path_factory.mktemp("marked")
+    link_packages(proofs / "marked", folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

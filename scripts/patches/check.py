@@ -1,7 +1,8 @@
 """Check that each patch may still be carried, applies to the pinned wheel, and can be left out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
+from fnmatch import fnmatch
 from pathlib import Path
 
 from packaging.version import Version
@@ -47,6 +48,16 @@ def expired(series: Series, today: date, tests: Mapping[str, str]) -> list[str]:
         elif f'"{name}"' not in tests[test]:
             problems.append(f'{where}: no test of {test} proves it: expected the mark patch("{name}")')
     return problems
+
+
+def unnamed_cells(series: Series, cells: Iterable[str]) -> list[str]:
+    """Why ``Cells`` of patches is wrong: an image has all patches of a version, whatever the field is."""
+    return [
+        f"{_path(series, patch)}: Cells is {patch.header['Cells']!r}, and {cell} has the patch too"
+        for patch in series.patches
+        for cell in cells
+        if not any(fnmatch(cell, "*" if name == "all" else name) for name in patch.header["Cells"].split())
+    ]
 
 
 def existing_tests() -> dict[str, str]:

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.errors import UserError
+from scripts.matrix.load import expand, load
 from scripts.patches import check
 from scripts.patches.pristine import fetch_pristine
-from scripts.patches.series import load_all
+from scripts.patches.series import load_all, series_of
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +36,10 @@ def list_patches() -> None:
 def check_patches() -> None:
     """Fail if a patch has expired, does not apply to the pinned wheel, or needs another patch to apply."""
     errors = []
+    cells = expand(load())
     for series in load_all():
+        carrying = [cell.id for cell in cells if series in series_of(cell)]
+        errors += check.unnamed_cells(series, carrying)
         errors += check.expired(series, date.today(), check.existing_tests())
     for series, hashes in check.pinned():
         try:

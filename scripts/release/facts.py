@@ -20,8 +20,8 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.testing import records
-from scripts.testing.proofs import Proved, proofs_of
-from scripts.testing.records import COMMITTED, DIGITS, RECORDS, Record
+from scripts.testing.proofs import Proved, executed_of, proofs_of
+from scripts.testing.records import COMMITTED, DIGITS, RECORDS, Executed, Record
 
 CATALOGUE = ROOT / "images" / "catalogue.json"
 MEASURED = "measured"
@@ -73,6 +73,7 @@ class Facts(Measured, frozen=True, kw_only=True):
     """The measurements of a cell's image with the results of its suites, of which ``record`` is the proof."""
 
     proofs: dict[str, Proved]
+    executed: dict[str, Executed] = {}
     suites: dict[str, SuiteResult]
 
     @property
@@ -140,12 +141,15 @@ def _facts(cell: Cell, root: Path) -> Facts | None:
     if not known:
         return None
     measured, results = next((item for item in reversed(known) if item[1]), known[-1])
-    proofs = {}
+    proofs, executed = {}, {}
     if "patches" in results and measured.source == source_digest(cell):
         proofs = proofs_of(series_of(cell), results["patches"][-1].proofs)
+        noted = [attempts[-1].executed for attempts in results.values()]
+        executed = executed_of(series_of(cell), [one for one in noted if one is not msgspec.UNSET])
     return Facts(
         **msgspec.structs.asdict(measured),
         proofs=proofs,
+        executed=executed,
         suites={name: _result(measured.image, attempts) for name, attempts in results.items()},
     )
 

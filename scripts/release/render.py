@@ -16,6 +16,7 @@ from scripts.release import facts, published_scripts
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import FAULTS, Case
 from scripts.testing import records
+from scripts.testing.proofs import described
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
 END = "<!-- cells: end -->"
@@ -215,9 +216,12 @@ def _patches(cell: Cell, measured: Facts) -> list[tuple[str, ...]]:
     return [(f"`{name}`", kinds.get(name, UNKNOWN), *_proof(measured, name)) for name in measured.patches]
 
 
-def _proof(measured: Facts, patch: str) -> tuple[str, str]:
+def _proof(measured: Facts, patch: str) -> tuple[str, ...]:
     proved = measured.proofs.get(patch)
-    return (proved.without, proved.patched) if proved else ("not tested on this image", UNKNOWN)
+    if not proved:
+        return "not tested on this image", UNKNOWN, UNKNOWN, UNKNOWN
+    executed = described(measured.executed.get(patch)) or UNKNOWN
+    return proved.without, proved.patched or UNKNOWN, executed, ", ".join(proved.stubs) or "none"
 
 
 def _version(cell: Cell, name: str) -> str:

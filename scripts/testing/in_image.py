@@ -24,12 +24,14 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.leave_out import write_without_each
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
-from scripts.testing import credit, kept, proofs, records
+from scripts.testing import credit, halves, kept, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing" / "tools"
 PYTEST = ("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "pygments")
-WITHOUT = "without"  # the folder with the files that differ without each patch
+PROOFS = "proofs"  # the folder of `write_without_each`, for the suites in which patched packages have marks
+KNOWN = "known"  # below it, with the halves of probes that need not run (`testing.halves`)
+MARKED = ("patches", "integration")
 DERIVED = "RLHF_STACK_DERIVED"  # read by tests/image/test_lock.py
 
 
@@ -116,10 +118,18 @@ def run_suite(
     print(f"{run.suite} tests in {run.title}, {setting.title}", flush=True)
     with tempfile.TemporaryDirectory(dir=test_tools(cell).parent, prefix="results-") as results:
         Path(results).chmod(0o1777)  # the container has another user
-        if run.suite == "patches":
-            write_without_each(cell, Path(results, WITHOUT))
+        marks = {}
+        executed = Path(results, PROOFS, "executed")
+        if run.suite in MARKED:
+            marks = write_without_each(cell, executed.parent)
+            executed.touch()
+            executed.chmod(0o666)
+            halves.lend(cell, executed.with_name(KNOWN), run.again)
         code = _run_in_container(client, cell, run, setting, Path(results))
         tally.add(Path(results, "junit.xml"), code)
+        if marks:
+            tally.add_marks(marks, executed)
+            halves.keep(cell, executed.with_name(KNOWN))
 
 
 def _run_in_container(
@@ -134,8 +144,8 @@ def _run_in_container(
     environment = {"PYTHONPATH": "/opt/testing", "PYTHONDONTWRITEBYTECODE": "1"}
     if run.derived:
         environment[DERIVED] = "1"
-    if run.suite == "patches":
-        environment["RLHF_STACK_WITHOUT"] = f"/opt/results/{WITHOUT}"  # read by tests/patches/conftest.py
+    if run.suite in MARKED:
+        environment["RLHF_STACK_PROOFS"] = f"/opt/results/{PROOFS}"  # read by tests/conftest.py
     command = [
         "python",
         "-m",
@@ -182,7 +192,7 @@ def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
         for setting in (OWN_USER, STRICT) if SUITES[run.suite].strict else (OWN_USER,):
             run_suite(client, cell, run, setting, counted)
         if run.suite == "patches" and not run.arguments:
-            unproved = proofs.report(cell, series_of(cell), counted.proofs, Console())
+            unproved = proofs.report(cell, series_of(cell), counted, Console())
             counted.code = counted.code or unproved
     kept.keep(client, cell, counted.record)
     return 1 if counted.code else 0

@@ -1,7 +1,7 @@
 """How the tests of the patches ended: on the series without the patch alone, and on the whole series."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from rich.console import Console
@@ -9,17 +9,18 @@ from rich.table import Table
 
 from scripts.matrix.load import Cell
 from scripts.patches.series import Series
-from scripts.testing.records import Proof
+from scripts.testing.records import Executed, Proof, Tally
 
 CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Exit|Timeout|Expired))\b")
 PASSED = "exit 0"
 
 
 class Proved(msgspec.Struct, frozen=True):
-    """The outcomes of a patch's tests without this patch alone, and with it."""
+    """The outcomes of a patch's tests without this patch alone, and with it, and what the tests replaced."""
 
     without: str
     patched: str
+    stubs: tuple[str, ...] = ()
 
 
 def proofs_of(series: Iterable[Series], proofs: Sequence[Proof]) -> dict[str, Proved]:
@@ -27,47 +28,70 @@ def proofs_of(series: Iterable[Series], proofs: Sequence[Proof]) -> dict[str, Pr
     found = {}
     for s in series:
         for patch in s.patches:
-            runs = [proof for proof in proofs if proof.patch == s.id_of(patch)]
+            of_patch = [proof for proof in proofs if proof.patch == s.id_of(patch)]
+            runs = [proof for proof in of_patch if not proof.skipped]
             if runs:
                 found[f"{s.package}/{patch.name}"] = Proved(
                     without=_ended(proof.without for proof in runs),
                     patched=_ended(proof.patched for proof in runs),
+                    stubs=tuple(sorted({stub for proof in runs for stub in proof.stubs})),
                 )
+            elif of_patch:
+                found[f"{s.package}/{patch.name}"] = Proved(f"skipped: {of_patch[0].skipped}", "")
+    return found
+
+
+def executed_of(series: Iterable[Series], suites: Sequence[Mapping[str, Executed]]) -> dict[str, Executed]:
+    """Which changes of each patch, by ``package/name``, one of the suites executed."""
+    found = {}
+    for s in series:
+        for patch in s.patches:
+            if parts := [suite[s.id_of(patch)] for suite in suites if s.id_of(patch) in suite]:
+                missed = set.intersection(*(set(part.missed) for part in parts))
+                found[f"{s.package}/{patch.name}"] = Executed(parts[0].changes, tuple(sorted(missed)))
     return found
 
 
 def unproved(cell: Cell, series: Iterable[Series], proofs: Sequence[Proof]) -> list[str]:
     """The patches without a test that failed without this patch alone and passed with it.
 
-    Only CPU cells are checked: on others, a patch that adds CPU support makes no difference.
+    In an image for GPUs its tests may be skipped instead, for one of the suite's reasons: a patch for the CPU
+    changes nothing there.
     """
-    if cell.accelerator.kind != "cpu":
-        return []
     proved = {
         proof.patch
         for proof in proofs
-        if not proof.without.startswith(PASSED) and proof.patched.startswith(PASSED)
+        if (proof.without and not proof.without.startswith(PASSED) and proof.patched.startswith(PASSED))
+        or (proof.skipped and cell.accelerator.kind != "cpu")
     }
     return [f"{s.package}/{p.name}" for s in series for p in s.patches if s.id_of(p) not in proved]
 
 
-def report(cell: Cell, series: Sequence[Series], proofs: Sequence[Proof], console: Console) -> int:
+def report(cell: Cell, series: Sequence[Series], tally: Tally, console: Console) -> int:
     """Print the table of a cell; 1 if one of its patches is not proved."""
-    found = proofs_of(series, proofs)
-    table = Table("patch", "without it alone", "with it", title=cell.id)
+    found, executed = proofs_of(series, tally.proofs), executed_of(series, [tally.executed])
+    table = Table("patch", "without it alone", "with it", "changes executed", title=cell.id)
     for name in (f"{s.package}/{patch.name}" for s in series for patch in s.patches):
         proved = found.get(name)
-        table.add_row(name, *((proved.without, proved.patched) if proved else ("not tested", "")))
+        outcomes = (proved.without, proved.patched) if proved else ("not tested", "")
+        table.add_row(name, *outcomes, described(executed.get(name)))
     console.print(table)
-    missing = unproved(cell, series, proofs)
+    missing = unproved(cell, series, tally.proofs)
     for name in missing:
         console.print(
-            f"error: {name}: no test failed without it and passed with it on this cell: prove it, restrict "
-            "its Cells, or drop it",
+            f"error: {name}: no test failed without it and passed with it on this cell: prove it or drop it",
             markup=False,
             soft_wrap=True,
         )
     return 1 if missing else 0
+
+
+def described(executed: Executed | None) -> str:
+    """How many changes of a patch were executed, and which were not."""
+    if executed is None:
+        return ""
+    missed = f", not {', '.join(executed.missed)}" if executed.missed else ""
+    return f"{executed.changes - len(executed.missed)} of {executed.changes}{missed}"
 
 
 def _ended(outcomes: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ Digests protect against mistakes, not against somebody who writes a wrong record
 """
 
 import datetime
+import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
     """A patch test (its file and name) and the outcomes of its probe, without one patch and with all.
 
     ``patch`` is the id of that patch. Without one it is an older record, about the released package.
+    ``stubs`` are what the probe replaced. A test that was ``skipped`` for a reason has no outcomes.
     """
 
     file: str
@@ -54,6 +56,15 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
     without: str = msgspec.field(name="pristine")  # as in older records
     patched: str
     patch: str = ""
+    stubs: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+class Executed(msgspec.Struct, frozen=True):
+    """How many changes a patch has (`patches.changes`), and those that no test executed, by file and line."""
+
+    changes: int
+    missed: tuple[str, ...]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +73,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``image`` is the image's id, ``inputs`` the digest of its inputs, ``tests`` that of the suite's tests,
     ``revision`` the commit of the checkout, ``when`` the start. ``failures`` are the names of the failed
     tests, ``skips`` the number of tests by the reason why they were skipped, ``evidence`` names of files.
+    ``executed`` has, by the ids of patches, which of their changes the suite executed; most suites note none.
     """
 
     cell: str
@@ -79,6 +91,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     evidence: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
     attempt: int = 1
+    executed: dict[str, Executed] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def skipped(self) -> int:
@@ -108,6 +121,7 @@ class Tally:
     evidence: dict[str, bytes] = field(default_factory=dict)
     code: int = 0
     proofs: list[Proof] = field(default_factory=list)
+    executed: dict[str, Executed] = field(default_factory=dict)
     record: Record | None = None
 
     def add(self, junit: Path, code: int) -> None:
@@ -122,6 +136,14 @@ class Tally:
             outcome = FAILED if failed else SKIPPED if case.is_skipped else PASSED
             self.count(f"{case.classname}::{case.name}", outcome, _reason(case))
             self.proofs += [proof] if (proof := _proof(case)) else []
+
+    def add_marks(self, marks: Mapping[str, Mapping[str, Sequence[str]]], noted: Path) -> None:
+        """Count the changes of which all ``marks`` are in ``noted``, a line each; keep it as evidence."""
+        lines = set(noted.read_text(encoding="utf-8").splitlines())
+        self.attach("".join(f"{line}\n" for line in sorted(lines)).encode(), ".txt")
+        for patch, changes in marks.items():
+            missed = [change for change, of_change in changes.items() if not lines.issuperset(of_change)]
+            self.executed[patch] = Executed(len(changes), tuple(missed))
 
     def count(self, test: str, outcome: int, reason: str = "") -> None:
         """Count a test: `PASSED`, `FAILED`, or `SKIPPED` for a reason."""
@@ -159,13 +181,20 @@ def _reason(case: TestCase) -> str:
 
 
 def _proof(case: TestCase) -> Proof | None:
-    """The outcomes that the fixture ``proves`` recorded as properties of a test case."""
+    """What tests/patches/conftest.py recorded as properties of a test case."""
     noted = case.child(Properties) or ()  # type: ignore[no-untyped-call]
-    properties = {item.name: item.value for item in noted}
-    if not {"patch", "without", "patched"} <= set(properties):
+    given = {item.name: item.value for item in noted}
+    if "patch" not in given or not (case.is_skipped or "without" in given):
         return None
-    file = f"tests/{(case.classname or '').replace('.', '/')}.py"
-    return Proof(file, case.name or "", properties["without"], properties["patched"], properties["patch"])
+    return Proof(
+        f"tests/{(case.classname or '').replace('.', '/')}.py",
+        case.name or "",
+        given.get("without", ""),
+        given.get("patched", ""),
+        given["patch"],
+        tuple(json.loads(given.get("stubs", "[]"))),
+        _reason(case),
+    )
 
 
 def required(cell: Cell) -> tuple[str, ...]:
@@ -321,5 +350,6 @@ def recording(tested: Subject, suite: str, roots: Sequence[Path] = ROOTS) -> Ite
                 skips=tally.skips,
                 evidence=tuple(tally.evidence),
                 proofs=tuple(tally.proofs),
+                executed=tally.executed or msgspec.UNSET,
             )
             tally.record = write(record, tally.evidence, roots)

@@ -89,7 +89,7 @@ class Lanes:
                 print(f"{name} | {line}", end="", flush=True)
         if self._ended:
             raise KeyboardInterrupt
-        return abs(process.returncode)
+        return abs(int(process.returncode))
 
     def _end(self) -> None:
         with self._lock:

@@ -38,6 +38,19 @@ class Run:
         return [found for found in self.events if found["event"] == event]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def noting(request: pytest.FixtureRequest) -> None:
+    """Let the runs of `integration` note the changes of patches that they execute, in marked packages.
+
+    The other suites run what is installed.
+    """
+    if not (proofs := os.environ.get("RLHF_STACK_PROOFS")):
+        return
+    path = [str(request.getfixturevalue("marked")), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    os.environ["RLHF_STACK_EXECUTED"] = str(Path(proofs, "executed"))
+
+
 @pytest.fixture
 def train() -> Iterator[Callable[..., Run]]:
     """Run OpenRLHF's trainer on simulated nodes, with a deadline, and clean up afterwards."""

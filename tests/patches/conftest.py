@@ -1,24 +1,26 @@
 """A patch is proved by a probe: a script that fails without this patch alone and passes with all patches.
 
-These tests run inside the image. ``RLHF_STACK_WITHOUT`` names a folder that has, for each patch, the files
-as the rest of its series leaves them (`scripts.patches.leave_out`). One side of a probe has the installed
-package with these files first on its path.
+These tests run inside the image. Each side of a probe has links to the installed package first on its path:
+one with the files as the rest of the series leaves them (`scripts.patches.leave_out`), the other with the
+installed ones and marks in them (the fixture ``marked`` of tests/conftest.py).
 """
 
-import importlib.util
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 SECONDS = 400
+STUBS = "stubs"  # the file in which preamble.py notes what a probe replaces
 PREAMBLE = Path(__file__).with_name("preamble.py").read_text(encoding="utf-8")
 CELL = Path("/etc/rlhf-stack/cell.json")
 RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
@@ -30,10 +32,11 @@ Proof = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a probe ended on one side."""
+    """How a probe ended on one side, and what it replaced with stubs."""
 
     code: int
     output: str
+    stubs: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -53,60 +56,47 @@ class Outcome:
         return f"exit {self.code}: {self.reason.partition(chr(10))[0]}"
 
 
-def link_package(installed: Path, replaced: Path, target: Path) -> None:
-    """Fill ``target`` with links to the packages of ``installed``, with the files of ``replaced`` instead.
-
-    Folders with a replaced file have no bytecode, which may be valid whatever the source is.
-    """
-    for folder, _, files in os.walk(replaced):
-        relative = Path(folder).relative_to(replaced)
-        (target / relative).mkdir(exist_ok=True)
-        for name in files:
-            (target / relative / name).write_bytes(Path(folder, name).read_bytes())
-        if relative == Path():
-            continue
-        for path in (installed / relative).iterdir():
-            if path.name != "__pycache__" and not (replaced / relative / path.name).exists():
-                (target / relative / path.name).symlink_to(path)
-
-
-def run_both(probe: str, replaced: Path, workspace: Path) -> tuple[Outcome, Outcome]:
-    """Run ``probe`` side by side without a patch (``replaced`` are its files) and with all patches."""
-    (package,) = (path.name for path in replaced.iterdir())
-    spec = importlib.util.find_spec(package)
-    assert spec
-    assert spec.submodule_search_locations
-    installed = Path(spec.submodule_search_locations[0]).parent
+def run_both(probe: str, sides: Mapping[Path, Path], executed: Path) -> tuple[Outcome, ...]:
+    """Run ``probe`` side by side, in each folder of ``sides``, with its packages first on the path."""
     running = []
-    for side in ("without", "patched"):
-        folder = workspace / side
+    for folder, packages in sides.items():
         folder.mkdir()
         (folder / "probe.py").write_text(f"{PREAMBLE}\n{probe}", encoding="utf-8")
-        path = [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
-        if side == "without":
-            packages = workspace / "packages"
-            link_package(installed, replaced, packages)
-            path.insert(0, str(packages))
-        environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+        (folder / STUBS).touch()
+        path = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONSAFEPATH": "1",
+            "RLHF_STACK_EVENTS": str(folder),
+            "RLHF_STACK_EXECUTED": str(executed),
+        }
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(folder / "probe.py")],
             cwd=folder,
-            env=os.environ | environment | {"RLHF_STACK_EVENTS": str(folder)},
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        running.append(process)
+        running.append((process, folder / STUBS))
     outcomes = []
     try:
-        for process in running:
+        for process, stubs in running:
             output, _ = process.communicate(timeout=SECONDS)
-            outcomes.append(Outcome(process.returncode, output))
+            names = sorted(set(stubs.read_text(encoding="utf-8").splitlines()))
+            outcomes.append(Outcome(process.returncode, output, tuple(names)))
     finally:
-        for process in running:
+        for process, _ in running:
             process.kill()
             process.wait()
-    return outcomes[0], outcomes[1]
+    return tuple(outcomes)
+
+
+def digest(proofs: Path, patch: str, probe: str, reason: str) -> str:
+    """The digest of what decides how a probe ends without its patch, but for the runtime of the image."""
+    variables = {name: value for name, value in os.environ.items() if name != "HOSTNAME"}
+    parts = [(proofs / "digest").read_text(encoding="utf-8"), patch, PREAMBLE, probe, reason]
+    return hashlib.sha256(json.dumps([*parts, variables], sort_keys=True).encode()).hexdigest()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -114,40 +104,58 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "patch(*ids): proves the one of these patches that the cell has")
 
 
-@pytest.fixture
-def patch(request: pytest.FixtureRequest) -> str:
-    """The id of the patch that a test proves in this cell; without one the test is skipped."""
-    ids = [one for mark in request.node.iter_markers("patch") for one in mark.args]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note in the JUnit file, also of a skipped test, which patch of this cell it proves."""
     packages = json.loads(CELL.read_text(encoding="utf-8"))["packages"]
     carried = tuple(f"{package['distribution']}/{package['version']}/" for package in packages)
-    found: list[str] = [one for one in ids if one.startswith(carried)]
-    if not found:
-        pytest.skip(f"for {' or '.join(ids)}, which this cell does not have")
-    assert len(found) == 1, f"a test proves one patch of a cell: {found}"
-    return found[0]
+    for item in items:
+        ids = [one for mark in item.iter_markers("patch") for one in mark.args]
+        found = [one for one in ids if one.startswith(carried)]
+        assert len(found) <= 1, f"a test proves one patch of a cell: {found}"
+        if ids and not found:
+            item.add_marker(pytest.mark.skip(f"for {' or '.join(ids)}, which this cell does not have"))
+        item.user_properties += [("patch", one) for one in found]
 
 
 @pytest.fixture
 def proves(
-    patch: str, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+    request: pytest.FixtureRequest,
+    proofs: Path,
+    marked: Path,
+    linked: Callable[[Path, Path], None],
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> Proof:
     """Return a check that a probe fails without the patch alone, for a given reason, and passes with it.
 
     Both results are printed and recorded in the JUnit file, from which the catalogue takes them.
     """
-    files = Path(os.environ["RLHF_STACK_WITHOUT"], patch)
+    patch = str(dict(request.node.user_properties)["patch"])
 
     def prove(probe: str, reason: str) -> None:
-        with tempfile.TemporaryDirectory() as workspace:
-            before, after = run_both(probe, files, Path(workspace))
-        record_property("patch", patch)
-        record_property("without", str(before))
+        known = proofs / "known" / f"{digest(proofs, patch, probe, reason)}.json"
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            sides = {folder / "patched": marked}
+            if not known.exists():
+                linked(proofs / "without" / patch, folder / "packages")
+                sides[folder / "without"] = folder / "packages"
+            after, *others = run_both(probe, sides, proofs / "executed")
+        if others:
+            [before], when = others, ""
+        else:
+            before = Outcome(**json.loads(known.read_text(encoding="utf-8")))
+            when = f" (on {date.fromtimestamp(known.stat().st_mtime)})"
+        record_property("without", f"{before}{when}")
         record_property("patched", str(after))
+        record_property("stubs", json.dumps(after.stubs))
         with capsys.disabled():
-            print(f"\n  without {patch}: {before}\n  with all: {after}")
+            print(f"\n  without {patch}: {before}{when}\n  with all: {after}")
         assert after.code == 0, f"the patched package fails:\n{after.output}"
         assert before.code != 0, f"it passes without {patch}, which is not needed:\n{before.output}"
         assert re.search(reason, before.reason), f"it fails without {patch}, but not so:\n{before.output}"
+        if not when:
+            known.write_text(json.dumps({"code": before.code, "output": before.output}), encoding="utf-8")
 
     return prove
 

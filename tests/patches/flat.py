@@ -4,8 +4,9 @@ import types
 from openrlhf.cli import train_ppo_ray
 
 
+@stub("the actors of a role, which load at once")  # noqa: F821 of preamble.py
 class Models:
-    # Replaces the actors of a role; ``fit`` returns the result of its training.
+    # ``fit`` returns the result of its training.
     def __init__(self, *_, **__):
         pass
 
@@ -16,8 +17,8 @@ class Models:
         return [Models.fit()]
 
 
-train_ppo_ray.get_strategy = lambda _: types.SimpleNamespace(print=lambda *_: None)
-train_ppo_ray.PPORayActorGroup = Models
+strategy = types.SimpleNamespace(print=print)
+replace(train_ppo_ray, get_strategy=lambda _: strategy, PPORayActorGroup=Models)  # noqa: F821
 sizes = {f"{role}_num_{what}": 1 for role in ("actor", "ref") for what in ("nodes", "gpus_per_node")}
 args = types.SimpleNamespace(
     **sizes,

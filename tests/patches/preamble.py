@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import threading
-import types  # noqa: F401 of the probes
+import types
 from pathlib import Path
 
 
@@ -17,6 +17,33 @@ def load(path, name):
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def note_stub(name):
+    """Record what this probe replaces; the catalogue shows it with the patch."""
+    with Path(os.environ["RLHF_STACK_EVENTS"], "stubs").open("a") as file:
+        file.write(f"{name}\n")
+
+
+def replace(owner, **stubs):
+    """Replace names of an upstream module or class."""
+    for name, stub in stubs.items():
+        setattr(owner, name, stub)
+        module = f"{owner.__module__}." if isinstance(owner, type) else ""
+        note_stub(f"{module}{owner.__name__}.{name}")
+
+
+def replace_module(name, **content):
+    """Replace an upstream module that is imported later."""
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(content)
+    note_stub(name)
+
+
+def stub(what, **content):
+    """Return an object that acts as upstream's ``what``, or a decorator of a class whose objects do."""
+    note_stub(what)
+    return types.SimpleNamespace(**content) if content else lambda kind: kind
 
 
 def on_cpu():
@@ -66,7 +93,7 @@ def bound(seconds, otherwise):
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(otherwise if timeout is None else "waited to the deadline") from None
 
-    ray.get = get
+    replace(ray, get=get)
 
 
 def ends(action, reason, otherwise):

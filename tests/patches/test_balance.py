@@ -30,6 +30,7 @@ from openrlhf.trainer.ppo_utils import samples_generator
 work = Counter()
 
 
+@stub("an engine, which counts tokens")
 class Engine:
     def __init__(self, number):
         self.get_num_unfinished_requests = self.unfinished_work = some(remote=lambda: 0)
@@ -44,7 +45,7 @@ def tokenizer(texts, **_):
     return {"input_ids": [list(text) for text in texts]}
 
 
-ray.get = lambda references, timeout=None: references
+replace(ray, get=lambda references, timeout=None: references)
 prompts = [("l" * LONG if index % 2 else "s" * SHORT) + str(index) for index in range(32)]
 generator = some(
     args=some(
@@ -69,10 +70,11 @@ from openrlhf.trainer.ppo_utils import experience_maker
 torch = importlib.import_module("torch")
 alone()
 on_cpu()
-sys.modules["vllm"] = some(SamplingParams=some)
+replace_module("vllm", SamplingParams=some)
 work = Counter()
 
 
+@stub("an engine, which counts tokens")
 class Engine:
     def __init__(self, number):
         self.generate = some(remote=lambda prompt_token_ids, **_: self.take(number, prompt_token_ids))
@@ -87,11 +89,12 @@ def get(references):
     return references
 
 
-experience_maker.ray = some(get=get)
+replace(experience_maker, ray=some(get=get))
 lengths = [LONG if index < 16 else SHORT for index in range(32)]
 prompts = [[index + 10] * length for index, length in enumerate(lengths)]
 mask = torch.ones(1, 1)
-maker = some(
+maker = stub(
+    "the models' part of the experience maker",
     vllm_engines=[Engine(0), Engine(1)],
     strategy=some(args=some(n_samples_per_prompt=1, micro_rollout_batch_size=1)),
     tokenize_fn=lambda texts, *_, **__: {"input_ids": texts},

@@ -14,9 +14,10 @@ calls, sent = [], []
 
 
 def method(name):
-    return types.SimpleNamespace(remote=lambda *_, **__: calls.append(name))
+    return stub("an engine, which records its calls", remote=lambda *_, **__: calls.append(name))
 
 
+@stub("the sync group")
 class Group:
     name, device, answers, in_place = "gloo", torch.device("cpu"), [], True
 
@@ -28,7 +29,7 @@ class Group:
 
     def start(self, parts, what):
         sent.extend(parts)
-        return types.SimpleNamespace(finish=lambda: None)
+        return stub("a transfer", finish=lambda: None)
 
     def syncing(self):
         return contextlib.nullcontext()
@@ -51,9 +52,8 @@ class Trainer(ActorPPOTrainer):
         self._model_update_group = Group()
 
 
-for name in ("current_stream", "empty_cache", "synchronize"):
-    setattr(torch.cuda, name, lambda: None)
-ray.get = lambda references, **_: []
+replace(torch.cuda, **dict.fromkeys(("current_stream", "empty_cache", "synchronize"), lambda: None))
+replace(ray, get=lambda references, **_: [])
 trainer = Trainer()
 send = getattr(trainer, "broadcast_to_vllm", None) or trainer._broadcast_to_vllm
 send()

@@ -5,7 +5,7 @@ import ray
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-sys.modules["openrlhf.trainer.ray"] = types.ModuleType("openrlhf.trainer.ray")
+replace_module("openrlhf.trainer.ray")
 gpus = load("openrlhf/trainer/ray/utils.py", "openrlhf.trainer.ray.utils")
 wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
 
@@ -16,7 +16,7 @@ class Rank:
         return gpus.get_physical_gpu_id()
 
     def load(self, handles):
-        sys.modules["openrlhf.trainer.ray"] = types.ModuleType("openrlhf.trainer.ray")
+        replace_module("openrlhf.trainer.ray")
         load("openrlhf/trainer/ray/utils.py", "openrlhf.trainer.ray.utils")
         wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
         alone()
@@ -24,7 +24,7 @@ class Rank:
         worker = wrap.WorkerWrap()
         worker.device = torch.device("cpu")
         worker.model_config = types.SimpleNamespace(dtype=torch.bfloat16)
-        model = types.SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
+        model = stub("the engine's model", load_weights=lambda weights: loaded.update(weights))
         worker.model_runner = types.SimpleNamespace(model=model)
         worker.update_weight_cuda_ipc("w", torch.bfloat16, (2, 3), handles)
         return float(loaded["w"].sum())

@@ -19,6 +19,7 @@ alone()
 loaded = {}
 
 
+@stub("the sync group")
 class Group:
     def broadcast(self, tensor, src, stream):
         tensor.fill_(3)
@@ -28,7 +29,7 @@ worker = wrap.WorkerWrap.__new__(wrap.WorkerWrap)
 worker._model_update_with_ray, worker._model_update_group = False, Group()
 worker.device = torch.device("cpu")
 worker.model_config = types.SimpleNamespace(dtype=torch.bfloat16)
-model = types.SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
+model = stub("the engine's model", load_weights=lambda weights: loaded.update(weights))
 worker.model_runner = types.SimpleNamespace(model=model)
 worker.update_weight("w", torch.bfloat16, (2, 3))
 assert loaded["w"].shape == (2, 3) and bool((loaded["w"] == 3).all())

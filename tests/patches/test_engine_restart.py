@@ -18,6 +18,7 @@ def some(**given):
 
 
 # Ray restarts it, as the engines that the patch creates.
+@stub("an engine, which kills itself")
 @ray.remote(num_cpus=0, max_restarts=1)
 class Engine:
     def __init__(self, number):
@@ -33,8 +34,9 @@ class Engine:
 
 
 prompts = ["first prompt", "second prompt", "third prompt", "fourth prompt"]
-samples_generator._collect_prompt_batch = lambda *_: (prompts, prompts, None, True)
-generator = some(
+replace(samples_generator, _collect_prompt_batch=lambda *_: (prompts, prompts, None, True))
+generator = stub(
+    "the state of the samples' generator",
     args=some(
         algo=some(advantage=some(is_correction_level="off")), rollout=some(n_samples_per_prompt=1)
     ),

@@ -15,6 +15,7 @@ own_ray(num_cpus=4, num_gpus=2)
 bound(30, "the trainer does not detect that an engine is dead")
 
 
+@stub("an engine, which dies")
 @ray.remote(num_cpus=0)
 class Dead:
     def __init__(self):
@@ -34,8 +35,7 @@ def engines(*_, **__):
     return [Dead.remote()]
 
 
-train_ppo_ray.get_strategy = lambda _: some(print=lambda *_: None)
-train_ppo_ray.create_vllm_engines = engines
+replace(train_ppo_ray, get_strategy=lambda _: some(print=print), create_vllm_engines=engines)
 
 
 def run(args):
@@ -51,6 +51,7 @@ def run(args):
 SECTIONS = (
     DEAD
     + """
+@stub("the actors of a role, which load for ever")
 class Models:
     def __init__(self, *_, **__):
         pass
@@ -74,13 +75,13 @@ args = some(
     ds=some(ring_attn_size=1, tensor_parallel_size=1),
     data=some(max_len=64), rollout=some(max_new_tokens=8, temperature=1, top_p=1),
 )
-steps = some(get_max_steps=some(remote=lambda: ray.put(1)))
-trainer = types.ModuleType("openrlhf.trainer.ppo_trainer")
-trainer.PPOTrainer = some(remote=lambda *_, **__: steps)
-sys.modules["openrlhf.trainer.ppo_trainer"] = trainer
-train_ppo_ray.RayActorGroup = Models
+steps = some(get_max_steps=stub("the trainer's number of steps", remote=lambda: ray.put(1)))
+trainer = stub("the trainer's actor", remote=lambda *_, **__: steps)
+replace_module("openrlhf.trainer.ppo_trainer", PPOTrainer=trainer)
+replace(train_ppo_ray, RayActorGroup=Models)
 
 
+@stub("the number of engines")
 class Counted(int):
     # The plan has no GPUs for the engine that is created above, and upstream still creates it.
     def __gt__(self, other):
@@ -106,6 +107,7 @@ own_ray(num_cpus=4, num_gpus=2)
 """
     + TRAINER
     + """
+@stub("an engine, which never starts")
 @ray.remote(num_cpus=0)
 class Hanging:
     def __init__(self):
@@ -120,7 +122,7 @@ def train():
     time.sleep(600)
 
 
-train_ppo_ray.create_vllm_engines = lambda *_, **__: [Hanging.remote()]
+replace(train_ppo_ray, create_vllm_engines=lambda *_, **__: [Hanging.remote()])
 Models.fit = train.remote
 ends(
     lambda: train_ppo_ray.train(args),

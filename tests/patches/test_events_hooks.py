@@ -22,7 +22,7 @@ arguments = types.SimpleNamespace(logging_steps=1, eval_steps=100, save_steps=fl
 trainer = types.SimpleNamespace(_wandb=None, _tensorboard=None)
 logs = {"reward": 0.25, "policy_loss": 1.5, "kl": 0.5}
 for is_first in (True, False):
-    trainer.strategy = types.SimpleNamespace(is_rank_0=lambda: is_first)
+    trainer.strategy = stub("the strategy's rank", is_rank_0=lambda: is_first)
     PPOTrainer.save_logs_and_checkpoints(trainer, arguments, 3, None, logs, {})
 steps = recorded("step")
 assert [step["step"] for step in steps] == [3], f"steps recorded: {steps}"

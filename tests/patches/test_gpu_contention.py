@@ -28,6 +28,7 @@ other = subprocess.Popen([sys.executable, "-c", "; ".join(OTHER), str(store.port
 atexit.register(other.kill)
 
 
+@stub("the strategy's process group")
 class Strategy:
     def setup_distributed(self):
         dist.init_process_group("gloo", store=store, rank=0, world_size=2)

@@ -22,7 +22,7 @@ class Rank:
         self.policy = type("Policy", (getattr(launcher, base),), {})(2, 1, *place, None, None)
 
     def join(self):
-        self.policy._setup_distributed(types.SimpleNamespace(setup_distributed=lambda: None))
+        self.policy._setup_distributed(stub("the strategy's process group", setup_distributed=lambda: None))
 
     def fit(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +31,7 @@ class Rank:
 def lose(*base):
     rank = ray.remote(num_cpus=0)(Rank).remote(*base)
     ray.get(rank.join.remote())
-    train_ppo_ray.get_strategy = lambda _: ray.get(rank.fit.remote())
+    replace(train_ppo_ray, get_strategy=lambda _: ray.get(rank.fit.remote()))
 
 
 def run(args):

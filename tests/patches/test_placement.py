@@ -47,15 +47,10 @@ def train(args):
         "reward": "RewardModelActor", "engine": "RolloutRayActor",
     }
     actors = {role: Recorded(name) for role, name in classes.items()}
-    train_ppo_ray.get_strategy = lambda _: types.SimpleNamespace(print=lambda *_: None)
-    train_ppo_ray.PolicyModelActor = actors["actor"]
-    train_ppo_ray.ReferenceModelActor = actors["ref"]
-    train_ppo_ray.CriticModelActor = actors["critic"]
-    train_ppo_ray.RewardModelActor = actors["reward"]
-    vllm_engine.RolloutRayActor = actors["engine"]
-    trainer = types.ModuleType("openrlhf.trainer.ppo_trainer")
-    trainer.PPOTrainer = types.SimpleNamespace(remote=stop)
-    sys.modules["openrlhf.trainer.ppo_trainer"] = trainer
+    models = {classes[role]: actors[role] for role in ("actor", "ref", "critic", "reward")}
+    replace(train_ppo_ray, get_strategy=lambda _: types.SimpleNamespace(print=print), **models)
+    replace(vllm_engine, RolloutRayActor=actors["engine"])
+    replace_module("openrlhf.trainer.ppo_trainer", PPOTrainer=types.SimpleNamespace(remote=stop))
     try:
         train_ppo_ray.train(args)
     except Planned:

@@ -32,11 +32,10 @@ make_engines = vllm_engine.create_vllm_engines
 def train(args):
     # Upstream's train() with recorded actors: them by class.
     actors = {name: Recorded(name) for name in (*ROLES, "LLMRayActor")}
-    train_ppo_ray.get_strategy = lambda _: types.SimpleNamespace(print=lambda *_: None)
-    for name in ROLES:
-        setattr(train_ppo_ray, name, actors[name])
-    vllm_engine.LLMRayActor = actors["LLMRayActor"]
-    train_ppo_ray.create_vllm_engines = lambda *given, **named: stop(make_engines(*given, **named))
+    models = {name: actors[name] for name in ROLES}
+    replace(train_ppo_ray, get_strategy=lambda _: types.SimpleNamespace(print=print), **models)
+    replace(vllm_engine, LLMRayActor=actors["LLMRayActor"])
+    replace(train_ppo_ray, create_vllm_engines=lambda *given, **named: stop(make_engines(*given, **named)))
     try:
         train_ppo_ray.train(args)
     except Planned:

@@ -20,6 +20,7 @@ def some(**given):
     return types.SimpleNamespace(**given)
 
 
+@stub("the ranks of a role, which record what they save")
 class Ranks:
     def __init__(self):
         self.saved = []

@@ -21,6 +21,7 @@ args = namespace(
 )
 
 
+@stub("a data set")
 class Prompts(list):
     collate_fn = None
 
@@ -28,9 +29,12 @@ class Prompts(list):
         return self
 
 
-ppo_trainer.blending_datasets = lambda *_, **__: Prompts(range(8))
-ppo_trainer.PromptDataset = lambda data, *_, **__: data
-strategy = namespace(args=args, setup_dataloader=lambda *_, **__: torch.initial_seed())
+replace(
+    ppo_trainer,
+    blending_datasets=lambda *_, **__: Prompts(range(8)),
+    PromptDataset=lambda data, *_, **__: data,
+)
+strategy = stub("the strategy's loader", args=args, setup_dataloader=lambda *_, **__: torch.initial_seed())
 seed = ppo_trainer.prepare_datasets(strategy, None)[0]
 assert seed == args.train.seed, f"prompts are shuffled by the seed {seed}"
 print("prompts are shuffled by --train.seed")
@@ -46,6 +50,7 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 Actor = RolloutRayActor.__ray_metadata__.modified_class
 
 
+@stub("the vLLM of an engine")
 class Engine:
     def __init__(self):
         self.seeds = []
@@ -95,7 +100,7 @@ def seed_of(module, trainer, *arguments):
         rank = some(
             replay_buffer=buffer, args=args, strategy=some(ring_attn_group=None), dataloader_pin_memory=False
         )
-        module.DataLoader = loader
+        replace(module, DataLoader=loader)
         try:
             trainer.ppo_train(rank, *arguments)
         except StopIteration as stopped:
@@ -117,6 +122,7 @@ from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 Actor = LLMRayActor.__ray_metadata__.modified_class
 
 
+@stub("the vLLM of an engine")
 class Engine:
     def __init__(self):
         self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=7))
@@ -147,12 +153,13 @@ os.environ["RLHF_STACK_REPEATABLE"] = "1"
 from openrlhf.trainer.ray import ppo_critic
 
 
+@stub("the loader of a critic")
 class Loader:
     def __init__(self, buffer, **_):
         raise StopIteration([int(item.sequences[0]) for item in buffer.items])
 
 
-ppo_critic.DataLoader = Loader
+replace(ppo_critic, DataLoader=Loader)
 found = set()
 for arrival in ([3, 1, 2], [2, 3, 1]):
     items = [types.SimpleNamespace(sequences=torch.tensor([number])) for number in arrival]

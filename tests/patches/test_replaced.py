@@ -27,9 +27,8 @@ def stop(*_, **__):
     raise Begun
 
 
-train_ppo_ray._validate_args = lambda _: None
-train_ppo_ray.get_strategy = stop
-train_ppo_ray.ray = types.SimpleNamespace(is_initialized=lambda: True)
+running = stub("a Ray that runs", is_initialized=lambda: True)
+replace(train_ppo_ray, _validate_args=lambda _: None, get_strategy=stop, ray=running)
 try:
     train_ppo_ray.train(types.SimpleNamespace())
 except Begun:

@@ -47,9 +47,12 @@ from vllm.platforms import current_platform
 
 current_platform.import_kernels()
 if not hasattr(torch.ops._C, "init_shm_manager"):  # no AVX-512: the names as csrc/cpu/shm.cpp makes them
-    torch.ops._C.init_shm_manager = lambda name, size, rank, threads: Path(f"/dev/shm/{name}_{rank}").touch()
-    torch.ops._C.join_shm_manager = lambda handle, name: None
-    torch.ops._C.shm_allreduce = lambda handle, tensor: dist.all_reduce(tensor)
+    replace(
+        torch.ops._C,
+        init_shm_manager=lambda name, size, rank, threads: Path(f"/dev/shm/{name}_{rank}").touch(),
+        join_shm_manager=lambda handle, name: None,
+        shm_allreduce=lambda handle, tensor: dist.all_reduce(tensor),
+    )
 dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
 world = dist.group.WORLD
 group = types.SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, rank=rank, device_group=world)

@@ -13,6 +13,7 @@ os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
 own_ray(num_cpus=2)
 
 
+@stub("an engine, which never answers")
 class Engine:
     def sleep(self):
         threading.Event().wait()
@@ -34,11 +35,13 @@ os.environ["RLHF_STACK_SYNC_TIMEOUT"] = "2"
 own_ray(num_cpus=4, num_gpus=2)
 
 
+@stub("a trainer's rank, which never answers")
 class Rank:
     def sync(self):
         threading.Event().wait()
 
 
+@stub("an engine, whose deadline has passed")
 class Engine:
     def sync_error(self):
         return "weight sync, rank 1: rank 0 (the trainer) does not answer"
@@ -64,8 +67,8 @@ class Trainer(BasePPOTrainer):
     def __init__(self):
         self.args = types.SimpleNamespace(vllm=types.SimpleNamespace(enable_sleep=False))
         self.vllm_engines = [engine]
-        self.actor_model_group = types.SimpleNamespace(
-            async_run_method=lambda method_name: [trainer.sync.remote()]
+        self.actor_model_group = stub(
+            "the actor's ranks", async_run_method=lambda method_name: [trainer.sync.remote()]
         )
 
     def fit(self):
@@ -82,7 +85,7 @@ TRAINING = (
     + TRAINER
     + """
 Models.fit = trainer.sync.remote
-train_ppo_ray.create_vllm_engines = lambda *_, **__: [engine]
+replace(train_ppo_ray, create_vllm_engines=lambda *_, **__: [engine])
 run(lambda: train_ppo_ray.train(args))
 """
 )

@@ -22,9 +22,10 @@ def join(rank, port, results):
     results.put((rank, torch.equal(tensor, sent)))
 
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
+held = socket.socket()  # without a listener: no other process gets the port, and rank 0 listens at it
+held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+held.bind(("127.0.0.1", 0))
+port = held.getsockname()[1]
 fork = multiprocessing.get_context("fork")
 results = fork.Queue()
 ranks = [fork.Process(target=join, args=(rank, port, results), daemon=True) for rank in range(WORLD)]
@@ -53,8 +54,8 @@ def strategy(arguments):
 
 os.environ["RLHF_STACK_SYNC_BACKEND"] = "gloo"
 import ray
-ray.is_initialized = lambda: True
-openrlhf.utils.get_strategy = strategy
+replace(ray, is_initialized=lambda: True)
+replace(openrlhf.utils, get_strategy=strategy)
 found = []
 for given in ([], [FLAG, "nccl"]):
     sys.argv = ["train_ppo_ray", *MODELS, *given]
@@ -86,9 +87,10 @@ def join(port, results):
         results.put(str(error))
 
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
+held = socket.socket()  # without a listener: no other process gets the port, and rank 0 listens at it
+held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+held.bind(("127.0.0.1", 0))
+port = held.getsockname()[1]
 fork = multiprocessing.get_context("fork")
 results = fork.Queue()
 worker = fork.Process(target=join, args=(port, results), daemon=True)

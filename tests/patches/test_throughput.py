@@ -6,6 +6,7 @@ import asyncio
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
 
+@stub("the vLLM of an engine")
 class Llm:
     async def generate(self, prompt, parameters, request_id):
         for length in (1, 5, 9):
@@ -39,11 +40,10 @@ from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 Engine = LLMRayActor.__ray_metadata__.modified_class
 engine = Engine.__new__(Engine)
 output = types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[0] * 9)])
-worker = types.SimpleNamespace(receive_weights=lambda parameters, limit: "loaded")
+worker = stub("the worker of an engine", receive_weights=lambda parameters, limit: "loaded")
 executor = types.SimpleNamespace(driver_worker=worker)
-engine.llm = types.SimpleNamespace(
-    generate=lambda *_, **__: [output] * 3, llm_engine=types.SimpleNamespace(model_executor=executor)
-)
+inner = types.SimpleNamespace(model_executor=executor)
+engine.llm = stub("the vLLM of an engine", generate=lambda *_, **__: [output] * 3, llm_engine=inner)
 assert engine.generate(prompt_token_ids=[[1, 2]] * 3) == [output] * 3
 work = engine.receive_weights([], 1)["work"]
 assert work.tokens == 27, f"27 tokens were generated, {work.tokens} counted"

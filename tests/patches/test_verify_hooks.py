@@ -6,6 +6,7 @@ import torch
 wrap = load("openrlhf/trainer/ray/vllm_worker_wrap.py", "wrap")
 
 
+@stub("the engine's model")
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -30,7 +31,8 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 alone()
 calls = []
 module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
-trainer = types.SimpleNamespace(
+trainer = stub(
+    "the trainer's sync",
     actor=types.SimpleNamespace(model=types.SimpleNamespace(module=module)),
     use_cuda_ipc=True,
     broadcast_to_vllm=lambda: calls.append("sync"),
@@ -50,14 +52,15 @@ import torch
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 alone()
-group = types.SimpleNamespace(
+group = stub(
+    "the sync group",
     name="gloo",
     answers=[],
     in_place=True,
     device=torch.device("cpu"),
     broadcast=lambda *_, **__: None,
-    buffers=types.SimpleNamespace(for_bucket=lambda size, _: torch.empty(size, dtype=torch.uint8)),
-    start=lambda *_: types.SimpleNamespace(finish=lambda: None),
+    buffers=stub("its buffers", for_bucket=lambda size, _: torch.empty(size, dtype=torch.uint8)),
+    start=lambda *_: stub("a transfer", finish=lambda: None),
     syncing=contextlib.nullcontext,
 )
 module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
@@ -68,7 +71,7 @@ trainer = types.SimpleNamespace(
     _model_update_group=group,
 )
 import ray
-ray.get = lambda references, **_: references
+replace(ray, get=lambda references, **_: references)
 ActorPPOTrainer._broadcast_to_vllm(trainer)
 syncs = recorded("sync")
 assert len(syncs) == 1, f"syncs recorded: {syncs}"

@@ -1,6 +1,7 @@
 import pytest
 
 PROBE = """
+@stub("vLLM")
 class LLM:
     def __init__(self, *_, **__):
         from vllm.worker.cpu_worker import CPUWorker
@@ -11,9 +12,9 @@ class LLM:
 import vllm
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
-vllm.LLM = LLM
+replace(vllm, LLM=LLM)
 Actor = LLMRayActor.__ray_metadata__.modified_class
-vllm.__version__ = "0.10.0"
+replace(vllm, __version__="0.10.0")
 Actor("model", tensor_parallel_size=1)
 print("0.10.0 is newer than 0.4.1")
 """

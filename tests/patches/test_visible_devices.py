@@ -41,6 +41,7 @@ from rlhf_stack.config import env_vars
 
 KIND = os.environ[env_vars.ACCELERATOR]
 TRAINERS = ("DistributedTorchRayActor", "BaseDistributedActor")
+MARKS = ("_change_executed",)  # of scripts/patches/changes.py
 
 
 def start(gpus):
@@ -72,7 +73,7 @@ def trainer_class():
     if (folder / "utils.py").exists():
         names |= vars(load("openrlhf/trainer/ray/utils.py", "utils"))
     tree = ast.parse((folder / "launcher.py").read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", None) in TRAINERS]
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in (*TRAINERS, *MARKS)]
     exec(compile(tree, "launcher", "exec"), names)
     return next(names[name] for name in TRAINERS if name in names)
 
@@ -115,6 +116,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
+@stub("the worker of an engine")
 class Worker:
     # vLLM's worker, without the parts that need a GPU.
     def __init__(self, local_rank, **_):
@@ -141,7 +143,8 @@ class Engine:
             def init_worker(self, **arguments):
                 self.worker = Worker(**arguments)
 
-        one.WorkerWrapperBase = several.RayWorkerWrapper = Wrapper
+        replace(one, WorkerWrapperBase=Wrapper)
+        replace(several, RayWorkerWrapper=Wrapper)
         executor = one.GPUExecutor if size == 1 else several.RayGPUExecutor
         self.executor = executor.__new__(executor)
         self.executor.parallel_config = types.SimpleNamespace(
@@ -151,7 +154,7 @@ class Engine:
             max_parallel_loading_workers=None,
         )
         self.executor.model_config = types.SimpleNamespace(trust_remote_code=False)
-        self.executor._get_worker_kwargs = lambda local_rank=0, *_, **__: {"local_rank": local_rank}
+        replace(executor, _get_worker_kwargs=lambda _, local_rank=0, *__, **___: {"local_rank": local_rank})
         if size == 1:
             self.executor._init_non_spec_worker()
         else:
@@ -203,7 +206,7 @@ print(found, "GPUs")
 JOIN = """
 import torch
 
-torch.version.hip = "6.1"
+replace(torch.version, hip="6.1")
 from vllm.executor.ray_utils import initialize_ray_cluster
 
 from ray.cluster_utils import Cluster

@@ -8,9 +8,12 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 try:
     ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16), 32)
 except (AttributeError, RuntimeError):  # without AVX-512 vLLM packs nothing: a copy takes its place
-    ops._supports_onednn = True
-    ops.create_onednn_mm = lambda weight, _: weight.clone()
-    ops.onednn_mm = lambda packed, x, bias: torch.nn.functional.linear(x, packed.t(), bias)
+    replace(
+        ops,
+        _supports_onednn=True,
+        create_onednn_mm=lambda weight, _: weight.clone(),
+        onednn_mm=lambda packed, x, bias: torch.nn.functional.linear(x, packed.t(), bias),
+    )
 torch.manual_seed(0)
 layer = torch.nn.Linear(64, ROWS, bias=False, dtype=torch.bfloat16)
 layer.requires_grad_(False)

@@ -1,6 +1,7 @@
 import pytest
 
 PROBE = """
+@stub("vLLM")
 class LLM:
     def __init__(self, *_, **__):
         from vllm.worker.cpu_worker import CPUWorker
@@ -11,7 +12,7 @@ class LLM:
 import vllm
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
-vllm.LLM = LLM
+replace(vllm, LLM=LLM)
 Actor = LLMRayActor.__ray_metadata__.modified_class
 worker = Actor("model", tensor_parallel_size=1).llm.worker
 absent = [name for name in ("init_process_group", "update_weight") if not hasattr(worker, name)]

@@ -29,7 +29,7 @@ def start(*options):
     return error.args
 
 
-ray._private.node.Node = node
+replace(ray._private.node, Node=node)
 chosen = "--min-worker-port=12000", "--max-worker-port=12100"
 if start(*chosen) != (12000, 12100) or start(chosen[1]) != (10002, 12100):
     raise Disagreement("the ports that the user chose are ignored")

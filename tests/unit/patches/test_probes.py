@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches.conftest import Outcome, link_package
+from tests.conftest import link_packages
+from tests.patches.conftest import Outcome
 
 ECHO = """Traceback (most recent call last):
   File "probe.py", line 9, in <module>
@@ -35,8 +36,11 @@ def test_the_reason_is_the_final_exception_alone(output: str, reason: str) -> No
     assert Outcome(1, output).reason == reason
 
 
-def test_only_the_files_without_the_patch_differ_from_the_installed_package(tmp_path: Path) -> None:
+def test_only_the_files_without_the_patch_differ_from_the_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed, replaced, target = (tmp_path / name for name in ("installed", "replaced", "target"))
+    monkeypatch.syspath_prepend(installed)
     for name, text in {"a/__init__.py": "", "a/b.py": "x = 'patched'", "a/c/d.py": "x = 'same'"}.items():
         (installed / name).parent.mkdir(parents=True, exist_ok=True)
         (installed / name).write_text(text, encoding="utf-8")
@@ -44,7 +48,7 @@ def test_only_the_files_without_the_patch_differ_from_the_installed_package(tmp_
     subprocess.run([*stale, str(installed)], check=True)
     (replaced / "a").mkdir(parents=True)
     (replaced / "a" / "b.py").write_text("x = 'without'", encoding="utf-8")
-    link_package(installed, replaced, target)
+    link_packages(replaced, target)
     code = "import a.b, a.c.d; print(a.b.x, a.c.d.x, a.__path__[0])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=target, capture_output=True, text=True, check=True

@@ -28,6 +28,16 @@ def test_patches_that_apply_alone_and_together_are_accepted(tmp_path: Path, pref
     assert check.misfits(make_wheel(tmp_path, prefix), series(DIFF, APART)) == ([], [])
 
 
+def test_a_cell_that_has_a_patch_for_others_is_named() -> None:
+    carried = series(DIFF)
+    carried.patches[0].header["Cells"] = "all"
+    assert check.unnamed_cells(carried, ["a-cpu", "b-cuda13.0"]) == []
+    carried.patches[0].header["Cells"] = "*-cuda13.0 *-rocm7"
+    assert check.unnamed_cells(carried, ["a-cuda13.0", "b-rocm7"]) == []
+    (problem,) = check.unnamed_cells(carried, ["a-cpu", "b-cuda13.0"])
+    assert "0001-change.patch: Cells is '*-cuda13.0 *-rocm7', and a-cpu has the patch too" in problem
+
+
 def test_a_patch_that_needs_another_one_is_named_with_it(tmp_path: Path) -> None:
     errors, _ = check.misfits(make_wheel(tmp_path), series(DIFF, SECOND, APART))
     assert len(errors) == 1

@@ -9,7 +9,7 @@ from rich.console import Console
 from scripts.matrix.load import find, load
 from scripts.patches.series import load_all, series_of
 from scripts.testing import proofs
-from scripts.testing.records import Proof
+from scripts.testing.records import Executed, Proof, Tally
 
 CELL = find(load(), load().default)
 SERIES = series_of(CELL)
@@ -43,7 +43,7 @@ def test_each_patch_has_the_outcomes_of_its_own_tests() -> None:
 
 def report(ended: list[Proof]) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=200)
-    code = proofs.report(CELL, SERIES, ended, console)
+    code = proofs.report(CELL, SERIES, Tally(proofs=ended), console)
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -67,6 +67,31 @@ def test_a_patch_without_a_proof_is_an_error(others: list[tuple[str, str]]) -> N
     assert f"error: {SERIES[0].package}/{SERIES[0].patches[0].name}: no test failed without it" in text
 
 
-def test_patches_are_proved_on_cpu_cells_alone() -> None:
+def skipped(patch: str) -> Proof:
+    return Proof("tests/patches/test_it.py", "a", "", "", patch, skipped="for CPUs alone")
+
+
+def test_only_in_an_image_for_gpus_the_tests_of_a_patch_may_all_be_skipped() -> None:
     accelerator = msgspec.structs.replace(CELL.accelerator, kind="cuda")
-    assert proofs.unproved(msgspec.structs.replace(CELL, accelerator=accelerator), SERIES, []) == []
+    for_gpus = msgspec.structs.replace(CELL, accelerator=accelerator)
+    name, first = ALL[0].patch, f"{SERIES[0].package}/{SERIES[0].patches[0].name}"
+    assert proofs.unproved(for_gpus, SERIES, [skipped(name), *ALL[1:]]) == []
+    assert proofs.unproved(CELL, SERIES, [skipped(name), *ALL[1:]]) == [first]
+    assert proofs.unproved(for_gpus, SERIES, ALL[1:]) == [first]
+    found = proofs.proofs_of(SERIES, [skipped(name)])
+    assert found == {first: proofs.Proved("skipped: for CPUs alone", "")}
+
+
+def test_a_change_is_missed_if_no_suite_executed_it() -> None:
+    name = ALL[0].patch
+    suites = [{name: Executed(3, ("a.py:1", "a.py:9"))}, {}, {name: Executed(3, ("a.py:9",))}]
+    [(patch, executed)] = proofs.executed_of(SERIES, suites).items()
+    assert patch == f"{SERIES[0].package}/{SERIES[0].patches[0].name}"
+    assert proofs.described(executed) == "2 of 3, not a.py:9"
+    assert proofs.described(Executed(1, ())) == "1 of 1"
+
+
+def test_the_stubs_of_all_tests_of_a_patch_are_listed() -> None:
+    tests = [Proof("f", "a", FAILED, PASSED, ALL[0].patch, (stub,)) for stub in ("ray.get", "an engine")]
+    [proved] = proofs.proofs_of(SERIES, tests).values()
+    assert proved.stubs == ("an engine", "ray.get")
