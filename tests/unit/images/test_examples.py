@@ -33,7 +33,7 @@ case "$*" in
         sleep 60 > /dev/null 2>&1 & echo "$node: ready" >> "$LOG"; wait ;;
     *rlhf_stack.cluster.readiness*)
         timeout 30 bash -c 'until [ "$(grep -c ready "$LOG")" = 2 ]; do sleep 0.1; done' ;;
-    *"rlhf-stack submit"*) [ -z "${PREEMPTED:-}" ] || { kill -TERM $PPID; exec sleep 30; }
+    *"rlhf-stack submit"*) [ -z "${PREEMPTED:-}" ] || { kill -TERM $PPID; exec sleep 30 > /dev/null 2>&1; }
         exit "${CODE:-7}" ;;
 esac
 """,
