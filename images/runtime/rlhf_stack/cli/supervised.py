@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_stack import known_bad
 from rlhf_stack.cluster.connect import connected
+from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.doctor.checks import environment_of
 from rlhf_stack.diagnostics.doctor.collect import collect_facts
 from rlhf_stack.errors import UserError
@@ -22,6 +23,7 @@ from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.job import Ended
 from rlhf_stack.recovery.ray_cluster import RayCluster
 from rlhf_stack.recovery.supervisor import Limits, State, Supervisor, read_state
+from rlhf_stack.telemetry.run_log import messages
 
 TERMINATED = 128 + signal.SIGTERM
 STOP_SECONDS = 3.0  # of the grace time, for stopping the job
@@ -47,12 +49,11 @@ class Supervision:
         began = 0.0 if self._checkpoints.loads else time.time()
         self._state = read_state(kept) if kept else State(list(words), began)
         if self.follows_a_job:
-            print(f"rlhf-stack: this run is job {self._state.job}: following it", file=sys.stderr)
+            messages.info(f"this run is job {self._state.job}: following it")
         if limits.restarts and not self._checkpoints.every:
-            print(
-                "rlhf-stack: the run saves no checkpoints, so each restart repeats all of it: "
-                f"set {'--save_steps' if self._run.flat else '--ckpt.save_steps'}",
-                file=sys.stderr,
+            messages.warning(
+                "the run saves no checkpoints, so each restart repeats all of it: "
+                f"set {'--save_steps' if self._run.flat else '--ckpt.save_steps'}"
             )
 
     @property
@@ -85,12 +86,12 @@ class Supervision:
     def _stop(self, job: str) -> None:
         """Stop ``job``; within the grace time, after a checkpoint."""
         if self._limits.grace:
-            _log(f"a checkpoint is requested, within {self._limits.grace:.0f} s")
+            messages.info(f"a checkpoint is requested, within {self._limits.grace:.0f} s")
             try:
                 self._save(job, self._limits.grace - STOP_SECONDS)
             except (UserError, OSError, RuntimeError) as error:
-                _log(f"no checkpoint was saved: {error}")
-        _log(f"stopping job {job}")
+                messages.info(f"no checkpoint was saved: {error}")
+        messages.info(f"stopping job {job}")
         jobs.stop(self._server, job)
         if self._limits.grace:
             self._select()
@@ -101,9 +102,9 @@ class Supervision:
         with connected(self._address):
             replies = preemption.request(end - time.monotonic(), known, False) if known else []
         for line in preemption.describe(replies):
-            _log(line)
+            messages.info(line)
         if not replies:
-            _log(
+            messages.info(
                 "the run does not confirm the request: no step has ended, or its release saves no "
                 "checkpoint on request"
             )
@@ -112,12 +113,12 @@ class Supervision:
         """Let the run load the last complete checkpoint, also if it was stopped while it saved another."""
         saved = max(self._checkpoints.complete_steps(self._state.began), default=0)
         if not saved:
-            _log("the run has no complete checkpoint")
+            messages.info("the run has no complete checkpoint")
             return
         for path in self._checkpoints.select(saved, self._state.began):
-            _log(f"an incomplete checkpoint was set aside: {path}")
+            messages.info(f"an incomplete checkpoint was set aside: {path}")
         flag = self._checkpoints.load_flag
-        _log(f"the same command with {flag} continues from the checkpoint of step {saved}")
+        messages.info(f"the same command with {flag} continues from the checkpoint of step {saved}")
 
     def _forget(self) -> None:
         try:
@@ -149,10 +150,6 @@ def _terminated_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _log(text: str) -> None:
-    print(f"rlhf-stack: {text}", file=sys.stderr, flush=True)
-
-
 def _show(attempts: Sequence[Attempt]) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -170,5 +167,5 @@ def _show(attempts: Sequence[Attempt]) -> None:
             escape(", ".join(one.lost)),
             escape(one.error[:200]),
         )
-    if attempts:
+    if attempts and env_vars.log_format() == "text":
         Console(stderr=True, highlight=False).print(table)

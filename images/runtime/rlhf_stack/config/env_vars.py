@@ -13,7 +13,9 @@ ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 ENGINE_RESTARTS = "RLHF_STACK_ENGINE_RESTARTS"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
 LOG_FORMAT = "RLHF_STACK_LOG_FORMAT"
+LOG_FORMATS = ("text", "json")
 LOG_LEVEL = "RLHF_STACK_LOG_LEVEL"
+LOG_LEVELS = ("info", "warning", "error")
 CHECK_COTENANCY = "RLHF_STACK_CHECK_COTENANCY"
 TRACEBACK = "RLHF_STACK_TRACEBACK"  # set: an error that is a defect of rlhf-stack ends with its traceback
 AUTOSCALE = "RLHF_STACK_AUTOSCALE"  # 1: a run for which there is no room waits for an autoscaler
@@ -33,12 +35,12 @@ def flag(name: str) -> bool:
 
 def log_format() -> str:
     """Return the format of log lines: "text" (default) or "json"; anything else is a `ValueError`."""
-    return _one_of(LOG_FORMAT, ("text", "json"))
+    return _one_of(LOG_FORMAT, LOG_FORMATS)
 
 
 def log_level() -> str:
     """Return the lowest level that is logged: "info" (default), "warning" or "error"."""
-    return _one_of(LOG_LEVEL, ("info", "warning", "error"))
+    return _one_of(LOG_LEVEL, LOG_LEVELS)
 
 
 def _one_of(name: str, values: tuple[str, ...]) -> str:

@@ -2,7 +2,8 @@
 
 As text, lines about progress are printed, because upstream's driver hides log records below a warning. A JSON
 line has ``time`` (unix seconds), ``level``, ``host``, ``pid``, ``logger`` and ``message``, and goes to the
-standard output, as do those of every logger below ``rlhf_stack``.
+standard output, as do those of every logger below ``rlhf_stack``. The messages of a command have the same
+formats, on standard error.
 """
 
 import functools
@@ -10,26 +11,49 @@ import json
 import logging
 import os
 import socket
+import sys
 
 from rlhf_stack.config import env_vars
 
 logger = logging.getLogger("rlhf_stack")
+messages = logging.getLogger("rlhf_stack.messages")  # of a command
 
 
-class JsonLines(logging.Handler):
-    """Prints each record as one line of JSON."""
+class JsonFormatter(logging.Formatter):
+    """Formats each record as one line of JSON."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print the record; an exception of it becomes part of the message."""
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; an exception of the record becomes part of the message."""
         line = {
             "time": record.created,
             "level": record.levelname.lower(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "logger": record.name,
-            "message": self.format(record),
+            "message": super().format(record),
         }
-        print(json.dumps(line), flush=True)
+        return json.dumps(line)
+
+
+class _Text(logging.Formatter):
+    """Formats the messages of a command."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return f"rlhf-stack: {'warning: ' * (record.levelno == logging.WARNING)}{super().format(record)}"
+
+
+class _Lines(logging.Handler):
+    """Prints each record to the standard output or error of this moment."""
+
+    def __init__(self, stream: str, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self._stream = stream
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record."""
+        print(self.format(record), file=getattr(sys, self._stream), flush=True)
 
 
 @functools.cache
@@ -38,9 +62,16 @@ def configure() -> bool:
     logger.setLevel(env_vars.log_level().upper())
     is_json = env_vars.log_format() == "json"
     if is_json:
-        logger.addHandler(JsonLines())
+        logger.addHandler(_Lines("stdout", JsonFormatter()))
         logger.propagate = False
     return is_json
+
+
+def configure_messages() -> None:
+    """Apply both variables to the `messages` of a command; `ValueError` if one is invalid."""
+    messages.setLevel(env_vars.log_level().upper())
+    messages.propagate = False
+    messages.handlers = [_Lines("stderr", JsonFormatter() if env_vars.log_format() == "json" else _Text())]
 
 
 def info(text: str) -> None:

@@ -1,9 +1,12 @@
 """rlhf_stack.cli.commands.submit: the runtime environment of a job."""
 
+import json
+
 import pytest
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.recovery.job import Ended
 
@@ -62,3 +65,35 @@ def test_a_jobs_code_is_never_one_of_submit_itself(
 ) -> None:
     monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "FAILED", code))
     assert main(["submit", "--", "ls"]) == expected
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 1), ("error", 0)])
+def test_the_log_format_applies_to_the_command_and_its_job(
+    level: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted: list[dict[str, str]] = []
+
+    def once(address: str, words: list[str], environment: dict[str, dict[str, str]], write: object) -> Ended:
+        del address, words, write
+        submitted.append(environment["env_vars"])
+        return Ended("j", "SUCCEEDED", 0)
+
+    for name in (env_vars.LOG_FORMAT, env_vars.LOG_LEVEL):
+        monkeypatch.setenv(name, "")  # restored after the test
+    monkeypatch.setattr(submit, "_once", once)
+    options = ["--log-format", "json", "--log-level", level, "--env", "WANDB_API_KEY=x"]
+    assert main(["submit", *options, "--", "ls"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["level"] for line in printed] == ["warning"] * lines
+    assert {name: submitted[0][name] for name in (env_vars.LOG_FORMAT, env_vars.LOG_LEVEL)} == {
+        env_vars.LOG_FORMAT: "json",
+        env_vars.LOG_LEVEL: level,
+    }
+
+
+def test_an_invalid_log_format_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "xml")
+    assert main(["submit", "--", "ls"]) == submit.WRONG_USAGE
+    assert "RLHF_STACK_LOG_FORMAT='xml': expected text or json" in capsys.readouterr().err

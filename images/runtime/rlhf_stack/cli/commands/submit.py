@@ -30,6 +30,9 @@ for a checkpoint from elsewhere.
 
   rlhf-stack submit --grace 60 -- python -m openrlhf.cli.train_ppo_ray ... --ckpt.load_enable
 
+With --log-format json the messages of this command on standard error, and rlhf_stack's lines among the job's
+output, are JSON lines: time, level, host, pid, logger, message.
+
 Exit codes of submit itself: 120 the run does not fit and was not submitted (--force submits it anyway), 121
 wrong usage, or the job could not be submitted, 122 the connection to the running job was lost. --json prints
 rlhf-stack/submit/1 when the job has ended, with the job's output on stderr: `submitted`, `job`, `status`,
@@ -55,6 +58,8 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.supervisor import Limits
+from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
 
 REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, as `jobs.LOST`
 LEAST_GRACE = 10.0  # seconds
@@ -112,6 +117,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"on Ctrl-C and SIGTERM, save a checkpoint within this time first, {LEAST_GRACE:.0f} or more",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=env_vars.LOG_FORMATS,
+        help=f"of this command's messages, and rlhf_stack's lines in the job [{env_vars.LOG_FORMAT}, text]",
+    )
+    parser.add_argument(
+        "--log-level", choices=env_vars.LOG_LEVELS, help=f"the lowest one logged [{env_vars.LOG_LEVEL}, info]"
+    )
     parser.add_argument("--force", action="store_true", help="submit a run that does not fit")
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/submit/1 (see above)")
     run_options.add_run_options(parser)
@@ -127,6 +140,7 @@ def grace_time(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Plan the run, submit it and follow it; return the job's exit code."""
     words = run_options.command_words(options)
+    _configure_log(options)
 
     def environment() -> dict[str, Any]:
         return runtime_env(os.environ, options.env, options.working_dir)
@@ -142,9 +156,9 @@ def run(options: argparse.Namespace) -> int:
     supervision = _supervision(options, words, environment) if options.restarts or options.grace else None
     problems = [] if supervision and supervision.follows_a_job else _problems(options, words)
     for problem in problems:
-        print(f"rlhf-stack: {problem}", file=sys.stderr)
+        messages.error(problem)
     if problems and not options.force:
-        print("rlhf-stack: not submitted; --force submits it anyway", file=sys.stderr)
+        messages.error("not submitted; --force submits it anyway")
         if options.json:
             print_json("submit", 1, submitted=False, job=None, status=None, code=REFUSED, problems=problems)
         return REFUSED
@@ -162,6 +176,20 @@ def run(options: argparse.Namespace) -> int:
             **({"attempts": attempts} if supervision else {}),
         )
     return 1 if ended.code in (REFUSED, WRONG_USAGE, jobs.LOST) else ended.code
+
+
+def _configure_log(options: argparse.Namespace) -> None:
+    """Apply --log-format and --log-level, or the variables, to this command and to its job."""
+    for variable, value in (
+        (env_vars.LOG_FORMAT, options.log_format),
+        (env_vars.LOG_LEVEL, options.log_level),
+    ):
+        if value:
+            os.environ[variable] = value  # `runtime_env` passes it on
+    try:
+        run_log.configure_messages()
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _supervision(
@@ -182,10 +210,7 @@ def _once(
     try:
         return jobs.follow(address, job, write)
     except KeyboardInterrupt:
-        print(
-            f"rlhf-stack: job {job} is still running: ray job logs -f {job}, ray job stop {job}",
-            file=sys.stderr,
-        )
+        messages.warning(f"job {job} is still running: ray job logs -f {job}, ray job stop {job}")
         raise
 
 
@@ -197,10 +222,8 @@ def _warn_of_secrets(variables: Mapping[str, str], words: Sequence[str]) -> None
     if has_password(line) or SECRET_FLAG.search(line):
         found.append("the command line contains a secret")
     for text in found:
-        print(
-            f"rlhf-stack: warning: {text}, which everyone who reaches Ray's dashboard can read: set it on "
-            "the machines instead",
-            file=sys.stderr,
+        messages.warning(
+            f"{text}, which everyone who reaches Ray's dashboard can read: set it on the machines instead"
         )
 
 
