@@ -1,8 +1,10 @@
-"""Kills an engine's processes while it generates: `install` is the RLHF_STACK_TEST_HOOK of each process.
+"""Kills an engine's processes in a phase of a run: `install` is the RLHF_STACK_TEST_HOOK of each process.
 
-DYING_PROCESS is "actor" or "core", vLLM's own process below the actor. Only the engine's first process dies.
+DYING_PROCESS is "actor", "core" (vLLM's own process below the actor) or "node", all processes of its node.
+DYING_PHASE is "start", or "generation", "sync" or "sleep" of step DYING_STEP (from 1). One process dies.
 """
 
+import functools
 import os
 import signal
 import threading
@@ -12,33 +14,77 @@ from pathlib import Path
 from rlhf_stack.config import env_vars
 from rlhf_stack.telemetry import events
 
-ENGINE, PROCESS, STEP = "DYING_ENGINE", "DYING_PROCESS", "DYING_STEP"
+ENGINE, PROCESS, PHASE, STEP = "DYING_ENGINE", "DYING_PROCESS", "DYING_PHASE", "DYING_STEP"
 CORE = "VLLM::EngineCore"
+DEAD = "an-engine-has-died"
 POLL_SECONDS = 0.02
 INTO_GENERATION_SECONDS = 0.3
 
 
 def install() -> None:
-    """Watch, in the actor of engine DYING_ENGINE, for the generation of step DYING_STEP (from 1)."""
+    """Watch, in the actor of engine DYING_ENGINE, for its phase."""
     threading.Thread(target=_watch, daemon=True).start()
 
 
 def _watch() -> None:
-    folder = Path(os.environ[env_vars.EVENTS])
     while not os.environ.get("RLHF_STACK_ENGINE", "").endswith(f"/{os.environ[ENGINE]}"):
         time.sleep(POLL_SECONDS)
-    import ray
-
-    if ray.get_runtime_context().was_current_actor_reconstructed:
+    phase = os.environ[PHASE]
+    if phase in ("sync", "sleep"):
+        _die_in_call(phase)
         return
-    while _generations(folder) < int(os.environ[STEP]):
-        time.sleep(POLL_SECONDS)
-    time.sleep(INTO_GENERATION_SECONDS)
-    os.kill(os.getpid() if os.environ[PROCESS] == "actor" else _core(), signal.SIGKILL)
+    if phase == "generation":
+        while _generations() < int(os.environ[STEP]):
+            time.sleep(POLL_SECONDS)
+        time.sleep(INTO_GENERATION_SECONDS)
+    _die()
 
 
-def _generations(folder: Path) -> int:
-    found = events.read(folder) if folder.is_dir() else []
+def _die_in_call(phase: str) -> None:
+    """Die in the sync of step DYING_STEP, or when the engine sleeps in this step; it sleeps once before."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    counts = {"sync": 0, "sleep": -1}
+    call, sleep = AsyncLLM.collective_rpc, AsyncLLM.sleep
+
+    def count(name: str) -> None:
+        counts[name] += 1
+        if name == phase and counts[name] == int(os.environ[STEP]):
+            _die()
+
+    @functools.wraps(call)
+    async def calls(self, method, *arguments, **options):
+        if method == "receive_weights":
+            count("sync")
+        return await call(self, method, *arguments, **options)
+
+    @functools.wraps(sleep)
+    async def sleeps(self, *arguments, **options):
+        await sleep(self, *arguments, **options)
+        count("sleep")
+
+    AsyncLLM.collective_rpc, AsyncLLM.sleep = calls, sleeps
+
+
+def _die() -> None:
+    marker = _folder() / DEAD
+    if marker.exists():
+        return
+    marker.touch()
+    if os.environ[PROCESS] in ("core", "node"):
+        os.kill(_core(), signal.SIGKILL)
+    if os.environ[PROCESS] == "node":
+        os.kill(os.getppid(), signal.SIGKILL)  # the raylet
+    if os.environ[PROCESS] in ("actor", "node"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _folder() -> Path:
+    return Path(os.environ[env_vars.EVENTS])
+
+
+def _generations() -> int:
+    found = events.read(_folder()) if _folder().is_dir() else []
     return sum(event["event"] == "begins" and event["name"] == "generation" for event in found)
 
 

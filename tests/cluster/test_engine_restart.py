@@ -1,5 +1,7 @@
-"""An engine whose process is killed while it generates is restarted, and the run continues to its end."""
+"""An engine whose process or node is lost: the run continues, and it is the run that nobody disturbed."""
 
+import json
+import re
 from pathlib import Path
 
 import dying_engine
@@ -11,7 +13,7 @@ from trained import SECTIONS, assert_one_policy
 
 pytestmark = pytest.mark.integration
 
-SECONDS = 400
+SECONDS = 500
 STEPS = 3
 PROMPTS, SAMPLES = 8, 8  # of a step; each prompt is one request with all of its samples
 LAYOUT = (
@@ -19,9 +21,13 @@ LAYOUT = (
     *("--vllm.tensor_parallel_size", "1"),
     *("--data.max_len", "240", "--rollout.max_new_tokens", "200"),  # long enough to be hit
 )
+HYBRID = (
+    *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2"),
+    *("--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "1"),
+)
 
 
-def dying(process):
+def dying(process, phase="generation", step=2):
     return {
         **replacing.path(Path(__file__).parent),
         "RAY_prestart_worker_first_driver": "0",  # a worker that Ray starts ahead lacks the hook
@@ -29,10 +35,16 @@ def dying(process):
         HOOK: "dying_engine.install",
         dying_engine.ENGINE: "0",
         dying_engine.PROCESS: process,
-        dying_engine.STEP: "2",
+        dying_engine.PHASE: phase,
+        dying_engine.STEP: str(step),
         env_vars.ENGINE_RESTARTS: "1",
         env_vars.REPEATABLE: "1",
+        env_vars.SYNC_TIMEOUT: "30",
     }
+
+
+def engines(count):
+    return "--vllm.num_engines", str(count)
 
 
 def learned(run):
@@ -40,40 +52,113 @@ def learned(run):
     return [[event[name] for name in names] for event in run.of("step")]
 
 
-@SECTIONS
-@pytest.mark.timeout(2 * SECONDS + 40)
-@pytest.mark.parametrize(
-    ("process", "engines"),
-    [("actor", 2), ("core", 1)],
-    ids=["one of two engines", "vLLM's process of the only one"],
-)
-def test_a_run_continues_when_an_engine_is_killed_while_it_generates(train, process, engines):
-    count = "--vllm.num_engines", str(engines)
-    run = train("separate", (1, engines), STEPS, SECONDS, *LAYOUT, *count, **dying(process))
+UNDISTURBED = {}  # what was learned, by layout
+
+
+def undisturbed(train, layout):
+    if layout not in UNDISTURBED:
+        changes = HYBRID if layout == "hybrid" else (*LAYOUT, *engines(1))
+        run = train(layout, (2,), STEPS, SECONDS, *changes, **{env_vars.REPEATABLE: "1"})
+        assert run.code == 0, run.log
+        UNDISTURBED[layout] = learned(run)
+    return UNDISTURBED[layout]
+
+
+def assert_continued(run):
     assert run.code == 0, run.log
     assert [event["step"] for event in run.of("step")] == list(range(1, STEPS + 1))
     assert all(event["equal"] for event in run.of("verify"))
-    assert len(run.of("verify")) == STEPS + (engines == 1)  # the only engine needs the weights at once
     assert_one_policy(run)
     assert run.left_over == []
-    (restart,), (restored,), (moved,) = (
-        run.of(event) for event in ("engine restart", "engine restored", "prompts moved")
-    )
+    assert [event["rollout/num_samples"] for event in run.of("step")] == [PROMPTS * SAMPLES] * STEPS
+
+
+@SECTIONS
+@pytest.mark.timeout(2 * SECONDS + 40)
+@pytest.mark.parametrize(
+    ("layout", "gpus", "changes", "process", "phase"),
+    [
+        ("separate", (1, 2), (*LAYOUT, *engines(2)), "actor", "generation"),
+        ("separate", (1, 1), (*LAYOUT, *engines(1)), "core", "generation"),
+        ("separate", (1, 1, 1, 1), (*LAYOUT, *engines(2)), "node", "generation"),
+        ("separate", (1, 2), (*LAYOUT, *engines(2)), "core", "sync"),
+        (
+            "separate",
+            (2, 2),
+            (*LAYOUT, *engines(2), *("--actor.num_gpus_per_node", "2", "--ds.zero_stage", "3")),
+            "core",
+            "sync",
+        ),
+        ("separate", (1, 2), (*LAYOUT, *engines(2)), "actor", "start"),
+        ("hybrid", (2,), HYBRID, "core", "sleep"),
+    ],
+    ids=[
+        "one of two",
+        "vLLM's process of the only one",
+        "a node, and another one has room",
+        "in a sync",
+        "in a sync with ZeRO-3",
+        "while it starts",
+        "while it sleeps on the trainer's GPUs",
+    ],
+)
+def test_a_run_continues_with_an_engine_that_was_killed(train, layout, gpus, changes, process, phase):
+    run = train(layout, gpus, STEPS, SECONDS, *changes, **dying(process, phase))
+    assert_continued(run)
+    (restart,), (restored,) = run.of("engine restart"), run.of("engine restored")
     assert (restart["engine"], restart["restarts"], restored["engine"]) == (0, 1, 0)
     assert restored["seconds"] > 0
-    assert 1 <= moved["prompts"] <= PROMPTS
-    assert [event["rollout/num_samples"] for event in run.of("step")] == [PROMPTS * SAMPLES] * STEPS
-    repeatable = {env_vars.REPEATABLE: "1"}
-    undisturbed = train("separate", (1, engines), STEPS, SECONDS, *LAYOUT, *count, **repeatable)
-    assert learned(run) == learned(undisturbed), "the run is not the same"
+    assert len(run.of("sync repeated")) == (phase == "sync")
+    assert len(run.of("recovered")) == (phase != "start")
+    if phase == "generation":
+        (moved,) = run.of("prompts moved")
+        assert 1 <= moved["prompts"] <= PROMPTS
+    if "3" not in changes:
+        assert learned(run) == undisturbed(train, layout), "the run is not the same"
+
+
+@SECTIONS
+@pytest.mark.timeout(2 * SECONDS + 40)
+def test_a_run_continues_without_an_engine_whose_node_is_gone(train):
+    run = train("separate", (1, 1, 1), STEPS, SECONDS, *LAYOUT, *engines(2), **dying("node"))
+    assert_continued(run)
+    assert [event["back"] for event in run.of("recovered")] == [[]]
+    assert run.of("engine restart") == []
+    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
+
+
+@SECTIONS
+@pytest.mark.timeout(2 * SECONDS + 40)
+def test_a_run_continues_when_connections_to_its_actors_break(train):
+    failures = {"num_failures": 2, "req_failure_prob": 20, "resp_failure_prob": 20}
+    variables = {
+        "RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": failures}),
+        env_vars.ENGINE_RESTARTS: "1",
+        env_vars.REPEATABLE: "1",
+        env_vars.SYNC_TIMEOUT: "30",
+    }
+    run = train("separate", (1, 2), STEPS, SECONDS, *LAYOUT, *engines(2), **variables)
+    assert_continued(run)
+    assert run.of("engine restart") == []
+    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
 
 
 @SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
-def test_without_restarts_the_error_names_the_killed_engine(train):
-    run = train(
-        "separate", (1, 1), STEPS, SECONDS, *LAYOUT, **(dying("actor") | {env_vars.ENGINE_RESTARTS: "0"})
-    )
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({env_vars.ENGINE_RESTARTS: "0"}, "PeerError: engine 0 on node "),
+        (
+            {dying_engine.PROCESS: "node", env_vars.MIN_ENGINES: "2"},
+            r"engine 0 cannot be restarted: its node .* is gone, and no other has room; "
+            "1 engines are left, and RLHF_STACK_MIN_ENGINES is 2",
+        ),
+    ],
+    ids=["no restarts", "too few engines are left"],
+)
+def test_the_error_names_the_lost_engine(train, changes, expected):
+    run = train("separate", (1, 1, 1), STEPS, SECONDS, *LAYOUT, *engines(2), **(dying("actor") | changes))
     assert run.code != 0
-    assert "PeerError: engine 0 on node " in run.log
+    assert re.search(expected, run.log), run.log
     assert run.of("engine restart") == []

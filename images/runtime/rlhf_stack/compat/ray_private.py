@@ -23,6 +23,25 @@ def actor_state(actor: str) -> dict[str, Any]:
     return found
 
 
+def handle_state(handle: Any) -> str:
+    """Return the state of the actor of ``handle``: "ALIVE", "RESTARTING", "DEAD" or another of Ray's.
+
+    Checked on Ray 2.55.0.
+    """
+    return str(actor_state(handle._actor_id.hex()).get("State"))
+
+
+def python_class(actor_class: Any) -> type:
+    """Return the Python class of a Ray actor class. Checked on Ray 2.55.0."""
+    found: type = actor_class.__ray_metadata__.modified_class
+    return found
+
+
+def set_task_retries(actor_class: Any, times: int) -> None:
+    """Make ``max_task_retries`` of a Ray actor class ``times`` by default. Checked on Ray 2.55.0."""
+    actor_class._default_options["max_task_retries"] = times
+
+
 def actor_states() -> list[dict[str, Any]]:
     """Return the GCS's records of all actors. Checked on Ray 2.9.3, 2.12.0 and 2.55.0."""
     from ray._private import state

@@ -11,6 +11,7 @@ SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 ENGINE_RESTARTS = "RLHF_STACK_ENGINE_RESTARTS"
+MIN_ENGINES = "RLHF_STACK_MIN_ENGINES"
 PLACEMENT_TIMEOUT = "RLHF_STACK_PLACEMENT_TIMEOUT"
 LOG_FORMAT = "RLHF_STACK_LOG_FORMAT"
 LOG_FORMATS = ("text", "json")
@@ -22,7 +23,7 @@ AUTOSCALE = "RLHF_STACK_AUTOSCALE"  # 1: a run for which there is no room waits 
 EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
 
-RESTART_DIGITS = 3
+WHOLE_DIGITS = 3
 
 
 def flag(name: str) -> bool:
@@ -96,9 +97,18 @@ def engine_timeout() -> float:
 
 def engine_restarts() -> int:
     """Return how often each engine may be restarted (0: never); `ValueError` if it is no whole number."""
-    value = os.environ.get(ENGINE_RESTARTS) or "0"
-    if not (value.isascii() and value.isdecimal() and len(value) <= RESTART_DIGITS):
-        raise ValueError(f"{ENGINE_RESTARTS}={value!r}: expected a whole number from 0 to 999")
+    return _whole(ENGINE_RESTARTS, 0, 0)
+
+
+def min_engines() -> int:
+    """Return the fewest engines with which a run goes on (1); `ValueError` if it is no whole number."""
+    return _whole(MIN_ENGINES, 1, 1)
+
+
+def _whole(name: str, default: int, least: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not (value.isascii() and value.isdecimal() and len(value) <= WHOLE_DIGITS and int(value) >= least):
+        raise ValueError(f"{name}={value!r}: expected a whole number from {least} to 999")
     return int(value)
 
 

@@ -5,11 +5,23 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rlhf_stack.cluster.answer_once import repeated
 from rlhf_stack.compat.determinism import BASE, RequestSeeds
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import restarted
 from rlhf_stack.engine.worker_extension import own_node
 from rlhf_stack.telemetry.throughput import Meter
+
+# Upstream's methods whose calls Ray repeats if a connection breaks. Those of a sync are not among them: a
+# restarted engine must not execute them. Neither is generation: its prompts go to other engines.
+REPEATED = {
+    "init_process_group",
+    "reset_prefix_cache",
+    "pause_generation",
+    "resume_generation",
+    "sleep",
+    "wake_up",
+}
 
 
 class _EngineState:
@@ -31,6 +43,11 @@ class AsyncEngineMixin(_EngineState):
     kwargs: dict[str, Any]
     _request_seeds: RequestSeeds
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in REPEATED & vars(cls).keys():
+            setattr(cls, name, repeated(vars(cls)[name]))
+
     def request_parameters(self, tokens: Sequence[int], parameters: Any) -> Any:
         """Return vLLM's ``SamplingParams`` of one request, with its own seed if runs must be repeatable."""
         if env_vars.flag(env_vars.REPEATABLE) and parameters.seed is None:
@@ -47,8 +64,16 @@ class AsyncEngineMixin(_EngineState):
         except Exception as error:
             self._sync_error = str(error)
             raise
-        restarted.weights_received()
         return {"ranks": ranks, "work": self._throughput_meter().take()}
+
+    async def weights_received(self) -> None:
+        """Note that this engine has the weights of all others: it answers prompts if it was restarted."""
+        restarted.weights_received()
+
+    async def leave_weight_group(self) -> None:
+        """Leave the sync group, which is formed again; the error of its last sync no longer counts."""
+        self._sync_error = None
+        await self.call_workers("leave_weight_group")
 
     async def sync_error(self) -> str | None:
         """Return the error of a weight sync that failed in this engine, or None."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.compat.determinism import seed_prompt
-from rlhf_stack.engine import request_balancer, restarts
+from rlhf_stack.engine import request_balancer, roster
 from rlhf_stack.telemetry import events, run_log
 
 SETTLE_SECONDS = 1.0  # in which the other requests to an engine fail once one has failed
@@ -17,17 +17,18 @@ SETTLE_SECONDS = 1.0  # in which the other requests to an engine fail once one h
 
 @dataclass
 class Request:
-    """A call of ``generate_responses`` of ``engines[engine]``; ``answers`` is its result, a reference."""
+    """A call of ``generate_responses`` of an engine of ``engines``; ``answers`` refers to its result."""
 
     engines: Sequence[Any]
-    engine: int
     arguments: dict[str, Any]
-    answers: Any
+    index: int = -1
+    answers: Any = None
 
-    def move(self, engine: int) -> None:
-        """Send the prompt to another engine."""
-        self.engine = engine
-        self.answers = self.engines[engine].generate_responses.remote(**self.arguments)
+    def send(self, position: int) -> None:
+        """Send the prompt to the engine at ``position``."""
+        engine = self.engines[position]
+        self.index = roster.of(self.engines).index_of(engine)
+        self.answers = engine.generate_responses.remote(**self.arguments)
 
 
 _requests: dict[Any, Request] = {}  # by the reference that the trainer has
@@ -39,16 +40,17 @@ def request_answers(engines: Sequence[Any], engine: int, **arguments: Any) -> An
     ``arguments`` are those of upstream's ``RolloutRayActor.generate_responses``.
     """
     arguments["sampling_params"] = seed_prompt(arguments["prompt"], arguments["sampling_params"])
-    reference = engines[engine].generate_responses.remote(**arguments)
-    _requests[reference] = Request(engines, engine, arguments, reference)
-    return reference
+    request = Request(engines, arguments)
+    request.send(engine)
+    _requests[request.answers] = request
+    return request.answers
 
 
 def answers_of(reference: Any) -> list[Any]:
     """Return the answers that `request_answers` requested.
 
-    If their engine is lost and restarted, its unanswered prompts go to other engines first. Raises Ray's
-    error if the engine stays dead, and the engine's own error.
+    If their engine is lost and restarted, or was unreachable for a while, its unanswered prompts go to
+    usable engines first. Raises Ray's error if the engine stays dead, and the engine's own error.
     """
     import ray
 
@@ -56,9 +58,7 @@ def answers_of(reference: Any) -> list[Any]:
     while True:
         try:
             answers: list[Any] = ray.get(request.answers)
-        except ray.exceptions.RayActorError as error:
-            if not restarts.is_restarting(error):
-                raise
+        except ray.exceptions.ActorUnavailableError as error:
             _move_prompts(request, error)
         else:
             del _requests[reference]
@@ -67,13 +67,13 @@ def answers_of(reference: Any) -> list[Any]:
 
 def _move_prompts(lost: Request, error: Exception) -> None:
     """Send the prompts of the engine of ``lost`` whose calls have failed, as that one did, to others."""
-    same = [one for one in _requests.values() if one.engines is lost.engines and one.engine == lost.engine]
+    same = [one for one in _requests.values() if one.engines is lost.engines and one.index == lost.index]
     moved = [lost, *(one for one in _failed(same) if one is not lost)]
     run_log.warning(
         f"{actor_registry.describe_lost_actor(error)}; {len(moved)} prompts that it had not answered "
         "are generated again"
     )
-    events.emit("prompts moved", engine=lost.engine, prompts=len(moved))
+    events.emit("prompts moved", engine=lost.index, prompts=len(moved))
     first = lost.arguments
     engines = request_balancer.assign_usable(
         lost.engines,
@@ -84,7 +84,7 @@ def _move_prompts(lost: Request, error: Exception) -> None:
         first["num_samples"],
     )
     for one, engine in zip(moved, engines, strict=True):
-        one.move(engine)
+        one.send(engine)
 
 
 def _failed(requests: Sequence[Request]) -> Iterable[Request]:

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import restarts
+from rlhf_stack.engine import restarts, roster
 from rlhf_stack.telemetry import events
-
-QUERY_SECONDS = 60.0  # for engines to report their unfinished work; upstream waits for ever
 
 Result = TypeVar("Result")
 
@@ -58,12 +56,12 @@ def merge_answers(parts: Sequence[Sequence[int]], answers: Sequence[Sequence[Res
 
 
 def assign_prompts(
-    engines: Sequence[Any], prompts: Sequence[str], tokenizer: Any, parameters: Any, limit: int, samples: int
+    engines: list[Any], prompts: Sequence[str], tokenizer: Any, parameters: Any, limit: int, samples: int
 ) -> list[int]:
-    """Return the index of the engine of each of ``prompts``, each of which is answered ``samples`` times.
+    """Return the position of the engine of each of ``prompts``, each of which is answered ``samples`` times.
 
     ``parameters`` are vLLM's ``SamplingParams``. An answer has at most their ``max_tokens`` or, if None, the
-    rest of ``limit`` after its prompt. Raises ``GetTimeoutError`` if an engine does not report its work.
+    rest of ``limit`` after its prompt. Raises `SyncError` if an engine does not report its work.
     """
     events.begin("generation")
     return assign_usable(engines, prompts, tokenizer, parameters, limit, samples)
@@ -72,47 +70,28 @@ def assign_prompts(
 def assign_usable(
     engines: Sequence[Any], prompts: Sequence[str], tokenizer: Any, parameters: Any, limit: int, samples: int
 ) -> list[int]:
-    """Return `assign_prompts` among the engines that have the trainer's weights, without an event.
+    """Return `assign_prompts` without an event, after engines without the trainer's weights were dropped.
 
-    If none has them, waits for a restarted engine; `PeerError` if there can be none.
+    If none is left, waits for a restarted engine; `PeerError` if there can be none.
     """
     busy = _unfinished_work(engines)
-    if all(one is None for one in busy):
+    if not busy:
         restarts.send_weights_now()
         busy = _unfinished_work(engines)
-    usable = [index for index, one in enumerate(busy) if one is not None]
-    repeatable = env_vars.flag(env_vars.REPEATABLE)
-    loads = [0.0 if repeatable else float(busy[index] or 0) for index in usable]
+    loads = [0.0] * len(busy) if env_vars.flag(env_vars.REPEATABLE) else busy
     lengths = [len(tokens) for tokens in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]]
     most = [
         max(1, limit - length) if parameters.max_tokens is None else parameters.max_tokens
         for length in lengths
     ]
     work = [samples * (length + answer) for length, answer in zip(lengths, most, strict=True)]
-    return [usable[chosen] for chosen in assign(work, loads)]
+    return assign(work, loads)
 
 
-def _unfinished_work(engines: Sequence[Any]) -> list[float | None]:
-    """Return the unfinished work of each engine; None for one that is being restarted or lacks weights."""
-    import ray
-
-    queries = [engine.unfinished_work.remote() for engine in engines]
-    try:
-        return list(ray.get(queries, timeout=QUERY_SECONDS))
-    except ray.exceptions.RayActorError:
-        return [_work_of(query) for query in queries]
-
-
-def _work_of(query: Any) -> float | None:
-    import ray
-
-    try:
-        work: float | None = ray.get(query, timeout=QUERY_SECONDS)
-    except ray.exceptions.RayActorError as error:
-        if not restarts.is_restarting(error):
-            raise
-        return None
-    return work
+def _unfinished_work(engines: Any) -> list[float]:
+    team = roster.of(engines)
+    team.put_back_those_with_weights()
+    return team.loads()
 
 
 def _longest_first(work: Sequence[float], busy: Sequence[float]) -> list[int]:

@@ -17,6 +17,8 @@ from rlhf_stack.telemetry import events, run_log
 
 BACKOFF_SECONDS = 5.0  # before the second restart of an engine, twice as long before each further one
 LONGEST_BACKOFF = 300.0
+POLL_SECONDS = 0.5
+_PERMITS = "permits"
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,13 @@ class Restart:
 _pending: list[Restart] = []  # the restart of this process, until it has received weights
 
 
-def begin(job: str, engine: int) -> None:
-    """Record that this process replaces ``engine`` of Ray job ``job``; a repeated restart waits first."""
-    before = [record["restarts"] for record in gcs_kv.list_records(_key(job)) if record["engine"] == engine]
-    restart = Restart(engine, 1 + max(before, default=0), time.monotonic())
+def begin(job: str, engine: int, sleeps: bool = False) -> None:
+    """Record that this process replaces ``engine`` of Ray job ``job``; a repeated restart waits first.
+
+    If the engine ``sleeps`` while the trainer trains on its GPUs, it then waits until `permit` is called: the
+    trainer calls it where it would wake the engine up. Ray ends this process if the run ends before.
+    """
+    restart = Restart(engine, 1 + _restarts(job, engine), time.monotonic())
     gcs_kv.put_record(f"{_key(job)}{engine}", {"engine": engine, "restarts": restart.number})
     _pending.append(restart)
     pause = backoff(restart.number)
@@ -44,6 +49,10 @@ def begin(job: str, engine: int) -> None:
         f"engine {engine} was lost: restart {restart.number}" + (f", after {pause:.0f} s" if pause else "")
     )
     time.sleep(pause)
+    if sleeps:
+        run_log.info(f"engine {engine} starts when the trainer has released the GPUs' memory")
+        while not _is_permitted(job, engine, restart.number):
+            time.sleep(POLL_SECONDS)
 
 
 def end_former_processes(variables: Mapping[str, str]) -> None:
@@ -90,6 +99,27 @@ def end_process(reason: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def permit(engine: int) -> None:
+    """Let the restarted ``engine`` of this job start now, if it waits in `begin`."""
+    import ray
+
+    job = str(ray.get_runtime_context().get_job_id())
+    if (number := _restarts(job, engine)) and not _is_permitted(job, engine, number):
+        gcs_kv.put_record(f"{_PERMITS}/{job}/{engine}", {"engine": engine, "restarts": number})
+
+
+def _is_permitted(job: str, engine: int, number: int) -> bool:
+    permits = gcs_kv.list_records(f"{_PERMITS}/{job}/")
+    return any(permit["engine"] == engine and permit["restarts"] >= number for permit in permits)
+
+
+def _restarts(job: str, engine: int) -> int:
+    """Return how often ``engine`` was restarted."""
+    return max(
+        (one["restarts"] for one in gcs_kv.list_records(_key(job)) if one["engine"] == engine), default=0
+    )
 
 
 def _key(job: str) -> str:

@@ -1,7 +1,8 @@
-"""Waits of a run for its restarted engines, and the limit of their restarts.
+"""Recovery of lost engines: on their own GPUs or others, else without them; then a new group and weights.
 
-Ray restarts an engine's actor on its bundle, and its handle stays valid. Before the next weight sync the run
-waits for it, forms the sync group again, and sends the full weights.
+Ray restarts the actor of an engine on its bundle, and its handle stays valid. An engine whose node is gone is
+created on other nodes with free GPUs. Without such nodes the run continues with the other engines, and the
+engine comes back when a place is free. This happens before a weight sync, and again if the sync fails.
 """
 
 import time
@@ -10,23 +11,18 @@ from typing import Any
 
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import restarted, startup
-from rlhf_stack.sync import wait_for_engine_results, wait_for_sync
-from rlhf_stack.telemetry import run_log
+from rlhf_stack.engine import recipes, restarted, roster, startup
+from rlhf_stack.engine.roster import ALIVE, DEAD, Roster
+from rlhf_stack.sync import SyncError, SyncMismatch, wait_for_engine_results, wait_for_sync
+from rlhf_stack.sync import report as sync_report
+from rlhf_stack.telemetry import events, run_log
 
 TOTAL = 3  # times the restarts of one engine is the limit for all engines of a run together
 POLL_SECONDS = 2.0
 
 _senders: list[Callable[[], None]] = []  # at most one
-
-
-def most_restarts(shares_gpus: bool, sleeps: bool) -> int:
-    """Return how often Ray restarts an engine: never if it ``sleeps`` or ``shares_gpus`` with the trainer.
-
-    The trainer has taken their memory when the engine is lost, and a restarted engine is awake.
-    """
-    return 0 if shares_gpus or sleeps else env_vars.engine_restarts()
 
 
 def use_to_send_weights(send: Callable[[], None]) -> None:
@@ -45,46 +41,111 @@ def send_weights_now() -> None:
     _senders[0]()
 
 
-def wait_for_restarts(engines: Sequence[Any] | None, actor_group: Any) -> None:
-    """Before a weight sync: wait for engines that were lost, then form the sync group again with them.
+def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
+    """See `startup.wait_for_engine_startup`; Ray starts an engine that dies meanwhile again, if it may."""
+    if not env_vars.engine_restarts():
+        startup.wait_for_engine_startup(engines, others)
+        return
+    startup.wait_for_engine_startup(engines, others, _permit_restarts)
+    # None has other weights than those with which the run begins.
+    wait_for_engine_results([engine.weights_received.remote() for engine in engines or []], "the engines")
 
-    ``actor_group`` is the ``RayActorGroup`` of the trained model. Raises `PeerError` if an engine cannot be
-    restarted (it has used its restarts, or its node is gone), `StartError` if it is not up in time.
+
+def _permit_restarts(engines: Sequence[int]) -> None:
+    """Let restarted ones of ``engines`` start; `PeerError` if the node of one is gone."""
+    for index in engines:
+        restarted.permit(index)
+        if nodes := recipes.lost_nodes(index):
+            raise PeerError(f"engine {index} has not started, and its node {', '.join(nodes)} is gone")
+
+
+def wait_for_restarts(engines: Any, actor_group: Any) -> None:
+    """Before a weight sync: bring lost engines back and form the sync group of the usable ones.
+
+    ``actor_group`` is the ``RayActorGroup`` of the trained model. Raises `PeerError` if an engine has used
+    its restarts or too few engines are left, `StartError` if one is not up in time.
     """
-    if not engines or not env_vars.engine_restarts():
+    if engines is None or not env_vars.engine_restarts():
         return
-    lost = _without_weights(engines)
-    if not lost:
-        return
-    _check_total()
-    for index in lost:
-        with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
-            _wait_until_up(index, engines[index])
-    run_log.info(f"restarted engines {lost} join a new weight-sync group")
-    wait_for_sync(actor_group.async_run_method("form_weight_group"), engines)
+    team = roster.of(engines)
+    _drop_lost(team)
+    _recover(team, actor_group, is_group_broken=False)
 
 
-def _without_weights(engines: Sequence[Any]) -> list[int]:
-    """Return the engines that were lost or lack the weights; `PeerError` for one that stays dead."""
-    queries = [engine.needs_weights.remote() for engine in engines]
-    lost = []
-    for index, query in enumerate(queries):
+def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
+    """Send the weights to the engines; with restarts, repeat a sync that failed without those that were lost.
+
+    A sync is repeated at most once more than engines are lost in it: the cause may be gone, as when a link
+    was cut for a while. ``sleeps``: the engines sleep between two syncs.
+    """
+    references = actor_group.async_run_method("broadcast_to_vllm")
+    if engines is None or not env_vars.engine_restarts():
+        wait_for_sync(references, engines)
+        return
+    team = roster.of(engines)
+    is_repeated = False
+    while True:
         try:
-            (needs,) = wait_for_engine_results([query], f"engine {index} to report whether it has weights")
-        except PeerError as error:
-            if not is_restarting(error.__cause__):
+            wait_for_sync(references, engines)
+            break
+        except SyncMismatch:
+            raise
+        except (SyncError, PeerError) as error:
+            if not _have_ended(references):
                 raise
-            needs = True
-        if needs:
-            lost.append(index)
-    return lost
+            lost = _drop_lost(team)
+            if is_repeated and not lost:
+                raise
+            reason = str(error).strip().splitlines()[-1]
+            run_log.warning(f"the weight sync is repeated: {reason}")
+            events.emit("sync repeated", engines=lost, reason=reason)
+        is_repeated = True
+        _recover(team, actor_group, is_group_broken=True)
+        if sleeps:
+            team.ask(lambda engine: engine.wake_up.remote(tags=["weights"]), "wake_up")
+        references = actor_group.async_run_method("broadcast_to_vllm")
+    team.ask(lambda engine: engine.weights_received.remote(), "weights_received")
 
 
-def is_restarting(error: BaseException | None) -> bool:
-    """Report whether Ray's ``error`` for a lost actor means that the actor is, or will be, restarted."""
+def _have_ended(references: Sequence[Any]) -> bool:
+    """Wait for all ranks of a failed sync; False if one stays in it, and no other sync can begin."""
     import ray
 
-    return isinstance(error, ray.exceptions.ActorUnavailableError)
+    seconds = env_vars.sync_timeout() + 6 * env_vars.sync_grace()
+    return not ray.wait(list(references), num_returns=len(references), timeout=seconds)[1]
+
+
+def _drop_lost(team: Roster) -> list[int]:
+    """Drop the engines that were lost or lack the trainer's weights; return their indices."""
+    before = set(team.lost)
+    with actor_registry.translate_actor_errors("before a weight sync"):
+        team.loads()
+    return sorted(set(team.lost) - before)
+
+
+def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
+    """Bring the lost engines back, and form the group again if it is broken or has other members now."""
+    begun, lost = time.monotonic(), sorted(team.lost)
+    if lost:
+        _check_total()
+    back = []
+    for index in lost:
+        with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
+            if handle := _bring_back(team, index):
+                team.put_back(index, handle)
+                back.append(index)
+    if not (is_group_broken or back or team.engines != team.grouped):
+        return
+    run_log.info(f"a new weight-sync group is formed with {len(team.engines)} engines")
+    wait_for_sync(actor_group.async_run_method("form_weight_group", list(team.engines)), team.engines)
+    team.grouped = list(team.engines)
+    seconds = time.monotonic() - begun
+    _lost_seconds.append(seconds)
+    events.emit("recovered", lost=lost, back=back, engines=len(team.engines), seconds=seconds)
+    sync_report.set_metric("rlhf_stack_recovery_seconds", sum(_lost_seconds), "run")
+
+
+_lost_seconds: list[float] = []  # in which this run waited for lost engines
 
 
 def _check_total() -> None:
@@ -98,20 +159,51 @@ def _check_total() -> None:
         )
 
 
-def _wait_until_up(index: int, engine: Any) -> None:
+def _bring_back(team: Roster, index: int) -> Any | None:
+    """Wait until engine ``index`` is up again, on its own or other nodes; return its actor.
+
+    None if its node is gone, there is no other place, and enough engines are left.
+    """
     import ray
 
     end = time.monotonic() + env_vars.engine_timeout()
+    handle = team.handles[index]
     while True:
-        ready = engine.__ray_ready__.remote()
-        try:
-            ray.get(ready, timeout=POLL_SECONDS)
-            return
-        except ray.exceptions.GetTimeoutError:
-            pass
-        except ray.exceptions.ActorUnavailableError:
-            time.sleep(POLL_SECONDS)
-        if node := actor_registry.lost_node(ready):
-            raise PeerError(f"engine {index} cannot be restarted: its node {node} is gone")
-        if time.monotonic() > end:
+        restarted.permit(index)
+        state = ray_private.handle_state(handle)
+        if state == ALIVE and _is_up(handle):
+            if recipes.sleeps(index):
+                wait_for_engine_results([handle.sleep.remote()], "sleep")
+            return handle
+        if state == DEAD:
+            ray.get(handle.__ray_ready__.remote())  # raises Ray's reason
+        if state != ALIVE and (nodes := recipes.lost_nodes(index)):
+            if (replacement := recipes.replace(index)) is None:
+                _require_others(team, index, nodes)
+                return None
+            ray.kill(handle)
+            handle = team.handles[index] = replacement
+        elif time.monotonic() > end:
             raise startup.late([index])
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def _is_up(handle: Any) -> bool:
+    """Report whether an engine answers now."""
+    import ray
+
+    try:
+        ray.get(handle.__ray_ready__.remote(), timeout=POLL_SECONDS)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
+        return False
+    return True
+
+
+def _require_others(team: Roster, index: int, nodes: Sequence[str]) -> None:
+    """Raise `PeerError` unless enough engines are left without engine ``index``, whose ``nodes`` are gone."""
+    left, least = len(team.engines), env_vars.min_engines()
+    why = f"engine {index} cannot be restarted: its node {', '.join(nodes)} is gone, and no other has room"
+    if left < least:
+        raise PeerError(f"{why}; {left} engines are left, and {env_vars.MIN_ENGINES} is {least}")
+    run_log.warning(f"{why}; the run continues with {left} engines")

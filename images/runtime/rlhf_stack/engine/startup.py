@@ -8,17 +8,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.compat import resource_tracker
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import restarted
+from rlhf_stack.engine import recipes, restarted
 from rlhf_stack.telemetry import events, run_log
 
 WORKER_CLASS = "rlhf_stack.engine.worker.InstrumentedWorker"
+POLL_SECONDS = 2.0
 ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
 
 
@@ -41,9 +42,10 @@ def begin(index: int | None) -> str | None:
     key = f"{context.get_job_id()}/{index}"
     join(key)
     actor_registry.register_actor(f"engine {index}")
-    if context.was_current_actor_reconstructed:
+    recipe = recipes.load(index)
+    if context.was_current_actor_reconstructed or (recipe and recipe["name"]):  # or it replaces another one
         restarted.end_former_processes({ENGINE: key})
-        restarted.begin(str(context.get_job_id()), index)
+        restarted.begin(str(context.get_job_id()), index, bool(recipe and recipe["sleeps"]))
     report_step("actor started", None, 0.0)
     return key
 
@@ -113,10 +115,15 @@ def _use_process_local_tqdm_lock() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-def wait_for_engine_startup(engines: Sequence[Any] | None, others: Sequence[Any] = ()) -> None:
+def wait_for_engine_startup(
+    engines: Sequence[Any] | None,
+    others: Sequence[Any] = (),
+    check: Callable[[Sequence[int]], None] = lambda _: None,
+) -> None:
     """Wait until every engine is up and ``others`` (references) are done; raise the first error at once.
 
-    Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error.
+    Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error. ``check``
+    is called with the indices of the missing engines from time to time.
     """
     import ray
 
@@ -125,11 +132,12 @@ def wait_for_engine_startup(engines: Sequence[Any] | None, others: Sequence[Any]
     end = time.monotonic() + env_vars.engine_timeout()
     while pending:
         missing = [starts[reference] for reference in pending if reference in starts]
-        timeout = max(0.0, end - time.monotonic()) if missing else None
-        ready, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS if missing else None)
         ray.get(ready)
-        if not ready:
-            raise late(missing)
+        if missing and not ready:
+            check(missing)
+            if time.monotonic() > end:
+                raise late(missing)
 
 
 def late(engines: Sequence[int]) -> StartError:

@@ -17,6 +17,7 @@ from rlhf_stack.accelerator.devices import (
     torch_device,
 )
 from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_errors
+from rlhf_stack.cluster.answer_once import AnswersOnce, repeats_calls
 from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.deepspeed_ops import optimizer_config
 from rlhf_stack.compat.determinism import (
@@ -31,16 +32,19 @@ from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
 from rlhf_stack.engine.gpu_contention import track_collectives
 from rlhf_stack.engine.prompt_requests import answers_of, request_answers
+from rlhf_stack.engine.recipes import record as record_engine
 from rlhf_stack.engine.request_balancer import assign_prompts
-from rlhf_stack.engine.restarts import most_restarts as most_engine_restarts
-from rlhf_stack.engine.restarts import use_to_send_weights, wait_for_restarts
+from rlhf_stack.engine.restarts import sync_weights, use_to_send_weights, wait_for_restarts
+from rlhf_stack.engine.restarts import wait_for_start as wait_for_engine_startup
+from rlhf_stack.engine.roster import engine_results
 from rlhf_stack.engine.startup import begin as begin_engine_startup
-from rlhf_stack.engine.startup import start_engine, startup_arguments, wait_for_engine_startup
+from rlhf_stack.engine.startup import start_engine, startup_arguments
 from rlhf_stack.engine.worker_extension import WorkerMixin
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.run_groups import (
     claim_engine_group,
     claim_role_group,
+    controller,
     reserve_run,
     wait_for_role_group,
 )
@@ -49,7 +53,7 @@ from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, tr
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import requested_backend as requested_sync_backend
 from rlhf_stack.sync import send as send_weights
-from rlhf_stack.sync import wait_for_engine_results, wait_for_sync
+from rlhf_stack.sync import wait_for_engine_results
 from rlhf_stack.sync.regrouping import form_group_again
 from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.telemetry.events import models_up as record_models_ready
@@ -57,6 +61,7 @@ from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
 
 __all__ = [
+    "AnswersOnce",
     "AsyncEngineMixin",
     "WorkerMixin",
     "answers_of",
@@ -67,6 +72,7 @@ __all__ = [
     "claim_engine_group",
     "claim_role_group",
     "continues_from",
+    "controller",
     "create_weight_group",
     "current_device",
     "current_stream",
@@ -75,22 +81,24 @@ __all__ = [
     "driver_cpus",
     "ends_step",
     "engine_bundles",
+    "engine_results",
     "export_physical_gpu_id",
     "form_group_again",
     "is_gpu",
     "local_rank",
-    "most_engine_restarts",
     "name_checkpoint_errors",
     "open_handle",
     "optimizer_config",
     "physical_gpu_id",
     "prepare_weight_sync",
     "rank_bundles",
+    "record_engine",
     "record_models_ready",
     "record_phase",
     "record_step",
     "recorded_sync",
     "register_rank",
+    "repeats_calls",
     "request_answers",
     "requested_sync_backend",
     "reserve_run",
@@ -100,6 +108,7 @@ __all__ = [
     "set_device",
     "start_engine",
     "startup_arguments",
+    "sync_weights",
     "synchronize",
     "torch_device",
     "track_collectives",
@@ -112,7 +121,6 @@ __all__ = [
     "wait_for_engine_startup",
     "wait_for_restarts",
     "wait_for_role_group",
-    "wait_for_sync",
     "warn_of_replaced_packages",
 ]
 

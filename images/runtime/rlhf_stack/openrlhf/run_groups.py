@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlhf_stack.cluster.answer_once import repeats_calls
 from rlhf_stack.openrlhf.request import DIGITS, request_of
 from rlhf_stack.placement import reservation
 from rlhf_stack.placement.model import ENGINES
@@ -17,7 +18,10 @@ ROLES = {  # OpenRLHF's actor classes, of releases 0.11 and 0.5
     "RewardModelRayActor": "reward",
 }
 
+TRAINED = "actor"
+
 _unclaimed: dict[str, Any] = {}
+_reserved: dict[str, Any] = {}
 
 
 def reserve_run(args: Any) -> dict[str, Any]:
@@ -28,8 +32,9 @@ def reserve_run(args: Any) -> dict[str, Any]:
     request, roles = request_of(args)
     reserved = reservation.reserve(request)
     groups = reserved | {role: reserved[name] for role, name in roles.items()}
-    _unclaimed.clear()
-    _unclaimed.update(groups)
+    for kept in (_unclaimed, _reserved):
+        kept.clear()
+        kept.update(groups)
     return groups
 
 
@@ -48,6 +53,21 @@ def claim_engine_group(count: int, size: int, separate_groups: bool = False) -> 
     With ``separate_groups``, as OpenRLHF 0.5 needs, it is a list of one group per engine.
     """
     return _unclaimed.pop(ENGINES, None) or reservation.reserve_engines(count, size, separate_groups)
+
+
+def controller(trainer_class: Any) -> Any:
+    """Return OpenRLHF's trainer, an actor class, for the node of rank 0 of the reserved actor.
+
+    The run ends with that node in any case, and so it does not end with any other one. Ray repeats its calls.
+    """
+    import ray
+
+    actor_class = repeats_calls(trainer_class)
+    if (group := _reserved.get(TRAINED)) is None:
+        return actor_class
+    node = ray.util.placement_group_table(group)["bundles_to_node_id"][0]
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
+    return actor_class.options(scheduling_strategy=strategy)
 
 
 def wait_for_role_group(group: Any, actor_class: Any) -> None:

@@ -51,11 +51,12 @@ def free_nodes() -> list[FreeNode]:
     return _nodes(free=True)
 
 
-def reserve(request: Request) -> dict[str, Any]:
+def reserve(request: Request, wait: bool = True) -> dict[str, Any]:
     """Reserve ``request``; return Ray placement groups by name, with bundles in rank order on planned nodes.
 
     With ``separate_groups`` the engines are a list of groups. Raises `PlacementError` if there is no
-    placement; nothing has been started then, and nothing stays reserved.
+    placement; nothing has been started then, and nothing stays reserved. Without ``wait`` only what is free
+    now counts.
     """
     import ray
 
@@ -64,7 +65,7 @@ def reserve(request: Request) -> dict[str, Any]:
     separate = bool(request.engines and request.engines.separate_groups)
     end = time.monotonic() + env_vars.placement_timeout()
     while True:
-        nodes, found = _plan_on_free(request, end)
+        nodes, found = _plan_on_free(request, end if wait else 0.0)
         _log_plan(nodes, request, found)
         groups = _create_groups(nodes, found, separate)
         try:
@@ -81,9 +82,19 @@ def reserve(request: Request) -> dict[str, Any]:
     return groups
 
 
-def reserve_engines(count: int, size: int, separate_groups: bool = False) -> Any:
+def reserve_engines(count: int, size: int, separate_groups: bool = False, wait: bool = True) -> Any:
     """Reserve a placement group for ``count`` engines of ``size`` GPUs, or a list with one for each."""
-    return reserve(Request(engines=Engines(count, size, separate_groups=separate_groups)))[ENGINES]
+    return reserve(Request(engines=Engines(count, size, separate_groups=separate_groups)), wait)[ENGINES]
+
+
+def pinned_addresses(group: Any, bundles: Sequence[int]) -> list[str]:
+    """Return the addresses of the nodes to which ``bundles`` of ``group`` are pinned."""
+    return [
+        key.removeprefix(PIN)
+        for bundle in bundles
+        for key in group.bundle_specs[bundle]
+        if key.startswith(PIN)
+    ]
 
 
 def wait_for_placement_group(group: Any, what: str) -> None:

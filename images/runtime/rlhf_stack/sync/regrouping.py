@@ -1,31 +1,81 @@
-"""A sync group that is formed again, with the restarted engines."""
+"""A sync group that is formed again: with restarted engines, or without lost ones."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.backend import requested_backend
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.sending import supports_buckets
 
 
-def form_group_again(trainer: Any) -> None:
-    """Let rank 0 of OpenRLHF's ``ActorPPOTrainer`` and every engine leave their group and join a new one.
+def form_group_again(trainer: Any, engines: Sequence[Any]) -> None:
+    """Let rank 0 of OpenRLHF's ``ActorPPOTrainer`` leave its group and form one with ``engines``.
 
-    All engines must be up. On the other ranks it does nothing. `SyncError` if the weights are sent in a way
+    All engines must be up; those of the former group that are among them leave it first. On the other ranks
+    it does nothing. Weights that are sent over CUDA IPC need no group. `SyncError` if they are sent in a way
     by which a restarted engine cannot receive them.
     """
     import torch
 
     if torch.distributed.get_rank() != 0:
         return
+    trainer.vllm_engines = list(engines)
+    trainer.strategy.args.vllm.num_engines = len(engines)
+    if getattr(trainer, "use_cuda_ipc", False):
+        return
     if not supports_buckets(trainer):
         raise SyncError(
-            "a restarted engine cannot receive weights by Ray's collectives, over CUDA IPC or from "
-            "DeepSpeed's tensor parallelism: submit the run again, from its last checkpoint"
+            "a restarted engine cannot receive weights by Ray's collectives or from DeepSpeed's tensor "
+            "parallelism: submit the run again, from its last checkpoint"
         )
     wait_for_engine_results(
-        [engine.call_workers.remote("leave_weight_group") for engine in trainer.vllm_engines],
+        [engine.leave_weight_group.remote() for engine in engines],
         "the engines to leave the weight-sync group",
     )
     trainer._model_update_group.close()
     trainer._init_vllm_sync_group(requested_backend(trainer.strategy.args))
+
+
+@dataclass
+class Outcome:
+    """How a sync ended on rank 0."""
+
+    failed: bool = False
+
+
+@contextmanager
+def ending_together(is_root: bool) -> Iterator[Outcome]:
+    """Around a sync on every rank of the trainer: after an engine's error on rank 0 all ranks end it.
+
+    Upstream ends a sync with a barrier, at which rank 0 joins the others; all have the outcome then, and the
+    sync can be repeated. Without restarts of engines it does nothing.
+    """
+    import ray
+
+    outcome = Outcome()
+    try:
+        yield outcome
+    except (SyncError, PeerError, ray.exceptions.RayActorError):
+        if is_root and env_vars.engine_restarts():
+            import torch
+
+            torch.distributed.barrier()
+            _share(Outcome(failed=True))
+        raise
+    if env_vars.engine_restarts():
+        _share(outcome)
+
+
+def _share(outcome: Outcome) -> None:
+    """Replace the ``outcome`` of every rank by that of rank 0."""
+    import torch
+
+    flag = torch.tensor([int(outcome.failed)], device=devices.torch_device())
+    torch.distributed.broadcast(flag, src=0)
+    outcome.failed = bool(flag.item())

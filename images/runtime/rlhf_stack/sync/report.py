@@ -3,7 +3,8 @@
 The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes`` and
 ``rlhf_stack_sync_gigabytes_per_second`` of the last sync with the tag ``backend``; and with the tag
 ``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
-and ``rlhf_stack_engine_restart_seconds`` of the last restart. Ray exports each with the prefix ``ray_``.
+and ``rlhf_stack_engine_restart_seconds`` of the last restart. ``rlhf_stack_recovery_seconds`` is of the run.
+Ray exports each with the prefix ``ray_``.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import total_bytes
+from rlhf_stack.sync.regrouping import ending_together
 from rlhf_stack.sync.sending import parameter_spec
 from rlhf_stack.sync.verify import synced_parameters, verify_sync
 from rlhf_stack.telemetry import events, run_log, throughput
@@ -31,7 +33,10 @@ RESTART_METRICS = {
     "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
     "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last restart to its weights.", "engine"),
 }
-METRICS = {**SYNC_METRICS, **RESTART_METRICS}
+RECOVERY_METRICS = {
+    "rlhf_stack_recovery_seconds": ("Seconds in which the run has waited for lost engines.", "run"),
+}
+METRICS = {**SYNC_METRICS, **RESTART_METRICS, **RECOVERY_METRICS}
 
 Answers = Sequence[Mapping[str, Any]]
 
@@ -52,10 +57,11 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     if is_root:
         events.begin("sync")
     start = time.monotonic()
-    with actor_registry.translate_actor_errors(
-        f"weight sync {index} over {_backend(trainer)}" if is_root else f"weight sync {index}"
-    ):
+    what = f"weight sync {index} over {_backend(trainer)}" if is_root else f"weight sync {index}"
+    with actor_registry.translate_actor_errors(what), ending_together(is_root) as outcome:
         yield
+    if outcome.failed:
+        return  # rank 0 reports it
     seconds = time.monotonic() - start
     if is_root:
         specs = [parameter_spec(each.name, each.parameter) for each in synced_parameters(trainer)]

@@ -9,6 +9,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, linked_buckets, plan_buckets
 from rlhf_stack.sync.engine_parameters import engine_parameters
+from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 
 if TYPE_CHECKING:
@@ -45,14 +46,22 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             sender = BucketSender(group, in_place=not (gathers or is_merged))
             answers = [engine.receive_weights.remote(content, limit) for engine in trainer.vllm_engines]
         buckets = plan_buckets(specs, limit)
+        failure: SyncError | None = None
         for linked in linked_buckets(buckets):
             indices = dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans)
             sources = [source for index in indices for source in sent[index].sources]
             with deepspeed.zero.GatheredParameters(sources, enabled=gathers):
-                if is_root:
+                if is_root and failure is None:
                     values = {index: sent[index].value() for index in indices}
-                    for number, bucket in linked:
-                        sender.send(number, bucket, [values[span.index] for span in bucket.spans])
+                    try:
+                        for number, bucket in linked:
+                            sender.send(number, bucket, [values[span.index] for span in bucket.spans])
+                    except SyncError as error:
+                        if not gathers:
+                            raise
+                        failure = error  # rank 0 gathers with the other ranks to the end
+        if failure is not None:
+            raise failure
         if is_root:
             sender.finish()
             what = f"the engines to load {buckets[-1].title} over {group.name}"

@@ -25,6 +25,8 @@ ray_rlhf_stack_sync_gigabytes_per_second{Backend="gloo"} 2.5
 ray_node_gram_used{GpuIndex="0",ip="10.0.0.2"} 1024.0
 ray_node_gram_available{GpuIndex="0",ip="10.0.0.2"} 3072.0
 ray_node_gram_used{GpuIndex="1",ip="10.0.0.2"} NaN
+ray_rlhf_stack_engine_restarts{engine="0"} 3.0
+ray_rlhf_stack_recovery_seconds{run="run"} 12.5
 odd line
 """
 EVENTS: list[dict[str, Any]] = [
@@ -34,6 +36,9 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "engine", "engine": 2, "ranks": [{"rank": 0, "host": "b", "gpu": "GPU-2"}], "straddles": False},
     {"event": "sync", "index": 0, "backend": "gloo", "gigabytes_per_second": 1.5},
     {"event": "step", "step": 7, "reward": 0.25},
+    {"event": "engine restart", "engine": 2, "restarts": 2},
+    {"event": "recovered", "seconds": 12.5},
+    {"event": "recovered", "seconds": 18.0},
 ]
 BUNDLE = {"GPU": 4.0, "CPU": 1.0}
 REASON = {"scheduling_state": "NO_RESOURCES"}
@@ -51,7 +56,7 @@ def test_samples_have_their_tags_and_their_node() -> None:
         {"component": "core_worker", "engine": "0", "version": "2.55.0"},
         300.0,
     )
-    assert len(SAMPLES) == 6
+    assert len(SAMPLES) == 8
 
 
 def test_the_state_of_a_run() -> None:
@@ -62,6 +67,7 @@ def test_the_state_of_a_run() -> None:
         (1, 100.0, 0.5),
         (2, None, None),
     ]
+    assert ([one.restarts for one in now.engines], now.lost_seconds) == ([3, 0, 2], 30.5)
     assert now.engines[0].places == ("a GPU-1",)
     assert [(gpu.node, gpu.index, gpu.used, gpu.total) for gpu in now.gpus] == [
         ("10.0.0.2", "0", 1 << 30, 4 << 30)
@@ -107,7 +113,7 @@ def exporter() -> Iterator[int]:
 def test_an_unresponsive_node_exports_nothing(exporter: int) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as closed:
         port = closed.server_address[1]
-    assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 6
+    assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 8
     assert metrics.scrape([], 5.0) == []
 
 

@@ -3,19 +3,29 @@
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cleanup.process_table import Process
 from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import prompt_requests, request_balancer, restarted, restarts, startup
+from rlhf_stack.engine import (
+    prompt_requests,
+    recipes,
+    request_balancer,
+    restarted,
+    restarts,
+    roster,
+    startup,
+)
 from rlhf_stack.engine.startup import StartError
-from rlhf_stack.sync import report
+from rlhf_stack.sync import SyncError, report
 from rlhf_stack.telemetry import events
 
 
@@ -23,8 +33,8 @@ class LostError(Exception):
     """Ray's error for an actor that is dead."""
 
 
-class RestartingError(LostError):
-    """Ray's error for an actor that is restarted."""
+class UnavailableError(LostError):
+    """Ray's error for an actor that is restarted, or whose connection broke."""
 
 
 class Reference:
@@ -47,7 +57,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake.get.side_effect = get
     fake.wait.side_effect = lambda references, **_: (references, [])
     fake.exceptions = SimpleNamespace(
-        RayActorError=LostError, ActorUnavailableError=RestartingError, GetTimeoutError=TimeoutError
+        RayActorError=LostError, ActorUnavailableError=UnavailableError, GetTimeoutError=TimeoutError
     )
     monkeypatch.setitem(sys.modules, "ray", fake)
     return fake
@@ -66,29 +76,31 @@ def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return stored
 
 
+def engine(**results: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{name: remote(result) for name, result in results.items()})
+
+
 def remote(result: Any) -> SimpleNamespace:
     return SimpleNamespace(remote=lambda *_, **__: Reference(result))
 
 
-@pytest.mark.parametrize(("value", "expected"), [("", 0), ("0", 0), ("12", 12)])
-def test_restarts_are_off_by_default(monkeypatch: pytest.MonkeyPatch, value: str, expected: int) -> None:
-    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, value)
-    assert env_vars.engine_restarts() == expected
-
-
-@pytest.mark.parametrize("value", ["-1", "1.5", "many", "٣", "1000"])
-def test_invalid_restarts_are_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, value)
-    with pytest.raises(ValueError, match="RLHF_STACK_ENGINE_RESTARTS"):
-        env_vars.engine_restarts()
-
-
-def test_engines_that_share_memory_with_the_trainer_are_not_restarted(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "read", "default", "least"),
+    [
+        (env_vars.ENGINE_RESTARTS, env_vars.engine_restarts, 0, 0),
+        (env_vars.MIN_ENGINES, env_vars.min_engines, 1, 1),
+    ],
+)
+def test_whole_numbers_are_validated(
+    monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[], int], default: int, least: int
 ) -> None:
-    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "2")
-    found = [restarts.most_restarts(shares, sleeps) for shares in (False, True) for sleeps in (False, True)]
-    assert found == [2, 0, 0, 0]
+    for value, expected in (("", default), (str(least), least), ("12", 12)):
+        monkeypatch.setenv(name, value)
+        assert read() == expected
+    for value in (str(least - 1), "1.5", "many", "٣", "1000"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=name):
+            read()
 
 
 def test_the_pause_before_a_restart_doubles_up_to_a_limit() -> None:
@@ -119,48 +131,96 @@ def test_a_restart_sets_the_metrics_of_restarts(records: dict[str, dict[str, Any
     assert calls[0] == ("rlhf_stack_engine_restarts", 1, "1")
 
 
-def test_prompts_go_to_engines_that_have_the_weights(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
+    """The states of actors other than "ALIVE", by their handles' identity."""
+    found: dict[Any, str] = {}
+    monkeypatch.setattr(ray_private, "handle_state", lambda handle: found.get(id(handle), "ALIVE"))
+    monkeypatch.setattr(roster, "_rosters", {})
+    monkeypatch.setattr(recipes, "load", lambda _: None)
+    monkeypatch.setattr(actor_registry, "describe_callee", lambda _: "engine")
+    return found
+
+
+def assigned(engines: list[Any], prompts: Sequence[str] = ("a",)) -> list[int]:
+    parameters = SimpleNamespace(max_tokens=4)
+    return request_balancer.assign_usable(engines, prompts, _tokens, parameters, 64, 1)
+
+
+def test_prompts_go_to_engines_that_have_the_weights(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     del ray
     monkeypatch.delenv(env_vars.REPEATABLE, raising=False)
-    engines = [SimpleNamespace(unfinished_work=remote(work)) for work in (RestartingError(), 7, None, 0)]
-    found = request_balancer.assign_usable(
-        engines, ["a", "b", "c"], _tokens, SimpleNamespace(max_tokens=4), 64, 1
-    )
-    assert set(found) == {1, 3}
-    dead = [SimpleNamespace(unfinished_work=remote(LostError("dead")))]
+    engines = [engine(unfinished_work=work) for work in (UnavailableError(), 7, None, 0)]
+    states[id(engines[0])] = "RESTARTING"
+    usable = [engines[1], engines[3]]
+    assert set(assigned(engines, ["a", "b", "c"])) == {0, 1}
+    assert engines == usable
+    assert set(roster.of(engines).lost) == {0, 2}
+    dead = [engine(unfinished_work=LostError("dead"))]
     with pytest.raises(LostError, match="dead"):
-        request_balancer.assign_usable(dead, ["a"], _tokens, SimpleNamespace(max_tokens=4), 64, 1)
+        assigned(dead)
+
+
+def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del ray, states
+    monkeypatch.setattr(time, "sleep", MagicMock())
+    answers = iter([UnavailableError(), UnavailableError(), 0])
+    engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
+    assert assigned(engines) == [0]
+    assert len(engines) == 1
+    silent = [engine(unfinished_work=TimeoutError())]
+    monkeypatch.setattr(roster, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.001")
+    with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
+        assigned(silent)
 
 
 def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
-    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del ray
-    answers = iter([None, 0])
-    engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
-    send = MagicMock()
+    del ray, states
+    restarting = engine(unfinished_work=None, needs_weights=True)
+    engines = [restarting]
     monkeypatch.setattr(restarts, "_senders", [])
-    arguments = (["a"], _tokens, SimpleNamespace(max_tokens=4), 64, 1)
     with pytest.raises(PeerError, match="the trainer cannot send them now"):
-        request_balancer.assign_usable(engines, *arguments)
+        assigned(engines)
+    assert engines == []
+
+    def send() -> None:
+        roster.of(engines).put_back(0, engine(unfinished_work=0))
+
     restarts.use_to_send_weights(send)
-    answers = iter([None, 0])
-    assert request_balancer.assign_usable(engines, *arguments) == [0]
-    send.assert_called_once_with()
+    assert assigned(engines) == [0]
+
+
+def test_an_engine_to_which_another_process_sent_the_weights_is_used_again(
+    ray: MagicMock, states: dict[Any, str]
+) -> None:
+    del ray, states
+    engines = [engine(unfinished_work=0), engine(unfinished_work=0, needs_weights=False)]
+    team = roster.of(engines)
+    team.drop(engines[1], "it was lost")
+    assert len(engines) == 1
+    assert set(assigned(engines, ["a", "b"])) == {0, 1}
+    assert not team.lost
 
 
 def test_only_unanswered_prompts_of_a_lost_engine_move(
-    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del ray
     monkeypatch.setattr(prompt_requests, "_requests", {})
     moved = MagicMock()
     monkeypatch.setattr(events, "emit", moved)
     monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
-    lost = {"a": ["answered"], "b": RestartingError("b"), "c": RestartingError("c")}
+    lost = {"a": ["answered"], "b": UnavailableError("b"), "c": UnavailableError("c")}
     engines = [
         SimpleNamespace(
-            unfinished_work=remote(RestartingError()),
+            unfinished_work=remote(UnavailableError()),
             generate_responses=SimpleNamespace(remote=lambda prompt, **_: Reference(lost[prompt])),
         ),
         SimpleNamespace(
@@ -168,6 +228,7 @@ def test_only_unanswered_prompts_of_a_lost_engine_move(
             generate_responses=SimpleNamespace(remote=lambda prompt, **_: Reference([f"again {prompt}"])),
         ),
     ]
+    states[id(engines[0])] = "RESTARTING"
     references = [
         prompt_requests.request_answers(
             engines,
@@ -182,7 +243,7 @@ def test_only_unanswered_prompts_of_a_lost_engine_move(
     ]
     answers = [prompt_requests.answers_of(reference) for reference in reversed(references)]
     assert answers == [["again c"], ["again b"], ["answered"]]
-    moved.assert_called_once_with("prompts moved", engine=0, prompts=2)
+    moved.assert_any_call("prompts moved", engine=0, prompts=2)
 
 
 def test_a_run_without_restarts_does_not_query_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,27 +252,120 @@ def test_a_run_without_restarts_does_not_query_its_engines(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("ready", "gone", "expected"),
+    ("state", "ready", "gone", "replaced", "expected"),
     [
-        (TimeoutError(), "two (10.0.0.2)", (PeerError, r"its node two \(10.0.0.2\) is gone")),
-        (RestartingError(), None, (StartError, r"engines \[1\] are not up after 0.001 s")),
+        ("ALIVE", True, [], False, None),
+        ("RESTARTING", True, ["10.0.0.2"], True, None),
+        (
+            "RESTARTING",
+            True,
+            ["10.0.0.2"],
+            False,
+            (PeerError, "its node 10.0.0.2 is gone.*; 0 engines are"),
+        ),
+        ("RESTARTING", True, [], False, (StartError, r"engines \[0\] are not up after 0.001 s")),
+        ("ALIVE", UnavailableError(), [], False, (StartError, r"engines \[0\] are not up after 0.001 s")),
+        ("DEAD", LostError("dead"), [], False, (LostError, "dead")),
     ],
+    ids=["up", "elsewhere", "no room", "restarting", "unreachable", "dead"],
 )
 def test_the_wait_for_a_restart_is_bounded(
     ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
-    ready: Exception,
-    gone: str | None,
-    expected: tuple[type[Exception], str],
+    state: str,
+    ready: Any,
+    gone: list[str],
+    replaced: bool,
+    expected: tuple[type[Exception], str] | None,
 ) -> None:
-    del ray
+    del records
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.001")
-    monkeypatch.setattr(restarts, "POLL_SECONDS", 0.002)
-    monkeypatch.setattr(actor_registry, "lost_node", lambda _: gone)
+    monkeypatch.setattr(recipes, "lost_nodes", lambda _: gone)
+    new = SimpleNamespace(__ray_ready__=remote(True))
+    monkeypatch.setattr(recipes, "replace", lambda _: new if replaced else None)
     monkeypatch.setattr(startup, "_last_steps", lambda _: [])
-    error, text = expected
-    with pytest.raises(error, match=text):
-        restarts._wait_until_up(1, SimpleNamespace(__ray_ready__=remote(ready)))
+    lost = SimpleNamespace(__ray_ready__=remote(ready))
+    states[id(lost)] = state
+    engines: list[Any] = [lost]
+    team = roster.of(engines)
+    team.drop(lost, "it was lost")
+    if expected is None:
+        assert restarts._bring_back(team, 0) is (new if replaced else lost)
+        assert ray.kill.call_args_list == ([call(lost)] if replaced else [])
+    else:
+        with pytest.raises(expected[0], match=expected[1]):
+            restarts._bring_back(team, 0)
+
+
+def test_a_run_goes_on_without_an_engine_that_has_no_place(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    del ray, records
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(recipes, "lost_nodes", lambda _: ["10.0.0.2"])
+    monkeypatch.setattr(recipes, "replace", lambda _: None)
+    monkeypatch.setattr(restarts, "_check_total", lambda: None)
+    wait = MagicMock()
+    monkeypatch.setattr(restarts, "wait_for_sync", wait)
+    lost, left = engine(unfinished_work=UnavailableError()), engine(unfinished_work=0)
+    states[id(lost)] = "RESTARTING"
+    engines, group = [lost, left], MagicMock()
+    restarts.wait_for_restarts(engines, group)
+    assert engines == [left]
+    group.async_run_method.assert_called_once_with("form_weight_group", [left])
+    restarts.wait_for_restarts(engines, group)
+    assert wait.call_count == 1, "the group has no other members than before"
+
+
+@pytest.mark.parametrize(
+    ("restarts_allowed", "failures", "lost", "syncs"),
+    [(1, 1, False, 2), (1, 2, False, None), (1, 3, True, 4), (0, 1, True, None)],
+    ids=["a passing cause", "a lasting cause", "an engine is lost each time", "no restarts"],
+)
+def test_a_failed_sync_is_repeated(
+    ray: MagicMock,
+    states: dict[Any, str],
+    monkeypatch: pytest.MonkeyPatch,
+    restarts_allowed: int,
+    failures: int,
+    lost: bool,
+    syncs: int | None,
+) -> None:
+    del ray, states
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
+    outcomes = iter([SyncError("rank 2 does not answer")] * failures + [None])
+
+    def wait(*_: Any) -> None:
+        if outcome := next(outcomes):
+            raise outcome
+
+    monkeypatch.setattr(restarts, "wait_for_sync", wait)
+    monkeypatch.setattr(restarts, "_drop_lost", lambda _: [0] if lost else [])
+    monkeypatch.setattr(restarts, "_recover", MagicMock())
+    engines, group = [engine(weights_received=None)], MagicMock()
+    if syncs is None:
+        with pytest.raises(SyncError, match="rank 2 does not answer"):
+            restarts.sync_weights(engines, group, sleeps=False)
+    else:
+        restarts.sync_weights(engines, group, sleeps=False)
+        assert group.async_run_method.call_count == syncs
+
+
+def test_a_restarted_engine_that_sleeps_starts_when_the_trainer_permits(
+    ray: MagicMock, records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
+    waited = MagicMock()
+    waited.side_effect = lambda _: restarted.permit(1) if waited.call_count == 3 else None
+    monkeypatch.setattr(time, "sleep", waited)
+    restarted.begin("job", 1, sleeps=True)
+    assert waited.call_count == 3
+    assert records["permits/job/1"] == {"engine": 1, "restarts": 1}
 
 
 def _tokens(texts: list[str], **_: Any) -> dict[str, Any]:

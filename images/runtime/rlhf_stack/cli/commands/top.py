@@ -1,4 +1,4 @@
-"""Monitor the run of this cluster: tokens/s per engine, phase, last sync, GPU memory, pending groups.
+"""Monitor the run of this cluster: tokens/s and restarts per engine, phase, last sync, GPU memory, groups.
 
 Trainer and engines report tokens/s and GB/s to Ray's metrics at each weight sync. Phase, step and the GPUs of
 each engine come from the event log of the run (RLHF_STACK_EVENTS, or --events), GPU memory from Ray's node
@@ -11,8 +11,9 @@ agents, and pending placement groups with their reason from Ray. For anything el
 Exit code 0; with --once or --json, 1 if a placement group is pending.
 
 --json prints rlhf-stack/top/1 once: `phase`, `step`, `reward`, `sync` (GB/s), `engines` (index, places: node
-and GPU, tokens_per_second, ratio to the median), `gpus` (node, index, used and total bytes) and `waiting`
-(pending placement groups: id, bundles, reason); unknown values are null or empty.
+and GPU, tokens_per_second, ratio to the median, restarts), `lost_seconds` (waits for lost engines), `gpus`
+(node, index, used and total bytes) and `waiting` (pending placement groups: id, bundles, reason); unknown
+values are null or empty.
 """
 
 import argparse
@@ -92,14 +93,16 @@ def _tables(now: RunState) -> Any:
     sync = f"{now.sync:.2f} GB/s" if now.sync is not None else UNKNOWN
     reward = f", reward {now.reward:.3f}" if now.reward is not None else ""
     step = UNKNOWN if now.step is None else str(now.step)
-    parts: list[Any] = [f"phase {now.phase or UNKNOWN}, step {step}{reward}, last sync {sync}"]
-    table = Table("engine", "GPUs", "tokens/s", "of median")
+    lost = f", {now.lost_seconds:.0f} s lost by restarts of engines" if now.lost_seconds else ""
+    parts: list[Any] = [f"phase {now.phase or UNKNOWN}, step {step}{reward}, last sync {sync}{lost}"]
+    table = Table("engine", "GPUs", "tokens/s", "of median", "restarts")
     for engine in now.engines:
         table.add_row(
             str(engine.index),
             "\n".join(engine.places) or UNKNOWN,
             UNKNOWN if engine.tokens_per_second is None else f"{engine.tokens_per_second:.0f}",
             UNKNOWN if engine.ratio is None else f"{engine.ratio:.2f}",
+            str(engine.restarts),
         )
     memory = Table("node", "GPU", "memory")
     for gpu in now.gpus:

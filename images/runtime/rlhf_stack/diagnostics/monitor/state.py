@@ -1,12 +1,15 @@
 """Derives the state of a run from its events, metrics and Ray's table of placement groups: pure functions."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.diagnostics.monitor.metrics import Sample
 
+RESTARTS = "ray_rlhf_stack_engine_restarts"
+RECOVERY = "ray_rlhf_stack_recovery_seconds"
 TOKENS = "ray_rlhf_stack_engine_tokens_per_second"
 SYNC_RATE = "ray_rlhf_stack_sync_gigabytes_per_second"
 GPU_USED = "ray_node_gram_used"
@@ -17,12 +20,13 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class EngineState:
-    """An engine: its GPUs with node, tokens/s since the last sync, and their ratio to the median engine."""
+    """An engine: its GPUs with node, tokens/s since the last sync, ratio to the median, and restarts."""
 
     index: int
     places: tuple[str, ...]
     tokens_per_second: float | None
     ratio: float | None
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,10 @@ class PendingGroup:
 
 @dataclass(frozen=True)
 class RunState:
-    """The current state of a run; None or empty if unknown. ``sync`` in GB/s."""
+    """The current state of a run; None or empty if unknown. ``sync`` in GB/s.
+
+    ``lost_seconds`` are those in which it has waited for lost engines.
+    """
 
     phase: str | None
     step: int | None
@@ -55,6 +62,7 @@ class RunState:
     engines: tuple[EngineState, ...]
     gpus: tuple[GpuMemory, ...]
     waiting: tuple[PendingGroup, ...]
+    lost_seconds: float = 0.0
 
 
 def run_state(
@@ -74,11 +82,22 @@ def run_state(
         engines=engines(events, samples),
         gpus=gpus(samples),
         waiting=waiting(groups),
+        lost_seconds=max(
+            sum(float(one["seconds"]) for one in events if one["event"] == "recovered"),
+            *(sample.value for sample in samples if sample.name == RECOVERY),
+            0.0,
+        ),
     )
 
 
-def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> tuple[EngineState, ...]:
+def engines(events: Sequence[Mapping[str, Any]], samples: Sequence[Sample]) -> tuple[EngineState, ...]:
     """The engines that events and metrics name, by index."""
+    restarts: Counter[int] = Counter()
+    for index, number in [
+        *((one["engine"], one["restarts"]) for one in events if one["event"] == "engine restart"),
+        *((one.tags["engine"], one.value) for one in samples if one.name == RESTARTS),
+    ]:
+        restarts[int(index)] = max(restarts[int(index)], int(number))
     rates = {int(s.tags["engine"]): s.value for s in samples if s.name == TOKENS and "engine" in s.tags}
     places = {
         int(event["engine"]): tuple(
@@ -94,6 +113,7 @@ def engines(events: Iterable[Mapping[str, Any]], samples: Iterable[Sample]) -> t
             places.get(index, ()),
             rates.get(index),
             rates[index] / median if index in rates and median else None,
+            restarts[index],
         )
         for index in sorted(rates.keys() | places.keys())
     )

@@ -1,0 +1,111 @@
+"""How each engine of a run was created, so that any process of the run can create it again on other nodes.
+
+The process that creates the engines stores a record of each in the GCS. A replacement is a named actor; its
+name is in the record, by which the other processes find it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.config import env_vars
+from rlhf_stack.placement import PlacementError, driver_cpus, reserve_engines
+from rlhf_stack.placement.reservation import pinned_addresses
+from rlhf_stack.telemetry import run_log
+
+
+def record(
+    index: int, group: Any, bundles: Sequence[int] | None, gpus: float, arguments: dict[str, Any]
+) -> int:
+    """Store how engine ``index`` is created; return how often Ray may restart it.
+
+    ``bundles`` of ``group`` are the engine's (None: the one with its index), ``gpus`` are its actor's, and
+    ``arguments`` those of its constructor.
+    """
+    if not env_vars.engine_restarts():
+        return 0
+    places = [index] if bundles is None else list(bundles)
+    entry = {
+        "engine": index,
+        "name": None,
+        "addresses": pinned_addresses(group, places),
+        "size": len(places),
+        "sleeps": bool(arguments.get("enable_sleep_mode")),
+        "gpus": gpus,
+        "arguments": {
+            name: sorted(value) if isinstance(value, set) else value for name, value in arguments.items()
+        },
+    }
+    gcs_kv.put_record(_key(index), entry)
+    return env_vars.engine_restarts()
+
+
+def load(index: int) -> dict[str, Any] | None:
+    """Return the record of engine ``index``, None if the run has none."""
+    return next((one for one in gcs_kv.list_records(_key(index)) if one["engine"] == index), None)
+
+
+def sleeps(index: int) -> bool:
+    """Report whether engine ``index`` sleeps while the trainer trains."""
+    found = load(index)
+    return bool(found and found["sleeps"])
+
+
+def lost_nodes(index: int) -> list[str]:
+    """Return the addresses of dead nodes to which engine ``index`` is pinned."""
+    import ray
+
+    alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    found = load(index)
+    return sorted(set(found["addresses"]) - alive) if found else []
+
+
+def current(index: int, handle: Any) -> Any:
+    """Return the actor that is engine ``index`` now: ``handle``, or the one that has replaced it."""
+    import ray
+
+    found = load(index)
+    return ray.get_actor(found["name"]) if found and found["name"] else handle
+
+
+def replace(index: int) -> Any | None:
+    """Create engine ``index`` on nodes with free GPUs; return its actor, None if there is no room.
+
+    It has not started when this returns.
+    """
+    import ray
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+    entry = load(index)
+    if entry is None:
+        return None
+    try:
+        group = reserve_engines(1, entry["size"], wait=env_vars.flag(env_vars.AUTOSCALE))
+    except PlacementError as error:
+        run_log.info(f"engine {index} has no other place: {str(error).splitlines()[0]}")
+        return None
+    arguments, gpus = dict(entry["arguments"]), entry["gpus"]
+    bundles = list(range(entry["size"]))
+    if arguments["bundle_indices"] is not None:
+        arguments["bundle_indices"] = bundles
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    name = f"{_key(index)}/{group.id.hex()}"
+    actor = RolloutRayActor.options(
+        name=name,
+        num_cpus=driver_cpus(gpus),
+        num_gpus=gpus,
+        scheduling_strategy=strategy,
+        max_restarts=env_vars.engine_restarts(),
+    )
+    entry |= {"name": name, "addresses": pinned_addresses(group, bundles)}
+    gcs_kv.put_record(_key(index), entry)
+    run_log.warning(f"engine {index} moves to {', '.join(sorted(set(entry['addresses'])))}")
+    return actor.remote(**arguments)
+
+
+def _key(index: int) -> str:
+    import ray
+
+    return f"recipes/{ray.get_runtime_context().get_job_id()}/{index}"

@@ -1,0 +1,130 @@
+"""The engines that this process can use, and those that were lost.
+
+Upstream's trainer and its sample generator share one list of engines, which is changed in place: a lost
+engine is taken out, and put back when it has the trainer's weights.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_stack.cluster import actor_registry
+from rlhf_stack.compat import ray_private
+from rlhf_stack.config import env_vars
+from rlhf_stack.engine import recipes
+from rlhf_stack.sync import SyncError, wait_for_engine_results
+from rlhf_stack.telemetry import events, run_log
+
+POLL_SECONDS = 2.0
+PAUSE_SECONDS = 0.5
+NOTICE_SECONDS = 120.0  # within which Ray finds a node dead that was paused or cut off
+ALIVE, DEAD = "ALIVE", "DEAD"
+
+Call = Callable[[Any], Any]  # calls a method of an engine and returns the reference to its result
+
+
+class Roster:
+    """The engines in ``engines``, upstream's list in this process; an index is an engine's first position."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self.engines = engines
+        self.handles = dict(enumerate(engines))
+        self.lost: dict[int, float] = {}  # since when, on the monotonic clock
+        self.grouped = list(engines)  # the members of the weight-sync group
+
+    def index_of(self, handle: Any) -> int:
+        """Return the index of an engine."""
+        return next(index for index, other in self.handles.items() if other is handle)
+
+    def drop(self, handle: Any, why: str) -> None:
+        """Take an engine out of the list."""
+        index = self.index_of(handle)
+        self.lost[index] = time.monotonic()
+        self._update()
+        events.emit("engine lost", engine=index, reason=why)
+        run_log.warning(f"engine {index} is not used: {why}")
+
+    def put_back(self, index: int, handle: Any) -> None:
+        """Put an engine, whose actor is now ``handle``, into the list."""
+        self.handles[index] = handle
+        del self.lost[index]
+        self._update()
+
+    def ask(self, call: Call, what: str, started: Sequence[Any] = ()) -> list[Any]:
+        """Return the result of ``call`` for each engine; one that is lost is dropped and has no result.
+
+        ``started`` are the references, if the calls were made already. A call that did not reach a living
+        engine is repeated, so it must be idempotent. `SyncError` if an engine does not answer in time.
+        """
+        references = list(started) or [call(engine) for engine in self.engines]
+        end = time.monotonic() + max(NOTICE_SECONDS, env_vars.sync_timeout())
+        results = []
+        for engine, reference in zip(list(self.engines), references, strict=True):
+            answered, result = _wait(engine, reference, call, what, end)
+            if answered:
+                results.append(result)
+            else:
+                self.drop(engine, f"{what}: its process or node was lost")
+        return results
+
+    def loads(self) -> list[float]:
+        """Drop the engines without the trainer's weights; return the unfinished work of the others."""
+        works = self.ask(lambda engine: engine.unfinished_work.remote(), "unfinished_work")
+        for engine, work in zip(list(self.engines), works, strict=True):
+            if work is None:
+                self.drop(engine, "it was restarted and lacks the trainer's weights")
+        return [work for work in works if work is not None]
+
+    def put_back_those_with_weights(self) -> None:
+        """Put back the engines to which another process has sent the weights."""
+        for index in list(self.lost):
+            handle = recipes.current(index, self.handles[index])
+            if ray_private.handle_state(handle) == ALIVE:
+                query = [handle.needs_weights.remote()]
+                if not wait_for_engine_results(query, f"engine {index} to report whether it has weights")[0]:
+                    self.put_back(index, handle)
+
+    def _update(self) -> None:
+        self.engines[:] = [handle for index, handle in self.handles.items() if index not in self.lost]
+
+
+_rosters: dict[int, Roster] = {}  # by the identity of the list, to which the roster refers
+
+
+def of(engines: Any) -> Roster:
+    """Return the roster of a list of engines, which is complete when it is first given."""
+    return _rosters.setdefault(id(engines), Roster(engines))
+
+
+def engine_results(
+    engines: Any, references: Sequence[Any], method: str, arguments: Sequence[Any], options: dict[str, Any]
+) -> list[Any]:
+    """Return the results of upstream's calls of ``method``, ``references``, without those of lost engines."""
+    if not env_vars.engine_restarts():
+        return wait_for_engine_results(references, method)
+    return of(engines).ask(
+        lambda engine: getattr(engine, method).remote(*arguments, **options), method, references
+    )
+
+
+def _wait(engine: Any, reference: Any, call: Call, what: str, end: float) -> tuple[bool, Any]:
+    """Return whether ``engine`` has answered, and its answer; it has not if it is being restarted.
+
+    Raises Ray's error for an engine that stays dead.
+    """
+    import ray
+
+    while True:
+        try:
+            return True, ray.get(reference, timeout=POLL_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            again = False
+        except ray.exceptions.ActorUnavailableError:
+            again = True
+        if ray_private.handle_state(engine) not in (ALIVE, DEAD):
+            return False, None
+        if time.monotonic() > end:
+            raise SyncError(f"{what}: no answer from {actor_registry.describe_callee(reference)}")
+        if again:
+            time.sleep(PAUSE_SECONDS)
+            reference = call(engine)
