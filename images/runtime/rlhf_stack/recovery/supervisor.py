@@ -82,6 +82,12 @@ class State:
     resumed: int = 0
     nodes: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
+    readmitted: list[str] = field(default_factory=list)
+
+    @property
+    def excluded(self) -> list[str]:
+        """The nodes that were lost too often, except ``readmitted`` ones, without which there was no room."""
+        return [node for node in excluded_nodes(self.attempts) if node not in self.readmitted]
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values from which `read_state` makes an equal state."""
@@ -120,7 +126,7 @@ class Supervisor:
             state.nodes = list(self._cluster.clean().answering)
         while True:
             if not state.job:
-                state.job = self._cluster.submit(state.words, excluded_nodes(state.attempts))
+                state.job = self._cluster.submit(state.words, state.excluded)
                 self._cluster.remember(state.to_json())
             ended, attempt, lost_head = self._follow()
             state.attempts.append(attempt)
@@ -184,7 +190,7 @@ class Supervisor:
     def _placeable(self) -> list[str]:
         """Wait for nodes; return the command line that can be placed, with fewer engines if it must."""
         state, limits = self.state, self._limits
-        excluded = excluded_nodes(state.attempts)
+        excluded = state.excluded
         if excluded:
             run_log.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
         end = time.monotonic() + limits.seconds
@@ -203,6 +209,10 @@ class Supervisor:
                     run_log.warning(f"continuing on {len(usable)} nodes with fewer engines")
                     state.nodes = usable
                     return words
+        if excluded and not self._look(state.words, ())[1]:
+            run_log.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
+            state.readmitted, state.nodes = excluded_nodes(state.attempts), list(nodes)
+            return state.words
         raise GivenUpError(
             f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
             f"({', '.join(usable) or 'none'}): {problems[0]}"

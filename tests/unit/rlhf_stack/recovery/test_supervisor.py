@@ -153,12 +153,15 @@ def test_a_run_that_cannot_be_placed_is_given_up_with_the_reason(least: int | No
         supervise(cluster, [4], Limits(3, least, seconds=60.0))
 
 
-def test_a_node_that_was_lost_twice_is_left_out() -> None:
+@pytest.mark.parametrize(("needs", "excluded", "used"), [(2, ["c"], ["a", "b"]), (3, [], ["a", "b", "c"])])
+def test_a_node_that_was_lost_twice_is_left_out_if_the_run_has_room_without_it(
+    needs: int, excluded: list[str], used: list[str]
+) -> None:
     lost = Nodes(("a", "b"), ())
-    cluster = Faulty([DEAD, DEAD, "ok"], [ALL, lost, ALL, lost, ALL], needs=2)
-    _, state, _ = supervise(cluster, [4, 5, 9], Limits(3))
-    assert [excluded for _, excluded in cluster.submitted] == [[], [], ["c"]]
-    assert state.nodes == ["a", "b"]
+    cluster = Faulty([DEAD, DEAD, "ok"], [ALL, lost, ALL, lost, ALL], needs=needs)
+    _, state, _ = supervise(cluster, [4, 5, 9], Limits(3, seconds=60.0))
+    assert [without for _, without in cluster.submitted] == [[], [], excluded]
+    assert state.nodes == used
 
 
 def test_a_lost_head_is_awaited() -> None:
