@@ -33,11 +33,16 @@ FAULTS = {
 }
 
 
-class Case(msgspec.Struct, frozen=True):
+class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     """The outcome of one fault in one phase of a run.
 
     ``revision`` is the commit of the tests, ``said`` the error of the run, ``left`` the resources that were
     left behind. ``in_time`` is False if the phase had ended before the fault was complete.
+
+    Of a run that goes on: ``after`` are the seconds until its next step ended, ``repaired`` whether the fault
+    had been removed by then, as a service manager restarts a node, ``submissions`` how often its `submit`
+    submitted it again, and ``equal`` whether its rewards are those of the undisturbed run (None: unknown).
+    ``refused`` counts submissions that the test repeated because a dead node was not yet known.
     """
 
     cell: str
@@ -53,6 +58,13 @@ class Case(msgspec.Struct, frozen=True):
     left: tuple[str, ...]
     in_time: bool = True
     afterwards: str = "not tried"
+    after: float | None = None
+    repaired: bool = False
+    submissions: int = 0
+    steps_lost: int = 0
+    prompts_again: int = 0
+    equal: bool | None = None
+    refused: int = 0
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -97,13 +109,23 @@ def _merged(cases: Iterable[Case]) -> Merged:
 
 
 def merge(known: Iterable[Case], new: Iterable[Case]) -> list[Case]:
-    """Return the newest case of each cell, fault and phase, in the order of `FAULTS`; drop other faults."""
+    """Return the newest case of each cell, fault and phase, in the order of `FAULTS`; drop other faults.
+
+    All cases of a cell are of one image, that of its newest case; those of other images are dropped.
+    """
     newest: dict[tuple[str, str, str], Case] = {}
-    for case in sorted((*known, *new), key=lambda case: case.when):
+    for case in of_one_image((*known, *new)):
         newest[case.cell, case.fault, case.phase] = case
     cells = sorted({case.cell for case in newest.values()})
     wanted = ((cell, fault, phase) for cell in cells for fault, phases in FAULTS.items() for phase in phases)
     return [newest[key] for key in wanted if key in newest]
+
+
+def of_one_image(cases: Iterable[Case]) -> list[Case]:
+    """Return the cases, by time, of each cell's newest image."""
+    ordered = sorted(cases, key=lambda case: case.when)
+    images = {case.cell: case.image for case in ordered}
+    return [case for case in ordered if case.image == images[case.cell]]
 
 
 def update() -> int:

@@ -14,7 +14,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import facts, published_scripts
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import FAULTS, Case
+from scripts.release.fault_cases import FAULTS, Case, of_one_image
 from scripts.testing import records
 from scripts.testing.proofs import described
 
@@ -23,7 +23,19 @@ END = "<!-- cells: end -->"
 COLUMNS = ("GPU", "driver", "tag", "status")
 OVERVIEW_COLUMNS = ("cell", "image", "state", "size", "shared", "own", "architectures", "supported")
 SUITE_COLUMNS = ("suite", "outcome", "passed", "failed", "skipped", "seconds", "attempts", "commit")
-FAULT_COLUMNS = ("fault", "during", "the run", "error", "names the node", "left behind", "afterwards")
+FAULT_COLUMNS = (
+    "fault",
+    "during",
+    "the run",
+    "goes on by itself after",
+    "steps lost",
+    "prompts generated again",
+    "equal to the undisturbed run",
+    "error",
+    "names the node",
+    "left behind",
+    "afterwards",
+)
 GPUS_FIRST = ("cuda", "rocm", "cpu")
 NO_RECORDS, RECIPE_ONLY = "not verified: there are no records of an image", "recipe only, never built"
 NOT_YET = "not verified yet: its sources changed after {} on an image of commit {}"
@@ -128,7 +140,7 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
 
     ``image`` is the id of the image with the inputs that this checkout gives, if it was measured.
     """
-    own = {(case.fault, case.phase): case for case in cases if case.cell == cell}
+    own = {(case.fault, case.phase): case for case in of_one_image(cases) if case.cell == cell}
     return {
         "id": cell,
         "images": ", ".join(sorted({f"`{_short(case.image)}`" for case in own.values()})),
@@ -241,12 +253,31 @@ def _phase(phase: str, case: Case | None) -> str:
 
 def _outcome(case: Case | None) -> tuple[str, ...]:
     if case is None:
-        return ("not run", *[""] * 4)
+        return ("not run on this image", *[""] * (len(FAULT_COLUMNS) - 3))
+    again = f", submitted again {case.submissions} times" if case.submissions else ""
     outcome = {
         "ended": f"ends after {case.seconds:.0f} s",
-        "goes on": "goes on",
+        "goes on": f"goes on{again}",
         "hangs": f"**hangs** (stopped after {case.seconds:.0f} s)",
     }[case.outcome]
-    named = "" if case.outcome == "goes on" else "yes" if case.node_named else "no"
+    goes_on = case.outcome == "goes on"
+    named = "" if goes_on else "yes" if case.node_named else "no"
     error = f"`{case.said.replace('`', chr(39))}`" if case.said else ""
-    return outcome, error, named, "; ".join(case.left) or "nothing", case.afterwards
+    refused = f" ({case.refused} submissions were refused before)" if case.refused else ""
+    return (
+        outcome,
+        *(_recovery(case) if goes_on else ("no", *[""] * 3)),
+        error,
+        named,
+        "; ".join(case.left) or "nothing",
+        case.afterwards + refused,
+    )
+
+
+def _recovery(case: Case) -> tuple[str, ...]:
+    """Return how a run went on: seconds, steps lost, prompts generated again, equality."""
+    if case.after is None:
+        return (UNKNOWN,) * 4
+    equal = {True: "yes", False: "**no**", None: "not compared"}[case.equal]
+    repaired = ", when the fault was removed" if case.repaired else ""
+    return f"{case.after:.0f} s{repaired}", str(case.steps_lost), str(case.prompts_again), equal

@@ -82,7 +82,7 @@ class Fault:
 
 def kill_process(site: Site) -> None:
     """Kill the trainer's rank in the training phase, otherwise the engine's process."""
-    (pid,) = _processes(site)
+    (pid,) = processes(site.node, site.process)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -138,7 +138,7 @@ def limit_memory(site: Site) -> None:
     with contextlib.suppress(UserError):  # this command or the whole node may be ended
         site.cluster.output(site.node, ["sh", "-c", command])
     until = time.monotonic() + KILL_SECONDS
-    while _processes(site) and _kills(site) == before:
+    while processes(site.node, site.process) and _kills(site) == before:
         if time.monotonic() > until:
             raise UserError(f"no process on {site.node.name} was ended at its memory limit")
         time.sleep(POLL_SECONDS)
@@ -167,13 +167,13 @@ def _kills(site: Site) -> str:
     return control.split("oom_kill ")[-1].strip()
 
 
-def _processes(site: Site) -> list[int]:
-    """Return the pids of `Site.process` on the node; none if the node has ended."""
+def processes(node: Container, prefix: str) -> list[int]:
+    """Return the pids on ``node`` of processes whose command begins with ``prefix``; none if it has ended."""
     try:
-        table = site.node.top(ps_args="-eo pid,args")["Processes"] or []
+        table = node.top(ps_args="-eo pid,args")["Processes"] or []
     except docker.errors.APIError:  # the node is not running
         return []
-    return [int(pid) for pid, command in table if command.startswith(site.process)]
+    return [int(pid) for pid, command in table if command.startswith(prefix)]
 
 
 def unlimit_memory(site: Site) -> None:

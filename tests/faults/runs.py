@@ -10,7 +10,7 @@ CHECKPOINTS = "/checkpoints"
 
 @dataclass(frozen=True)
 class Run:
-    """A run of an engine and two trainer ranks, each on its own node with one GPU.
+    """A run of engines and two trainer ranks, each on its own node with one GPU.
 
     ``layout`` is a layout of the image; ``arguments`` save a checkpoint after every step, from which the same
     command resumes, and make phases long enough to be hit. ``gpus`` is the number of nodes with a GPU;
@@ -24,6 +24,7 @@ class Run:
     engine: str
     trainer: str
     trains: str
+    keeps_nothing: Sequence[str]  # arguments with which it saves no checkpoint
 
 
 RUNS = {
@@ -31,14 +32,15 @@ RUNS = {
         layout="separate",
         arguments=(
             *("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "1"),
-            *("--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "1"),
+            *("--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "1"),
             *("--ckpt.path", CHECKPOINTS, "--ckpt.save_steps", "1", "--ckpt.load_enable"),
             *("--data.max_len", "240", "--rollout.max_new_tokens", "200", "--train.micro_batch_size", "1"),
         ),
-        gpus=3,
+        gpus=4,
         engine="VLLM::EngineCore",
         trainer="ray::PolicyModelActor",
         trains="Sample: [",
+        keeps_nothing=("--ckpt.path", "/tmp/none", "--ckpt.save_steps", "-1"),
     ),
     "0.5": Run(
         layout="spread",
@@ -50,6 +52,7 @@ RUNS = {
         engine="ray::LLMRayActor",
         trainer="ray::ActorModelRayActor",
         trains="Train epoch [1/1]:   0%",
+        keeps_nothing=("--ckpt_path", "/tmp/none", "--save_steps", "-1"),
     ),
 }
 

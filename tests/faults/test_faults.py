@@ -1,18 +1,21 @@
 """A fault in each phase of a run: it ends with an error or continues, leaves nothing, and can resume."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import docker
 import msgspec
 import pytest
 from docker.models.images import Image
+from rlhf_stack.demo.tiny_run import PROMPTS_PER_STEP
 
 from scripts.errors import UserError
 from scripts.git import revision
 from scripts.matrix.load import Cell
 from scripts.release import fault_cases
-from scripts.release.fault_cases import TRAINING, Case
+from scripts.release.fault_cases import START, TRAINING, Case
 from scripts.testing import demo, records
 from scripts.testing.cluster import Cluster
 from tests.faults.injecting import FAULTS, Site, by_address, rejoin
@@ -20,7 +23,15 @@ from tests.faults.runs import run_of
 from tests.faults.trial import STEPS, Job, end, left_behind
 
 REFUSED_SECONDS = 120.0
+KNOWN_STEPS, KNOWN_SECONDS = 24, 600.0  # of the undisturbed run
 ERROR_LENGTH = 220  # characters of an error in the table
+
+
+class Undisturbed(msgspec.Struct, frozen=True):
+    """The reward of each step of a run without faults in ``image``."""
+
+    image: str
+    rewards: dict[int, float]
 
 
 class Trial:
@@ -32,21 +43,41 @@ class Trial:
         self._run = run_of(cell)
         demo.prepare(cluster, STEPS, seed=0)
         self._command = [*demo.command(cluster, self._run.layout, STEPS, seed=0), *self._run.arguments]
-        self._runs = 0
+        self._runs = self._refused = 0
         self.cases: list[Case] = []
+        self._undisturbed = self._rewards_of_the_undisturbed_run()
 
     def submit(self) -> Job:
         """Submit the run, which resumes from its last checkpoint; repeat if Ray detects a dead node late."""
         deadline = time.monotonic() + REFUSED_SECONDS
+        self._refused = 0
         while (job := self._submit()).refused and time.monotonic() < deadline:
+            self._refused += 1
             rejoin(self._cluster)
         return job
 
-    def _submit(self) -> Job:
+    def _rewards_of_the_undisturbed_run(self) -> dict[int, float]:
+        """Return the reward of each step of a run without faults, which is run once for an image."""
+        path = fault_cases.CASES / f"undisturbed-{self._cell}.json"
+        with suppress(FileNotFoundError, msgspec.DecodeError):
+            known = msgspec.json.decode(path.read_bytes(), type=Undisturbed)
+            if known.image == self._image:
+                return known.rewards
+        job = self._submit(*self._run.keeps_nothing)
+        if not job.wait_until(lambda: len(job.steps()) >= KNOWN_STEPS, KNOWN_SECONDS):
+            raise UserError(f"the run without faults did not train: {demo.cause(job.printed)}")
+        job.stop()
+        job.wait_until(lambda: False, REFUSED_SECONDS)  # until it has ended
+        known = Undisturbed(self._image, job.rewards())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(known))
+        return known.rewards
+
+    def _submit(self, *changes: str) -> Job:
         self._runs += 1
         name = f"{'-'.join(self._fault.replace('/', ' ').split())}-{self._runs}"
         log = self._folder.parent / f"{name}.log"
-        return Job(self._cluster, self._command, self._run.trains, self._folder, log)
+        return Job(self._cluster, [*self._command, *changes], self._run.trains, self._folder, log)
 
     def hit(self, job: Job, phase: str) -> bool:
         """Inject the fault into ``job`` in ``phase``; return whether the job goes on."""
@@ -60,10 +91,21 @@ class Trial:
             printed = len(job.printed)
             if job.ended:
                 raise UserError(f"the run ended before the fault: {demo.cause(job.printed)}")
+            last, submissions, since = (
+                max(job.steps(), default=job.begins_after),
+                job.submissions,
+                time.time(),
+            )
             fault.inject(site)
             in_time = job.other_phases(phase) == before
-        outcome, seconds = job.outcome()
-        fault.remove(site)
+
+        def repair() -> None:
+            fault.remove(site)
+            rejoin(self._cluster)
+
+        outcome, seconds, repaired = job.outcome(repair)
+        if not repaired:
+            fault.remove(site)
         error, named, left = "", False, []
         if outcome != "goes on":
             error, named = job.error(printed, fault.expected_nodes(site))
@@ -83,12 +125,33 @@ class Trial:
             said=error[:ERROR_LENGTH],
             node_named=named,
             left=tuple(left),
+            repaired=repaired,
+            refused=self._refused,
+            **(self._recovery(job, phase, since, last, submissions) if outcome == "goes on" else {}),
         )
+        if outcome == "goes on":
+            rejoin(self._cluster)
         self.cases.append(case)
         fault_cases.write(case)
         if left:
             end(self._cluster)
         return outcome == "goes on"
+
+    def _recovery(self, job: Job, phase: str, since: float, last: int, submissions: int) -> dict[str, Any]:
+        """Return what a fault at ``since``, after step ``last`` had ended, cost a run that goes on."""
+        steps = [event for event in job.events("step") if event["time"] > since]
+        again = job.submissions - submissions
+        lost = max(0, last + 1 - int(steps[0]["step"]))
+        moved = sum(int(one["prompts"]) for one in job.events("prompts moved") if one["time"] > since)
+        rewards = job.rewards(since)
+        is_known = rewards.keys() <= self._undisturbed.keys()
+        return {
+            "after": round(steps[0]["time"] - since, 1),
+            "submissions": again,
+            "steps_lost": lost,
+            "prompts_again": moved + (again > 0) * PROMPTS_PER_STEP * (lost + (phase != START)),
+            "equal": rewards.items() <= self._undisturbed.items() if is_known else None,
+        }
 
     def _left(self) -> list[str]:
         """Return the resources that are left; a node that Ray declared dead may end meanwhile."""

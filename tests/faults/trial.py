@@ -23,7 +23,8 @@ POLL_SECONDS = 0.05
 REACH_SECONDS = 300.0
 HANG_SECONDS = 240.0
 LEFT_SECONDS = 30.0
-STEPS_TO_GO_ON = 2  # while the fault lasts
+STEPS_TO_GO_ON = 2
+LASTS_SECONDS = 100.0  # a fault during which the run does not go on; Ray finds a node dead after a minute
 WHY_DEAD = "The actor died because"
 COLOUR = re.compile(r"\x1b\[\d+m")
 OF_AN_ACTOR = re.compile(r"\(\w+[^)]* pid=[^)]*\)")
@@ -33,9 +34,11 @@ ENVIRONMENT = {
     "RLHF_STACK_SYNC_BUCKET_MB": "0.02",
     "RLHF_STACK_ENGINE_TIMEOUT": "120",
     "RLHF_STACK_PLACEMENT_TIMEOUT": "60",
+    "RLHF_STACK_ENGINE_RESTARTS": "20",
+    "RLHF_STACK_REPEATABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
-SUBMIT = ("rlhf-stack", "submit", "--address", remote.SERVER, "--")
+SUBMIT = ("rlhf-stack", "submit", "--address", remote.SERVER, "--restarts", "8", "--node-wait", "180", "--")
 SUBMITTED = "rlhf-stack: job "
 REAP = ("rlhf-stack", "reap", "--older-than", "0")
 RESERVED = f"""
@@ -91,9 +94,18 @@ class Job:
         """Return the events of one kind so far."""
         return [event for event in events.read(self._folder) if event["event"] == name]
 
+    @property
+    def submissions(self) -> int:
+        """How often the run was submitted."""
+        return len(self._submitted)
+
     def steps(self, since: float = 0.0) -> list[int]:
         """Return the numbers of the steps that ended after ``since``, in unix seconds."""
         return [int(event["step"]) for event in self.events("step") if event["time"] > since]
+
+    def rewards(self, since: float = 0.0) -> dict[int, float]:
+        """Return the reward of each step that ended after ``since``."""
+        return {int(one["step"]): one["reward"] for one in self.events("step") if one["time"] > since}
 
     def wait_until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Wait until ``holds``; return False if the job ends first or after ``seconds``."""
@@ -141,14 +153,23 @@ class Job:
         """The addresses of the trainer's ranks."""
         return [str(address) for address in self._placed["groups"]["actor"]]
 
-    def outcome(self) -> tuple[Outcome, float]:
-        """Return the outcome of the job from now on, and the seconds until it is known."""
+    def outcome(self, repair: Callable[[], None]) -> tuple[Outcome, float, bool]:
+        """Return the outcome of the job from now on, the seconds until it is known, and whether of a repair.
+
+        ``repair`` removes the fault; it is called if the job does not go on for `LASTS_SECONDS`.
+        """
         begun, since = time.monotonic(), time.time()
-        self.wait_until(lambda: len(self.steps(since)) >= STEPS_TO_GO_ON, HANG_SECONDS)
+
+        def goes_on() -> bool:
+            return len(self.steps(since)) >= STEPS_TO_GO_ON
+
+        is_repaired = not self.wait_until(goes_on, LASTS_SECONDS) and not self.ended
+        if is_repaired:
+            repair()
+            self.wait_until(goes_on, HANG_SECONDS)
         if self.ended:
-            return "ended", max(0.0, self.ended_at - begun)
-        goes_on = len(self.steps(since)) >= STEPS_TO_GO_ON
-        return "goes on" if goes_on else "hangs", time.monotonic() - begun
+            return "ended", max(0.0, self.ended_at - begun), is_repaired
+        return "goes on" if goes_on() else "hangs", time.monotonic() - begun, is_repaired
 
     def error(self, after: int, nodes: Collection[str]) -> tuple[str, bool]:
         """Return the line with the error, and whether it names one of ``nodes``.
@@ -163,14 +184,13 @@ class Job:
     def stop(self) -> None:
         """Stop the job if it runs."""
         if not self.ended:
-            name = self._submitted[0].removeprefix(SUBMITTED)
+            name = self._submitted[-1].removeprefix(SUBMITTED)
             stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, name]
             self._cluster.output(self._cluster.head, stop)
 
     @property
     def _placed(self) -> dict[str, Any]:
-        (placed,) = self.events("placement")
-        return placed
+        return self.events("placement")[-1]
 
     def _count(self, phase: str) -> int:
         if phase == START:

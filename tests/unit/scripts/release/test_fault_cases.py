@@ -39,7 +39,7 @@ def rows(case: Case) -> list[str]:
 def test_cases_that_were_not_run_are_reported() -> None:
     lines = rows(CASE)
     assert len(lines) == sum(map(len, FAULTS.values()))
-    (run,) = (line for line in lines if "not run" not in line)
+    (run,) = (line for line in lines if "not run on this image" not in line)
     for expected in ("node killed | sync", "ends after 21 s", "| yes |", "nothing", "resumes at step 3"):
         assert expected in run
     assert run.replace("\\|", "").count("|") == len(render.FAULT_COLUMNS) + 1, (
@@ -62,7 +62,17 @@ def test_a_run_that_goes_on_has_no_error() -> None:
         CASE, outcome="goes on", said="", node_named=False, afterwards="is not needed"
     )
     (line,) = (line for line in rows(going) if "not run" not in line)
-    assert line.endswith("| goes on |  |  | nothing | is not needed |")
+    assert line.endswith("| goes on | ? | ? | ? | ? |  |  | nothing | is not needed |")
+    measured = msgspec.structs.replace(
+        going, after=41.6, repaired=True, submissions=2, steps_lost=1, prompts_again=16, equal=True, refused=1
+    )
+    (line,) = (line for line in rows(measured) if "not run" not in line)
+    assert line.endswith(
+        "| goes on, submitted again 2 times | 42 s, when the fault was removed | 1 | 16 | yes |  |  "
+        "| nothing | is not needed (1 submissions were refused before) |"
+    )
+    different = msgspec.structs.replace(measured, equal=False)
+    assert "| **no** |" in "".join(rows(different))
 
 
 def test_the_newest_case_is_kept_and_an_unknown_fault_dropped() -> None:
@@ -70,6 +80,14 @@ def test_the_newest_case_is_kept_and_an_unknown_fault_dropped() -> None:
     other = msgspec.structs.replace(CASE, fault="meteorite")
     first = msgspec.structs.replace(CASE, phase="engine start")
     assert fault_cases.merge([newer, other], [CASE, first]) == [first, newer]
+
+
+def test_the_cases_of_a_cell_are_of_one_image() -> None:
+    older = msgspec.structs.replace(CASE, image="sha256:" + "2" * 64, phase="training")
+    newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1))
+    assert fault_cases.merge([older], [newer]) == [newer]
+    table = render.fault_table("a-cell", [older, newer])
+    assert (table["tested"], table["images"]) == (1, "`111111111111`")
 
 
 def test_cases_have_different_file_names(tmp_path: Path) -> None:
