@@ -72,6 +72,25 @@ class Checkpoints:
             unfinished.rename(self._of(role) / LATEST)
         return moved
 
+    def obstacles(self) -> list[str]:
+        """Return why the run cannot load its latest checkpoints, which have the state of every rank.
+
+        DeepSpeed loads them with as many ranks as saved them. What was not written to its end is not counted.
+        """
+        found = []
+        for role, ranks in self.ranks.items() if self.loads and self.stage else ():
+            latest = self._of(role) / LATEST
+            tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+            files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
+            saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
+            if saved and saved != ranks:
+                found.append(
+                    f"the checkpoint {tag} in {self._of(role)} is of {saved} ranks, and {role} has {ranks} "
+                    "in this run: DeepSpeed loads the optimizer's state with as many ranks as saved it; give "
+                    f"{role} {saved} ranks, or leave out {self.load_flag} and start from a saved model"
+                )
+        return found
+
     def _of(self, role: str) -> Path:
         return self.folder / f"_{role}"
 

@@ -53,6 +53,23 @@ def test_a_checkpoint_of_another_number_of_ranks_is_not_complete(tmp_path: Path)
     assert checkpoints(tmp_path, actor=2).complete_steps(BEGAN) == set()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "loads", "refused"),
+    [(3, 2, True, True), (3, 3, True, True), (2, 2, True, False), (3, 2, False, False), (3, 0, True, False)],
+)
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(
+    tmp_path: Path, ranks: int, stage: int, loads: bool, refused: bool
+) -> None:
+    assert Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads, stage).obstacles() == []
+    save(tmp_path, "actor", 4, ranks, stage)
+    found = Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads, stage).obstacles()
+    assert len(found) == refused
+    if refused:
+        assert "global_step4" in found[0]
+        assert "is of 3 ranks, and actor has 2 in this run" in found[0]
+        assert "leave out --load" in found[0]
+
+
 def test_a_file_that_was_written_in_part_is_not_complete(tmp_path: Path) -> None:
     tag = save(tmp_path, "actor", 4)
     file = next(tag.glob("*optim_states.pt"))

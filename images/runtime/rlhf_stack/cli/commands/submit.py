@@ -57,6 +57,7 @@ from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.recovery import job as jobs
+from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.supervisor import Limits
 from rlhf_stack.telemetry import run_log
 from rlhf_stack.telemetry.run_log import messages
@@ -258,7 +259,8 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
     run, _ = run_options.parse_run(options)
     machines = run_options.ray_machines(options.ray, options.gpu_memory)
     found = assess(run, machines, run_options.read_shapes(run, options))
+    of_checkpoints = checkpoints_of(words)[1].obstacles()
     if found.refusal and env_vars.flag(env_vars.AUTOSCALE):
         print(f"rlhf-stack: {found.refusal}; the run will ask the autoscaler", file=sys.stderr)
-        return [problem for problem in found.problems if problem != found.refusal]
-    return list(found.problems)
+        return [*of_checkpoints, *(problem for problem in found.problems if problem != found.refusal)]
+    return [*of_checkpoints, *found.problems]
