@@ -4,13 +4,13 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from dataclasses import astuple
 from math import prod
 
 import pytest
 import torch
+from ports import free_port
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import membership
@@ -103,9 +103,7 @@ class Ranks:
 
     def __init__(self, target, nodes=ONE_NODE):
         self.results = FORK.Queue()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
 
         def run(rank):
             membership._own_address = lambda *_: f"127.0.0.{nodes[rank]}"

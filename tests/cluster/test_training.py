@@ -51,6 +51,19 @@ def test_zero3_shards_equal_the_policy_of_the_engine(train):
     assert_one_policy(run)
 
 
+@CPU_ENGINE
+@pytest.mark.timeout(2 * SECONDS + 40)
+def test_a_seed_repeats_a_run_digit_by_digit(train):
+    """As the demo, which sets the same variable."""
+    runs = [train("separate", (2, 2), 3, SECONDS, **{env_vars.REPEATABLE: "1"}) for _ in range(2)]
+    learned = []
+    for run in runs:
+        assert_trained(run, steps=3, backend="gloo", engines=1)
+        learned.append([(event["reward"], event["policy_loss"]) for event in run.of("step")])
+    assert learned[0] == learned[1]
+    assert len(set(learned[0])) == 3, "the steps differ, so that equal runs show something"
+
+
 @FLAT
 @CPU_ENGINE
 @pytest.mark.timeout(SECONDS + 40)

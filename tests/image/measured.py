@@ -150,10 +150,12 @@ def all_states():
     """Measure the tensors of DeepSpeed engines on two ranks, after a step and with gradients."""
     import subprocess
 
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        free.close()
+    with socket.socket() as held, tempfile.TemporaryDirectory() as folder:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(
+            ("127.0.0.1", 0)
+        )  # without a listener: no other process gets the port, and rank 0 listens at it
+        port = str(held.getsockname()[1])
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "HOME": folder}
         ranks = []
         for rank in range(RANKS):
