@@ -53,6 +53,7 @@ SUITES: Mapping[str, Suite] = {
             "flash_attn is installed and is what models use",
             "the matrix (builds no op for this cell|has no profile for this accelerator)",
             "this image is ours: no package is added to it",
+            "this image has no OpenTelemetry",
             "this image has no Triton for AMD GPUs",
             "this torch has no variable-length attention",
             "vLLM's operators of this cell come with its wheel",

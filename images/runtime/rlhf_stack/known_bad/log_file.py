@@ -16,6 +16,8 @@ LONG_LINE = re.compile(rf"[^\n]{{{MAX_LINE + 1},}}")
 MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat"}
 BINARY_FRACTION = 0.1  # of NUL bytes; a log that several processes write may have a few
+# Of characters that are none in UTF-8; a log in another encoding of letters may have many.
+UNREADABLE, UNREADABLE_FRACTION = re.compile("[\ufffd\x00-\x07\x0e-\x1a]"), 0.3
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ def read_log(file: BinaryIO, name: str) -> LogText:
         if start.startswith(magic):
             raise UserError(f"{name} is compressed: `{command} {name} | rlhf-stack doctor --log -`")
     text = data.decode(_encoding(start, data), errors="replace").lstrip("\ufeff")
-    if text.count("\0") > BINARY_FRACTION * len(text):
+    unreadable = len(UNREADABLE.findall(text))
+    if text.count("\0") > BINARY_FRACTION * len(text) or unreadable > UNREADABLE_FRACTION * len(text):
         raise UserError(f"{name} is not a text file")
     text = text.replace("\r\n", "\n")
     if not complete:

@@ -5,6 +5,7 @@ checks and defaults, but with a replacement of ``train`` that records the parsed
 declared twice, and nothing starts.
 """
 
+import argparse
 import ast
 import contextlib
 import importlib.util
@@ -25,6 +26,7 @@ from rlhf_stack.openrlhf.run_limits import check_words
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
 CHECKS = "_validate_args"  # of OpenRLHF 0.5
+MOST_HINTS = 4
 
 
 class ArgumentsError(UserError):
@@ -80,12 +82,18 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
     except SystemExit:
         lines = (errors.getvalue() or printed.getvalue()).strip().splitlines() or ["no reason"]
         message = lines[-1].split("error: ")[-1]
-        hints = [message, *filter(None, [renamed_flags.hint(message)])]
-        raise ArgumentsError(f"OpenRLHF {release}: {': '.join(hints)}") from None
+        hints = renamed_flags.hints(message, _options(scope.get("parser")))
+        raise ArgumentsError(f"OpenRLHF {release}: {': '.join([message, *hints[:MOST_HINTS]])}") from None
     except Exception as error:  # its checks are assertions, and an unchecked mistake raises anything
         raise ArgumentsError(f"OpenRLHF {release} rejects these arguments: {_summary(error)}") from error
     notes = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
     return Parsed(release, recorded[0], tuple(notes))
+
+
+def _options(parser: Any) -> frozenset[str]:
+    """The options of upstream's parser, if its main block got as far as making one."""
+    known = parser._actions if isinstance(parser, argparse.ArgumentParser) else ()
+    return frozenset(name for action in known for name in action.option_strings if name.startswith("--"))
 
 
 def _installed(program: str) -> tuple[str, Path]:

@@ -1,6 +1,10 @@
 """Flags of published scripts that a later OpenRLHF replaced, with their successors."""
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from rlhf_stack.inputs.text import suggestion
 
 LEVEL, MODE = "--algo.advantage.is_correction_level", "--algo.advantage.is_correction_mode"
 # OpenRLHF 0.11.2 describes its schemes by level and mode: "tis" was the default of 0.11.0.
@@ -10,6 +14,40 @@ SUCCESSORS: Mapping[str, str] = {
     "--algo.advantage.is_correction_type icepop": f"{LEVEL} token {MODE} mask",
     "--algo.advantage.is_correction_type seq-mask-tis": f"{LEVEL} seq {MODE} mask",
 }
+# Flat flags whose nested successors have other words.
+FLAT: Mapping[str, str] = {
+    "--pretrain": "--actor.model_name_or_path",
+    "--prompt_data": "--data.prompt_dataset",
+    "--prompt_max_len": "--data.max_len",
+    "--generate_max_len": "--rollout.max_new_tokens",
+    "--save_path": "--ckpt.output_dir",
+    "--load_checkpoint": "--ckpt.load_enable",
+    "--colocate_all_models": "--train.colocate_all",
+    "--gradient_checkpointing": "--actor.gradient_checkpointing_enable",
+    "--reward_pretrain": "--reward.model_name_or_path",
+    "--bf16": "--ds.param_dtype bf16",
+    "--flash_attn": "--ds.attn_implementation flash_attention_2",
+    "--use_wandb": "--logger.wandb.key",
+}
+FLAG = re.compile(r"(?<!\S)--[\w.-]+")
+SEPARATORS = re.compile("[._-]+")
+MOST = 3  # options that are named for one flag
+
+
+def hints(message: str, options: Collection[str]) -> list[str]:
+    """What replaces each flag that ``message``, an error of the parser with ``options``, does not know."""
+    replaced = hint(message)
+    found = [replaced] if replaced else []
+    for flag in FLAG.findall(message.partition("unrecognized arguments: ")[2]):
+        if flag in replaced.split():
+            continue
+        new = FLAT.get(flag, "")
+        named = [new] if new.split(" ")[0] in options else _with_its_words(flag, options)
+        if named:
+            found.append(f"instead of {flag} use {' or '.join(named)}")
+        elif near := suggestion(flag, options):
+            found.append(near.removeprefix("; "))
+    return found
 
 
 def hint(message: str) -> str:
@@ -21,3 +59,15 @@ def hint(message: str) -> str:
     found = [old for old in SUCCESSORS if f"{old} " in words]
     most_specific = next((old for old in found if " " in old), found[0] if found else "")
     return f"instead of {' and '.join(found)} use {SUCCESSORS[most_specific]}" if found else ""
+
+
+def _with_its_words(flag: str, options: Collection[str]) -> list[str]:
+    """The options that have all words of ``flag`` and the fewest others, as flat flags became nested."""
+    others = {option: _words(option) - _words(flag) for option in options if _words(flag) <= _words(option)}
+    fewest = min((extra.total() for extra in others.values()), default=0)
+    found = sorted(option for option, extra in others.items() if extra.total() == fewest)
+    return found if len(found) <= MOST else []
+
+
+def _words(flag: str) -> Counter[str]:
+    return Counter(SEPARATORS.split(flag.strip("-")))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_stack.config import env_vars
-from rlhf_stack.telemetry import run_log, step_metrics
+from rlhf_stack.telemetry import run_log, step_metrics, traces
 
 END_BYTES, MOST_FILES = 1 << 18, 512  # of what `read_recent` reads
 
@@ -101,7 +101,7 @@ def begin(name: str) -> None:
 def step(number: int, logs: Mapping[str, Any]) -> None:
     """Record training step ``number`` (from 1): the numbers that upstream logs and the mean ``reward``.
 
-    The seconds of its phases go to the histogram of `step_metrics`, also if events are off.
+    The seconds of its phases go to the histogram of `step_metrics` and to `traces`, also if events are off.
     """
     values = {
         name: float(value)
@@ -109,6 +109,7 @@ def step(number: int, logs: Mapping[str, Any]) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     step_metrics.observe(values)
+    traces.record(number, values)
     reward = values.pop("rollout/reward_mean", values.get("reward"))
     emit("step", **(values | {"step": number, "reward": reward}))
 

@@ -15,6 +15,11 @@ ERROR = "ValueError: No available memory for the cache blocks.\n"
 ROWS = known_bad.load()
 
 
+def ids_of(text: str) -> list[str]:
+    """Return the ids of what explains a log."""
+    return [one.id for one in known_bad.explain(ROWS, text)]
+
+
 class Pipe(io.BytesIO):
     """A stream that cannot seek, as standard input in a pipeline."""
 
@@ -103,9 +108,15 @@ def test_a_compressed_log_is_refused_with_the_command_that_reads_it() -> None:
         known_bad.read_log(io.BytesIO(gzip.compress(b"text")), "job.log.gz")
 
 
-def test_a_binary_file_is_refused() -> None:
+@pytest.mark.parametrize("data", [bytes(range(8)) * 1000, bytes(range(256)) * 16], ids=["nul", "any"])
+def test_a_binary_file_is_refused(data: bytes) -> None:
     with pytest.raises(UserError, match=r"^model.bin is not a text file$"):
-        known_bad.read_log(io.BytesIO(bytes(range(8)) * 1000), "model.bin")
+        known_bad.read_log(io.BytesIO(data), "model.bin")
+
+
+def test_a_log_in_another_encoding_is_read() -> None:
+    text = "训练报错: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    assert ids_of(known_bad.read_log(io.BytesIO(text.encode("gbk")), "x").text) == ["gpu-out-of-memory"]
 
 
 def test_a_few_null_bytes_do_not_make_a_log_binary() -> None:
