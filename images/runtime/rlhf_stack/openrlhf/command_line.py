@@ -2,7 +2,9 @@
 
 Upstream builds its parser under ``if __name__ == "__main__"``. That block is executed unchanged, with its
 checks and defaults, but with a replacement of ``train`` that records the parsed arguments. No option is
-declared twice, and nothing starts.
+declared twice, and nothing starts. A patch that moves the block into a function would take hunks in eight
+files (four programs of two releases), would not read an OpenRLHF outside the images, and its caller would
+import the whole module: 15 to 18 s with Ray, vLLM and DeepSpeed, instead of 10 s.
 """
 
 import argparse
@@ -83,7 +85,9 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
         lines = (errors.getvalue() or printed.getvalue()).strip().splitlines() or ["no reason"]
         message = lines[-1].split("error: ")[-1]
         hints = renamed_flags.hints(message, _options(scope.get("parser")))
-        raise ArgumentsError(f"OpenRLHF {release}: {': '.join([message, *hints[:MOST_HINTS]])}") from None
+        raise ArgumentsError(
+            f"OpenRLHF {release}: {': '.join(filter(None, [message, '; '.join(hints[:MOST_HINTS])]))}"
+        ) from None
     except Exception as error:  # its checks are assertions, and an unchecked mistake raises anything
         raise ArgumentsError(f"OpenRLHF {release} rejects these arguments: {_summary(error)}") from error
     notes = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
