@@ -96,6 +96,12 @@ def known_bad(session: nox.Session) -> None:
 
 
 @nox.session
+def hip(session: nox.Session) -> None:
+    """Compile the ROCm recipes with Debian's HIP and execute kernels on an emulator (-- CELL)."""
+    _with_docker(session, "hip")
+
+
+@nox.session
 def registry(session: nox.Session) -> None:
     """Push to a local registry, pull from it and build FROM the image (-- CELL PYTEST ARGUMENTS)."""
     _with_docker(session, "test", "registry")

@@ -11,6 +11,7 @@ import typer
 from scripts import lint
 from scripts.docker import commands as docker
 from scripts.errors import INTERRUPTED, UserError
+from scripts.hip import commands as hip
 from scripts.images import commands as images
 from scripts.locks import commands as locks
 from scripts.matrix import commands as matrix
@@ -32,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=_exit,
 )
-for package in (matrix, locks, patches, docker, images, testing, release, lint):
+for package in (matrix, locks, patches, docker, images, testing, release, hip, lint):
     package.register(app)
 
 

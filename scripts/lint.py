@@ -58,6 +58,7 @@ def checks() -> dict[str, list[str]]:
         "host cells": [*scripts, "matrix", "host-cells", "--check"],
         "patches": [*scripts, "patches", "check"],
         "locks": [*scripts, "lock", "--check", "--offline"],
+        "docs/amd.md": [*scripts, "hip", "--check"],
         "catalogue": [*scripts, "catalogue", "--check", "--offline"],
     }
 

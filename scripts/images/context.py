@@ -31,8 +31,7 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     folder = contexts / cell.id
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(IMAGES / "rootfs", folder / "rootfs")
-    shutil.copytree(IMAGES / "tools", folder / "tools")
-    place(_uv(), folder / "tools" / "uv")
+    place_tools(folder)
     lock_file = lockfile.path(cell)
     targets.require(cell)
     patched = wheels.make_wheels(series_of(cell), lock_file, PATCHED)
@@ -48,7 +47,7 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
         write(folder / "trim" / f"{layer.name}.txt", "".join(f"{t.action} {t.path}\n" for t in layer.trim))
         _place_side_by_side(cell, layer, folder / "side_by_side" / layer.name)
         sources = folder / "sources" / layer.name
-        _place_sources(cell, layer, lock_text, sources)
+        place_sources(cell, layer, lock_text, sources)
         against = [texts[name] for name in built_against(cell, layer, texts)]
         write(sources / "built-against.txt", "".join(against))
     runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
@@ -161,6 +160,12 @@ def _settings_file(settings: Iterable[Setting]) -> str:
     return "".join(f"# {' '.join(item.reason.split())}\n{item.name}={item.value}\n" for item in settings)
 
 
+def place_tools(folder: Path) -> None:
+    """Place the commands of the build, and the uv of this environment, into a build context."""
+    shutil.copytree(IMAGES / "tools", folder / "tools")
+    place(_uv(), folder / "tools" / "uv")
+
+
 def _uv() -> Path:
     """Return the uv binary of this environment, which the build uses too."""
     files = distribution("uv").files or []
@@ -176,7 +181,7 @@ def _place_side_by_side(cell: Cell, layer: Layer, folder: Path) -> None:
             place(wheel, folder / item.folder / wheel.name)
 
 
-def _place_sources(cell: Cell, layer: Layer, lock_text: str, folder: Path) -> None:
+def place_sources(cell: Cell, layer: Layer, lock_text: str, folder: Path) -> None:
     """Place what the source builds of a layer need: the environment, and recipes with their pin."""
     builds = [build for build in cell.build_from_source if build.package in layer.packages]
     settings = [f"{setting.name}='{setting.value}'" for build in builds for setting in build.env]

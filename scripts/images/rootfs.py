@@ -8,6 +8,7 @@ differs between machines.
 import inspect
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,11 +23,12 @@ from scripts.errors import UserError
 from scripts.images import repository
 from scripts.locking import exclusive_lock
 from scripts.locks import debian, targets
-from scripts.locks.debian import BUILDER, RUNTIME, Deb
-from scripts.matrix.load import Base, Cell, load
-from scripts.matrix.model import named
+from scripts.locks.debian import BUILDER, RUNTIME, UNPACKED, Deb
+from scripts.matrix.load import Base, Cell, Matrix, load
+from scripts.matrix.model import Toolchain, named
 from scripts.paths import ROOT
 
+HIP = ROOT / "images" / "base" / "hip.sh"
 CUSTOMIZE = ROOT / "images" / "base" / "customize.sh"
 DOWNLOADS = ROOT / "build" / "base"
 PACKAGES = DOWNLOADS / "packages"
@@ -43,7 +45,7 @@ PASSED_ON = {"path", "home", "tmpdir", "apt_config"}
 class Root:
     """A root filesystem with ``packages`` and what they require, all of which is in ``locked``.
 
-    ``epoch`` (seconds) is the date of every file.
+    ``epoch`` (seconds) is the date of every file. A toolchain has the files of ``unpacked`` too.
     """
 
     name: str
@@ -51,11 +53,12 @@ class Root:
     packages: tuple[str, ...]
     locked: tuple[Deb, ...]
     epoch: int
+    unpacked: tuple[Deb, ...] = ()
 
     @property
     def recipe(self) -> str:
         """A digest of all that determines the content."""
-        locked = [(deb.name, deb.version, deb.sha256) for deb in self.locked]
+        locked = [(deb.name, deb.version, deb.sha256) for deb in (*self.locked, *self.unpacked)]
         options = command(self, Path("root.tar"), Path("repository"))
         parts = [self.name, self.epoch, locked, options, inspect.getsource(normalise)]
         return sha256(json.dumps(parts))[:12]
@@ -81,6 +84,19 @@ def roots(cell: Cell) -> tuple[Root, Root]:
     )
 
 
+def toolchain(matrix: Matrix, declared: Toolchain) -> Root:
+    """Return the root of a toolchain; `UserError` if its lock is out of date."""
+    debs = targets.locked_debs(matrix, declared)
+    return Root(
+        declared.name,
+        declared,
+        tuple(package.name for package in declared.runtime),
+        tuple(deb for deb in debs if deb.root == RUNTIME),
+        matrix.source_date_epoch,
+        tuple(deb for deb in debs if deb.root == UNPACKED),
+    )
+
+
 def command(root: Root, tar: Path, packages: Path) -> list[str]:
     """Return the mmdebstrap command that writes ``root`` to ``tar`` from the repository in ``packages``."""
     unused = [f"--dpkgopt=path-exclude={path}" for path in UNUSED_PATHS]
@@ -96,6 +112,11 @@ def command(root: Root, tar: Path, packages: Path) -> list[str]:
         f"--include={','.join(('apt', *root.packages))}",
         # Its text, not its path: a user's mmdebstrap runs hooks as an id without access to the user's home.
         f"--customize-hook=# {CUSTOMIZE.relative_to(ROOT)}\n{CUSTOMIZE.read_text(encoding='utf-8')}",
+        *(
+            f'--customize-hook=dpkg-deb --extract {shlex.quote(str(packages / deb.file))} "$1"'
+            for deb in root.unpacked
+        ),
+        *([f"--customize-hook={HIP.read_text(encoding='utf-8')}"] if root.unpacked else []),
         f"--customize-hook=printf %s '{debian.sources(root.base)}' >\"$1/etc/apt/sources.list\"",
         root.base.suite,
         str(tar),
@@ -109,12 +130,13 @@ def make(root: Root, tar: Path) -> None:
         raise UserError("mmdebstrap is missing: apt-get install mmdebstrap")
     tar.parent.mkdir(parents=True, exist_ok=True)
     relock = f"{targets.COMMAND} {root.base.name}"
-    repository.fetch(root.locked, PACKAGES, relock)
+    debs = (*root.locked, *root.unpacked)
+    repository.fetch(debs, PACKAGES, relock)
     environment = {name: value for name, value in os.environ.items() if name.lower() in PASSED_ON}
     environment |= {"SOURCE_DATE_EPOCH": str(root.epoch), "LC_ALL": "C.UTF-8"}
     # The repository is not below this checkout: a user's mmdebstrap has no access to the user's home.
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder, tempfile.TemporaryDirectory() as packages:
-        repository.write(root.locked, root.base.suite, PACKAGES, Path(packages))
+        repository.write(debs, root.base.suite, PACKAGES, Path(packages))
         unfinished = Path(folder, tar.name)
         code, errors = _run_until_cleaned_up(command(root, unfinished, Path(packages)), environment)
         if code:

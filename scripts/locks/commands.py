@@ -11,7 +11,9 @@ from scripts.matrix.load import expand, find, load, plain_index_cells
 
 Cells = Annotated[
     list[str] | None,
-    typer.Argument(metavar="CELL|BASE", help="Cell ids and bases [all, and the host's tools]."),
+    typer.Argument(
+        metavar="CELL|BASE|TOOLCHAIN", help="Cell ids, bases, toolchains [all, and the host's tools]."
+    ),
 ]
 
 
@@ -33,7 +35,8 @@ def lock(
         raise UserError("--offline requires --check: a lock cannot be written without the index")
     matrix = load()
     everything = not (cells or host)
-    bases = [base for base in matrix.bases if everything or base.name in (cells or [])]
+    every = (*matrix.bases, *matrix.toolchains)
+    bases = [base for base in every if everything or base.name in (cells or [])]
     names = {base.name for base in bases}
     chosen = (
         [*expand(matrix), *plain_index_cells(matrix)]

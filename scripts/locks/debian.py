@@ -18,6 +18,7 @@ import requests
 from scripts.errors import UserError
 from scripts.locks import lockfile
 from scripts.matrix.load import Base, Matrix
+from scripts.matrix.model import Toolchain
 
 ARCHIVE = "http://deb.debian.org"  # has Debian's security archive too
 SECURITY = "http://security.debian.org"  # in apt's sources, as Debian's documentation prescribes
@@ -25,7 +26,7 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 # What mmdebstrap's variant `minbase` adds. Without usr-is-merged apt selects its alternative usrmerge, a
 # one-time converter that requires perl.
 MINIMAL = ("?essential", "?priority(required)", "apt", "usr-is-merged")
-RUNTIME, BUILDER = "runtime", "builder"
+RUNTIME, BUILDER, UNPACKED = "runtime", "builder", "unpacked"
 LIMIT_SECONDS, ANSWER_SECONDS = 600, 60
 LOCKED = re.compile(
     r"(?P<root>\S+) (?P<name>\S+)=(?P<version>\S+) "
@@ -41,7 +42,8 @@ FOUND = re.compile(
 class Deb:
     """A package of a base; ``root`` is the smallest root that has it.
 
-    That is `RUNTIME`, `BUILDER`, or for what a variant adds to the builder root, the variant's name.
+    That is `RUNTIME`, `BUILDER`, or for what a variant adds to the builder root, the variant's name. The
+    files of an `UNPACKED` one are in the root of a toolchain, without what it depends on.
     """
 
     root: str
@@ -83,17 +85,21 @@ def versions(text: str) -> dict[str, str]:
 
 def sources(base: Base) -> str:
     """Return apt's list of Debian's archives, a line each."""
-    places = (
+    places: tuple[str, ...] = (
         f"{ARCHIVE}/debian {base.suite}",
         f"{ARCHIVE}/debian {base.suite}-updates",
         f"{SECURITY}/debian-security {base.suite}-security",
     )
+    also = base.also if isinstance(base, Toolchain) else ()
+    places += tuple(f"{ARCHIVE}/debian {suite}" for suite in also)
     return "".join(f"deb {place} main\n" for place in places)
 
 
 def roots(matrix: Matrix, base: Base) -> dict[str, tuple[str, ...]]:
     """Return the packages of each root of a base, smallest first, under the name that `Deb.root` has."""
     runtime = tuple(package.name for package in base.runtime)
+    if isinstance(base, Toolchain):
+        return {RUNTIME: runtime, UNPACKED: tuple(package.name for package in base.unpacked)}
     builder = runtime + tuple(package.name for package in base.builder)
     return {RUNTIME: runtime, BUILDER: builder} | {
         variant.name: builder + tuple(package.name for package in variant.builder)
@@ -102,9 +108,18 @@ def roots(matrix: Matrix, base: Base) -> dict[str, tuple[str, ...]]:
     }
 
 
+def minimal(base: Base) -> tuple[str, ...]:
+    """Return what `MINIMAL` selects among the packages of the base's own suite, as mmdebstrap does."""
+    if not isinstance(base, Toolchain):
+        return MINIMAL
+    return tuple(
+        f"?narrow(?codename(^{base.suite}$),{name})" if name.startswith("?") else name for name in MINIMAL
+    )
+
+
 def question(base: Base, wanted: Mapping[str, Sequence[str]]) -> str:
     """Return all that the matrix says about a lock, as text; ``wanted`` are the `roots`."""
-    lines = [f"{root}: {' '.join((*MINIMAL, *names))}\n" for root, names in wanted.items()]
+    lines = [f"{root}: {' '.join((*minimal(base), *names))}\n" for root, names in wanted.items()]
     return f"{base.architecture}\n{sources(base)}{''.join(lines)}"
 
 
@@ -119,7 +134,7 @@ def resolve(base: Base, wanted: Mapping[str, Sequence[str]]) -> str:
         for root, names in wanted.items():
             found = _found(root, base, options, names)
             below = {deb.path: deb for deb in locked if deb.root in (RUNTIME, BUILDER)}
-            if dropped := sorted(below.keys() - found.keys()):
+            if root != UNPACKED and (dropped := sorted(below.keys() - found.keys())):
                 raise UserError(f"{base.name}: the packages of {root} exclude {below[dropped[0]].name}")
             locked += [deb for path, deb in found.items() if path not in below]
     return "".join(f"{deb.line}\n" for deb in sorted(locked, key=lambda deb: (deb.name, deb.root)))
@@ -173,8 +188,9 @@ def _private(base: Base, folder: Path) -> list[str]:
 
 
 def _found(root: str, base: Base, options: Sequence[str], names: Iterable[str]) -> dict[str, Deb]:
-    """Return what an installation of packages needs, by path in the archive."""
-    command = [*options, "--no-install-recommends", "--print-uris", "install", *MINIMAL, *names]
+    """Return what an installation of packages needs, or the packages to unpack, by path in the archive."""
+    wanted = ("download", *names) if root == UNPACKED else ("install", *minimal(base), *names)
+    command = [*options, "--no-install-recommends", "--print-uris", *wanted]
     found = [match.groupdict() for match in map(FOUND.match, _apt(base, command).splitlines()) if match]
     return {item["path"]: Deb(root=root, **item | {"version": unquote(item["version"])}) for item in found}
 

@@ -63,6 +63,22 @@ class Base(_Struct, frozen=True):
     ]
 
 
+class Toolchain(Base, frozen=True):
+    """The root filesystem of a compiler that only proofs use: no image contains any of it."""
+
+    builder: Annotated[
+        tuple[SystemPackage, ...], Meta(description="Empty: the toolchain itself is the builder.")
+    ] = ()
+    also: Annotated[
+        tuple[Name, ...],
+        Meta(description="Further Debian releases; the newest version wins."),
+    ] = ()
+    unpacked: Annotated[
+        tuple[SystemPackage, ...],
+        Meta(description="Packages of which the files are unpacked, without what they depend on."),
+    ] = ()
+
+
 class Setting(_Struct, frozen=True):
     """The default of an environment variable; a user's own value has precedence."""
 
@@ -285,6 +301,17 @@ class StandIn(_Struct, frozen=True):
     tested: Annotated[Tested, Meta(description="What tests verified on the stand-in.")]
 
 
+class CompileProof(_Struct, frozen=True):
+    """How a variant's recipes are compiled by obtainable compilers, where the vendor's is unavailable.
+
+    torch's headers for ROCm come from its CUDA wheel of the same version, by torch's own hipify.
+    """
+
+    toolchains: Annotated[tuple[Name, ...], Meta(min_length=1, description="Names of the toolchains.")]
+    torch: Annotated[Sha256, Meta(description="Sha256 of torch's CUDA wheel, in hex.")]
+    reason: Reason
+
+
 class Option(_Struct, frozen=True):
     """An optional package: ``python -m scripts build CELL --with NAME`` adds it to the image."""
 
@@ -350,6 +377,9 @@ class Variant(_Struct, frozen=True):
     ] = ()
     stand_in: Annotated[
         StandIn | None, Meta(description="Replacement for tests, where the sources are unavailable.")
+    ] = None
+    compile_proof: Annotated[
+        CompileProof | None, Meta(description="Compilers for `nox -s hip`, which proves the recipes.")
     ] = None
     plain_index: Annotated[
         PlainIndex | None, Meta(description="Replacement where wheels with a local version are unavailable.")
@@ -421,6 +451,7 @@ class Matrix(_Struct, frozen=True):
     stacks: Annotated[tuple[Stack, ...], Meta(description="Sets of package versions.")]
     variants: Annotated[tuple[Variant, ...], Meta(description="Stacks on accelerators.")]
     cells: Annotated[tuple[CellEntry, ...], Meta(description="The supported combinations, one image each.")]
+    toolchains: Annotated[tuple[Toolchain, ...], Meta(description="Root filesystems of proofs.")] = ()
     env: Annotated[tuple[Setting, ...], Meta(description="Environment defaults of every image.")] = ()
     unsupported: Annotated[
         tuple[Unsupported, ...], Meta(description="Combinations that do not work, with the reason.")
@@ -430,7 +461,7 @@ class Matrix(_Struct, frozen=True):
 STAND_IN = "-stand-in"  # suffix of the id of a stand-in
 PLAIN_INDEX = "-plain-index"  # suffix of the id of a stand-in whose wheels are all on the plain index
 
-_Named = TypeVar("_Named", Base, Accelerator, Stack, Variant, Pin)
+_Named = TypeVar("_Named", Base, Toolchain, Accelerator, Stack, Variant, Pin)
 
 
 class Package(_Struct, frozen=True):

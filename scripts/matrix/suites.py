@@ -126,6 +126,12 @@ SUITES: Mapping[str, Suite] = {
         folder="faults",
         always=True,
     ),
+    "hip": Suite(
+        "the ROCm recipes compiled by Debian's HIP, and kernels of them executed on an emulator of CDNA",
+        place="command",
+        skips=("RLHF_STACK_CDNA_EMULATOR is not set", "the emulator lacks .*"),
+        reads=("scripts/hip",),
+    ),
     "known-bad": Suite(
         "rows of the known-bad database that still apply: requirements resolved, probes run in the image",
         place="command",

@@ -37,7 +37,7 @@ def validation_errors(matrix: Matrix) -> Iterator[tuple[str, str]]:
 
 def _bad_names(matrix: Matrix) -> Iterator[tuple[str, str]]:
     """Yield names that appear twice in one list."""
-    for section in ("bases", "accelerators", "stacks", "variants"):
+    for section in ("bases", "toolchains", "accelerators", "stacks", "variants"):
         items: tuple[Base | Accelerator | Stack | Variant, ...] = getattr(matrix, section)
         yield from _duplicates([item.name for item in items], section)
     for index, base in enumerate(matrix.bases):
@@ -128,6 +128,9 @@ def _bad_references(matrix: Matrix) -> Iterator[tuple[str, str]]:
     for index, variant in enumerate(matrix.variants):
         for key, names in sections.items():
             yield from _dangling(getattr(variant, key), names, f"variants[{index}].{key}")
+        for number, name in enumerate(variant.compile_proof.toolchains if variant.compile_proof else ()):
+            path = f"variants[{index}].compile_proof.toolchains[{number}]"
+            yield from _dangling(name, [item.name for item in matrix.toolchains], path)
     for index, stack in enumerate(matrix.stacks):
         if "vllm" not in (names := [pin.name for pin in stack.packages]):
             yield (

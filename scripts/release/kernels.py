@@ -57,13 +57,30 @@ def read(path: Path) -> dict[str, list[Kernel]]:
 
 
 def kernels(content: bytes) -> Iterator[Kernel]:
-    """Yield the kernels of all code objects in ``content``, also of those in compressed bundles."""
+    """Yield the kernels of all code objects in ``content``."""
+    for architecture, _, metadata in code_objects(content):
+        for item in metadata.get("amdhsa.kernels", ()):
+            yield Kernel(
+                name=item[".name"],
+                architecture=architecture,
+                lds=item[".group_segment_fixed_size"],
+                scratch=item[".private_segment_fixed_size"],
+                vgpr_spills=item.get(".vgpr_spill_count", 0),
+                sgpr_spills=item.get(".sgpr_spill_count", 0),
+            )
+
+
+def code_objects(content: bytes) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Yield architecture, bytes and metadata of each code object in ``content``, in bundles or not."""
     for start in (match.start() for match in CODE_OBJECT.finditer(content)):
-        yield from _of_code_object(memoryview(content)[start:])
+        view = memoryview(content)[start:]
+        (at,) = struct.unpack_from("<Q", view, SECTIONS_AT)
+        size, count = struct.unpack_from("<HH", view, SECTION_COUNT_AT)
+        yield _architecture(view), bytes(view[: at + size * count]), _metadata(view)
     start = content.find(COMPRESSED)
     while start >= 0:
         bundle, size = _uncompressed(content, start)
-        yield from kernels(bundle)
+        yield from code_objects(bundle)
         start = content.find(COMPRESSED, start + max(size, len(COMPRESSED)))
 
 
@@ -89,17 +106,8 @@ def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, wheel.read(name)
 
 
-def _of_code_object(content: memoryview) -> Iterator[Kernel]:
-    architecture = MACHINES.get(content[FLAGS_AT], f"gfx:{content[FLAGS_AT]:#x}")
-    for item in _metadata(content).get("amdhsa.kernels", ()):
-        yield Kernel(
-            name=item[".name"],
-            architecture=architecture,
-            lds=item[".group_segment_fixed_size"],
-            scratch=item[".private_segment_fixed_size"],
-            vgpr_spills=item.get(".vgpr_spill_count", 0),
-            sgpr_spills=item.get(".sgpr_spill_count", 0),
-        )
+def _architecture(content: memoryview) -> str:
+    return MACHINES.get(content[FLAGS_AT], f"gfx:{content[FLAGS_AT]:#x}")
 
 
 def _metadata(content: memoryview) -> dict[str, Any]:

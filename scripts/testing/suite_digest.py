@@ -17,7 +17,11 @@ from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
 
 STARTED_BY = {"image": "scripts/testing/in_image.py", "host": "scripts/testing/on_host.py"}
-COMMANDS = {"demo": "scripts/testing/demo.py", "known-bad": "scripts/testing/known_bad.py"}
+COMMANDS = {
+    "demo": "scripts/testing/demo.py",
+    "hip": "scripts/hip/prove.py",
+    "known-bad": "scripts/testing/known_bad.py",
+}
 
 
 def suite_digest(suite: str, root: Path = ROOT) -> str:

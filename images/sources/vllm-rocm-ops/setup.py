@@ -2,9 +2,11 @@
 
 It runs inside vLLM's unpacked source distribution, because torch translates the CUDA sources below the
 working directory to HIP. PYTORCH_ROCM_ARCH names the GPUs. The Python code comes from vLLM's released
-wheel, so that CPU and GPU cells have the same. This recipe was never run: see the cell's `sources`.
+wheel, so that CPU and GPU cells have the same. AMD's compiler never ran this recipe, Debian's HIP does
+(`nox -s hip`).
 """
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,20 +16,10 @@ from torch.utils.cpp_extension import BuildExtension, CUDAExtension
 
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 
-# The files and flags for HIP of CMakeLists.txt and cmake/utils.cmake of vLLM 0.4.2.
-SOURCES = (
-    "cache_kernels.cu",
-    "attention/attention_kernels.cu",
-    "pos_encoding_kernels.cu",
-    "activation_kernels.cu",
-    "layernorm_kernels.cu",
-    "quantization/squeezellm/quant_cuda_kernel.cu",
-    "quantization/gptq/q_gemm.cu",
-    "quantization/fp8/fp8_cuda_kernels.cu",
-    "cuda_utils_kernels.cu",
-    "moe_align_block_size_kernels.cu",
-    "pybind.cpp",
-)
+# The files that vLLM's CMakeLists.txt compiles for HIP.
+LISTED = Path("CMakeLists.txt").read_text(encoding="utf-8").partition("set(VLLM_EXT_SRC")[2]
+SOURCES = re.findall(r'"([^"]+)"', LISTED.partition(")")[0])
+# The flags for HIP of CMakeLists.txt and cmake/utils.cmake of vLLM 0.4.2.
 FLAGS = (
     "-DUSE_ROCM",
     "-DENABLE_FP8_E4M3",
@@ -77,7 +69,7 @@ setup(
     ext_modules=[
         CUDAExtension(
             "vllm._C",
-            [f"csrc/{name}" for name in SOURCES],
+            SOURCES,
             include_dirs=[str(Path("csrc").resolve())],
             libraries=["hipblas"],  # gptq/q_gemm.cu calls hipblasHgemm
             extra_link_args=["-Wl,-rpath,$ORIGIN/../torch/lib"],

@@ -35,6 +35,7 @@ SESSIONS = [
     "network",
     "patches",
     "known_bad",
+    "hip",
     "registry",
     "faults",
     "catalogue",

@@ -47,6 +47,7 @@ def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"""#!/bin/sh
 case " $* " in
     *" update "*) ;;
+    *" download "*) cat {tmp_path}/unpacked ;;
     *" g++ "*) cat {tmp_path}/builder ;;
     *) cat {tmp_path}/runtime ;;
 esac
@@ -155,3 +156,21 @@ def test_a_newer_package_is_reported_and_whether_the_locked_one_is_still_availab
     assert [call.args for call in head.mock_calls] == [(tini.url,)], (
         "only packages that are not the newest can be gone"
     )
+
+
+def test_a_toolchain_has_packages_of_several_releases_and_some_without_what_they_need() -> None:
+    (toolchain,) = MATRIX.toolchains
+    assert debian.sources(toolchain).splitlines()[-1] == "deb http://deb.debian.org/debian bookworm main"
+    wanted = debian.roots(MATRIX, toolchain)
+    assert set(wanted) == {"runtime", "unpacked"}
+    assert "runtime: ?narrow(?codename(^trixie$),?essential) " in debian.question(toolchain, wanted)
+    locked = targets.locked_debs(MATRIX, toolchain)
+    assert {deb.name for deb in locked if deb.root == "unpacked"} == set(wanted["unpacked"])
+    assert set(wanted["runtime"]) <= {deb.name for deb in locked if deb.root == "runtime"}
+
+
+def test_packages_to_unpack_are_downloaded_without_what_they_depend_on(apt: Path) -> None:
+    (apt / "runtime").write_text(printed("deb.debian.org", "debian/pool/a_1_all.deb", "a_1_all.deb"))
+    (apt / "unpacked").write_text(printed("deb.debian.org", "debian/pool/b_1_all.deb", "b_1_all.deb"))
+    found = debian.parse(debian.resolve(BASE, {"runtime": ("a",), "unpacked": ("b",)}))
+    assert [(deb.root, deb.name) for deb in found] == [("runtime", "a"), ("unpacked", "b")]

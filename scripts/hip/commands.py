@@ -1,0 +1,44 @@
+"""``python -m scripts hip``: prove the ROCm recipes without AMD's software."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from scripts.hip import page, prove, recipes
+from scripts.matrix.load import expand, find, load
+from scripts.matrix.model import named
+from scripts.paths import ROOT
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this package to ``app``."""
+    app.command("hip")(hip)
+
+
+def hip(
+    cell: Annotated[
+        str | None, typer.Argument(metavar="CELL", help="A ROCm cell with a compile_proof [the first one].")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Repeat what passed before.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run nothing; exit 1 if docs/amd.md disagrees with the records.")
+    ] = False,
+) -> int:
+    """Compile the recipes of a ROCm cell with Debian's HIP, and execute kernels of them on an emulator."""
+    matrix = load()
+    written = page.PAGE.read_text(encoding="utf-8")
+    if check:
+        if page.text(matrix, written) == written:
+            return 0
+        print(f"{page.PAGE.relative_to(ROOT)} does not follow from the records: ", end="", file=sys.stderr)
+        print("run python -m scripts hip", file=sys.stderr)
+        return 1
+    proved = (one.id for one in expand(matrix) if named(matrix.variants, one.variant).compile_proof)
+    chosen = find(matrix, cell or next(proved))
+    recipes.proof_of(matrix, chosen)
+    code, record = prove.prove(matrix, chosen, again)
+    if record:
+        page.keep(record)
+        page.PAGE.write_text(page.text(matrix, written), encoding="utf-8")
+    return code

@@ -1,0 +1,135 @@
+"""What is asserted about the compiled wheels: their kernels, and the symbols that they leave undefined."""
+
+import subprocess
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+
+import msgspec
+
+from scripts.digests import sha256_file
+from scripts.docker.client import docker_command
+from scripts.errors import UserError
+from scripts.hip import symbols
+from scripts.hip.torch_for_rocm import LIBRARIES, MASQUERADING
+from scripts.release import kernels
+from scripts.release.kernels import Kernel
+
+# Device objects and kernels of each package for each architecture. Nine of the ten CUDA sources in the
+# CMakeLists.txt of vLLM 0.4.2 have kernels; the tenth, cuda_utils_kernels.cu, queries the device.
+EXPECTED = {"vllm_rocm_ops": (9, 351), "deepspeed": (1, 8)}
+OF_TORCH = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
+CUDA, TWIN = "libc10_cuda.so", "libc10_hip.so, by its name in libc10_cuda.so"
+OF_SYSTEM = (
+    "libamdhip64.so",
+    "libstdc++.so.6",
+    "libc.so.6",
+    "libm.so.6",
+    "libgcc_s.so.1",
+    "libpython3.11.so.1.0",
+)
+LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
+# What nothing that is here defines, and which library of torch's wheel for ROCm does.
+EXPLAINED = {
+    "_ZN2at4cuda24getCurrentCUDABlasHandleEv": "libtorch_hip.so; in libtorch_cuda.so under the same name",
+    MASQUERADING: "libtorch_hip.so; declared by torch's header of the same name",
+    "hipblasHgemm": "libhipblas.so, which the wheel contains; declared by hipBLAS's header",
+}
+
+
+class Package(msgspec.Struct, frozen=True):
+    """A compiled wheel: sizes in bytes, counts by architecture, undefined symbols by who defines them."""
+
+    wheel: str
+    sha256: str
+    size: int
+    objects: dict[str, int]
+    kernels: dict[str, int]
+    lds: int
+    spilled: tuple[Kernel, ...]
+    undefined: dict[str, int]
+    explained: dict[str, str]
+    problems: tuple[str, ...]
+
+
+def inspect(
+    name: str, wheel: Path, architectures: Sequence[str], providers: Mapping[str, Set[str]]
+) -> Package:
+    """Return the facts about a wheel, with everything that is wrong about it."""
+    with zipfile.ZipFile(wheel) as archive:
+        shared = [archive.read(file) for file in archive.namelist() if file.endswith(".so")]
+    objects = Counter(own for content in shared for own, _, _ in kernels.code_objects(content))
+    found = [kernel for content in shared for kernel in kernels.kernels(content)]
+    counts = Counter(kernel.architecture for kernel in found)
+    linked = [symbols.read(content) for content in shared]
+    owners = {symbol: owner(symbol, providers) for symbol in set().union(*(one.undefined for one in linked))}
+    left = {symbol for symbol, owned in owners.items() if not owned}
+    needed = {library for one in linked for library in one.needed}
+    expected = dict.fromkeys(architectures, EXPECTED[name])
+    return Package(
+        wheel=wheel.name,
+        sha256=sha256_file(wheel),
+        size=wheel.stat().st_size,
+        objects=dict(sorted(objects.items())),
+        kernels=dict(sorted(counts.items())),
+        lds=max((kernel.lds for kernel in found), default=0),
+        spilled=tuple(sorted(kernel for kernel in found if kernel.vgpr_spills or kernel.sgpr_spills)),
+        undefined=dict(sorted(Counter(owned for owned in owners.values() if owned).items())),
+        explained={symbol: EXPLAINED[symbol] for symbol in sorted(left & EXPLAINED.keys())},
+        problems=(
+            *kernels.problems(found, architectures),
+            *(
+                f"{gpu}: {objects[gpu]} device objects and {counts[gpu]} kernels, expected {wanted}"
+                for gpu, wanted in expected.items()
+                if (objects[gpu], counts[gpu]) != wanted
+            ),
+            *(f"undefined and unexplained: {symbol}" for symbol in sorted(left - EXPLAINED.keys())),
+            *(f"it requires {library}, which torch's wheel lacks" for library in sorted(needed - LOADED)),
+            *(() if "libamdhip64.so" in needed else ("it does not require libamdhip64.so",)),
+        ),
+    )
+
+
+def owner(symbol: str, providers: Mapping[str, Set[str]]) -> str | None:
+    """Return the library that defines a symbol, or None."""
+    if symbols.of_cuda(symbol) in providers[CUDA]:
+        return TWIN
+    return next((name for name, defined in providers.items() if name != CUDA and symbol in defined), None)
+
+
+def providers(builder: str, torch: Path) -> dict[str, Set[str]]:
+    """Return the symbols that torch's CUDA wheel and the libraries of a toolchain's root define."""
+    found: dict[str, Set[str]] = {}
+    with zipfile.ZipFile(torch) as archive:
+        for name in (*OF_TORCH, CUDA):
+            found[name] = symbols.read(archive.read(f"torch/lib/{name}")).defined
+    for name, content in _read(builder, OF_SYSTEM):
+        found[name] = symbols.read(content).defined
+    return found
+
+
+def compiler(builder: str) -> str:
+    """Return the first two lines that hipcc prints about itself."""
+    done = subprocess.run(
+        [*docker_command(), "run", "--rm", "--network=none", builder, "/opt/rocm/bin/hipcc", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise UserError(f"{builder}: its HIP compiler does not start: {done.stderr.strip()}")
+    return ", ".join(done.stdout.strip().splitlines()[:2])
+
+
+def _read(builder: str, libraries: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    for name in libraries:
+        path = f"/usr/lib/x86_64-linux-gnu/{name}"
+        done = subprocess.run(
+            [*docker_command(), "run", "--rm", "--network=none", builder, "cat", path],
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UserError(f"{builder} has no {name}: {done.stderr.decode().strip()}")
+        yield name, done.stdout

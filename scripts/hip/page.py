@@ -1,0 +1,96 @@
+"""The tables of docs/amd.md that follow from the committed record of the suite."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scripts.hip import recipes
+from scripts.hip.prove import SUITE, Executed, Report, report_of
+from scripts.matrix.load import Cell, Matrix, expand
+from scripts.matrix.model import named
+from scripts.paths import ROOT
+from scripts.release.render import table
+from scripts.testing import records
+from scripts.testing.records import COMMITTED, DIGITS, PASSED, RECORDS, SKIPPED, Record
+
+PAGE = ROOT / "docs" / "amd.md"
+BEGIN = "<!-- hip: begin, written by python -m scripts hip -->"
+END = "<!-- hip: end -->"
+NOTHING = "There is no record: `bash scripts/nox.sh -s hip` writes one.\n"
+SENTENCE = "Nothing of this was run on an AMD GPU.\n"
+
+
+def text(matrix: Matrix, page: str, root: Path = COMMITTED) -> str:
+    """Return the page with its tables as the records in ``root`` have them."""
+    cells = [cell for cell in expand(matrix) if named(matrix.variants, cell.variant).compile_proof]
+    runs = [(cell, record) for cell in cells for record in records.history(cell.id, (root,))]
+    of_suite = [(cell, record) for cell, record in runs if record.suite == SUITE]
+    latest = max(of_suite, key=lambda run: run[1].when, default=None)
+    before, rest = page.partition(BEGIN)[0], page.partition(END)[2]
+    tables = "\n".join(_tables(matrix, *latest, root)) if latest else NOTHING
+    return f"{before}{BEGIN}\n{tables}{END}{rest}"
+
+
+def keep(record: Record, local: Path = RECORDS, root: Path = COMMITTED) -> None:
+    """Add a record and the report that it counts to the committed ones."""
+    source, target = (records.folder_of(record.cell, record.inputs, one) for one in (local, root))
+    (target / "evidence").mkdir(parents=True, exist_ok=True)
+    for name in (records.file_name(record), *(f"evidence/{name}" for name in record.evidence)):
+        shutil.copyfile(source / name, target / name)
+
+
+def _tables(matrix: Matrix, cell: Cell, record: Record, root: Path) -> Iterator[str]:
+    report = report_of(record, root)
+    counts = f"{record.passed} passed, {len(record.failures)} failed, {record.skipped} skipped"
+    yield (
+        f"{cell.id}, {record.when:%Y-%m-%d}, commit {record.revision[:DIGITS]}, "
+        f"inputs {record.inputs[:DIGITS]}: {record.outcome}, {counts}.\n"
+    )
+    if recipes.digest(matrix, cell) != record.inputs:
+        yield "**Not verified yet**: what is compiled has changed since.\n"
+    yield table(("toolchain", "compiler"), [(name, one.compiler) for name, one in report.toolchains.items()])
+    header = ("compiled", "toolchain", "GPU", "device objects", "kernels", "most static LDS", "with spills")
+    yield table(header, _compiled(report))
+    if any(one.executed for one in report.toolchains.values()):
+        gpus = sorted({item.architecture for one in report.toolchains.values() for item in one.executed})
+        yield SENTENCE
+        yield table(("executed on the emulator", "type", "toolchain", *gpus), _executed(report, gpus))
+
+
+def _compiled(report: Report) -> Iterator[tuple[str, ...]]:
+    for toolchain, found in report.toolchains.items():
+        for name, one in found.packages.items():
+            for gpu, count in one.kernels.items():
+                spilled = [kernel for kernel in one.spilled if kernel.architecture == gpu]
+                most = max((kernel.vgpr_spills for kernel in spilled), default=0)
+                spills = f"{len(spilled)}, at most {most} vector registers" if spilled else "0"
+                yield name, toolchain, gpu, str(one.objects[gpu]), str(count), f"{one.lds} bytes", spills
+
+
+def _executed(report: Report, gpus: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for toolchain, found in report.toolchains.items():
+        rows: dict[tuple[str, str], list[Executed]] = {}
+        for item in found.executed:
+            rows.setdefault((item.kernel, item.type), []).append(item)
+        for (kernel, kind), items in sorted(rows.items()):
+            of_gpus = (_cell([item for item in items if item.architecture == gpu]) for gpu in gpus)
+            yield kernel, kind, toolchain, *of_gpus
+
+
+def _cell(items: Sequence[Executed]) -> str:
+    """Return the outcome of one kernel and type on one GPU, over all head sizes."""
+    parts = []
+    sizes = {outcome: [item for item in items if item.outcome == outcome] for outcome in (0, 1, 2)}
+    if equal := sizes.pop(PASSED):
+        heads = f"head sizes {_list(equal)}: " if equal[0].head_size else ""
+        parts.append(f"{heads}equal, error at most {max(item.error or 0 for item in equal):.1e}")
+    for outcome, others in sizes.items():
+        for item in others:
+            head = f"head size {item.head_size}: " if item.head_size else ""
+            word = "not executed" if outcome == SKIPPED else "wrong"
+            parts.append(f"{head}{word}, {item.reason or f'error {item.error:.1e}'}")
+    return "; ".join(parts)
+
+
+def _list(items: Sequence[Executed]) -> str:
+    return ", ".join(str(size) for size in sorted(item.head_size or 0 for item in items))

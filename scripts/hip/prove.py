@@ -1,0 +1,152 @@
+"""Compile the recipes of a ROCm cell, inspect the wheels, execute kernels of them, and record all of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from scripts.digests import sha256_file
+from scripts.errors import UserError
+from scripts.hip import cases, execution, inspection, recipes
+from scripts.hip.execution import CHECKOUT, Outcome
+from scripts.hip.inspection import Package
+from scripts.images import rootfs
+from scripts.matrix.load import Cell, Matrix
+from scripts.matrix.model import targets
+from scripts.testing import credit, records
+from scripts.testing.records import FAILED, PASSED, SKIPPED, Subject, Tally
+
+SUITE = "hip"
+NO_EMULATOR = f"{CHECKOUT} is not set"
+# gfx90a addresses spilled registers through a swizzled buffer; the emulator has linear ones.
+NO_SCRATCH = "the emulator lacks the scratch memory of gfx90a, which this kernel uses"
+
+
+class Executed(msgspec.Struct, frozen=True):
+    """A kernel with one element type on one architecture: its worst error if it was executed."""
+
+    kernel: str
+    type: str
+    head_size: int | None
+    architecture: str
+    seconds: float
+    error: float | None
+    tolerance: float
+    reason: str = ""
+
+    @property
+    def outcome(self) -> int:
+        """The outcome as a test."""
+        if self.error is None:
+            return SKIPPED if self.reason == NO_SCRATCH else FAILED
+        return PASSED if self.error <= self.tolerance else FAILED
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """What one toolchain gave."""
+
+    compiler: str
+    packages: dict[str, Package]
+    executed: tuple[Executed, ...]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The outcome for a cell, by toolchain; ``emulator`` is the sha256 of its source."""
+
+    toolchains: dict[str, Compiled]
+    emulator: str = ""
+
+
+def prove(matrix: Matrix, cell: Cell, again: bool) -> tuple[int, records.Record | None]:
+    """Run the suite and return 1 when something is wrong, with the record.
+
+    What passed before with the same inputs is not repeated.
+    """
+    proof = recipes.proof_of(matrix, cell)
+    emulator = execution.checkout() if execution.is_named() else None
+    tested = Subject(cell.id, ",".join(proof.toolchains), recipes.digest(matrix, cell))
+    if not again and (before := credit.passed_before(tested, SUITE)):
+        return 0, before
+    with credit.recording(tested, SUITE) as tally:
+        found = {name: _compiled(matrix, cell, name, emulator) for name in proof.toolchains}
+        report = Report(found, sha256_file(emulator / execution.EMULATOR) if emulator else "")
+        tally.attach(msgspec.json.format(msgspec.json.encode(report), indent=1), ".json")
+        for name, one in found.items():
+            _count(tally, name, one)
+    show(report)
+    return min(1, tally.code or len(tally.failures)), tally.record
+
+
+def _compiled(matrix: Matrix, cell: Cell, toolchain: str, emulator: Path | None) -> Compiled:
+    proof, gpus = recipes.proof_of(matrix, cell), targets(cell.accelerator)
+    builder = rootfs.image(recipes.toolchain_root(matrix, toolchain))
+    print(f"{toolchain}: compiling (minutes; only the first time)", flush=True)
+    wheels = recipes.compiled(matrix, cell, toolchain)
+    providers = inspection.providers(builder, recipes.torch_released(cell, proof))
+    packages = {name: inspection.inspect(name, wheel, gpus, providers) for name, wheel in wheels.items()}
+    executed: tuple[Executed, ...] = ()
+    if emulator:
+        executor = execution.Executor(builder, recipes.FOLDER / "executed" / toolchain, emulator, wheels)
+        executed = tuple(item for gpu in gpus for item in _executed(executor, gpu))
+    return Compiled(inspection.compiler(builder), packages, executed)
+
+
+def _executed(executor: execution.Executor, gpu: str) -> Iterator[Executed]:
+    chosen = list(cases.cases())
+    unable = [case for case in chosen if gpu == "gfx90a" and executor.scratch(gpu, case)]
+    for case in unable:
+        yield _item(case, gpu, Outcome(0, None, NO_SCRATCH))
+    for case, outcome in executor.run(gpu, [case for case in chosen if case not in unable]):
+        print(f"{gpu} {case.id}: {outcome.reason or f'{outcome.error:.1e}'}", flush=True)
+        yield _item(case, gpu, outcome)
+
+
+def _item(case: cases.Case, gpu: str, outcome: Outcome) -> Executed:
+    return Executed(
+        kernel=case.kernel,
+        type=case.type.name,
+        head_size=case.head_size,
+        architecture=gpu,
+        seconds=outcome.seconds,
+        error=outcome.error,
+        tolerance=case.type.tolerance,
+        reason=outcome.reason,
+    )
+
+
+def _count(tally: Tally, toolchain: str, found: Compiled) -> None:
+    """Count what is asserted of a toolchain's wheels as tests."""
+    if missing := inspection.EXPECTED.keys() - found.packages.keys():
+        raise UserError(f"{toolchain}: the recipes gave no wheel of {', '.join(sorted(missing))}")
+    for name, package in found.packages.items():
+        for problem in package.problems:
+            print(f"{toolchain} {name}: {problem}", flush=True)
+        tally.count(f"{toolchain} {name}", FAILED if package.problems else PASSED)
+    for item in found.executed:
+        size = f" head size {item.head_size}" if item.head_size else ""
+        test = f"{toolchain} {item.architecture} {item.kernel}{size} {item.type}"
+        tally.count(test, item.outcome, item.reason)
+    if not found.executed:
+        tally.count(f"{toolchain} executed", SKIPPED, NO_EMULATOR)
+
+
+def show(report: Report) -> None:
+    """Print what was compiled and how many kernels gave the right results."""
+    table = Table("toolchain", "package", "kernels", "LDS", "with spills", "executed", "equal")
+    for toolchain, found in report.toolchains.items():
+        equal = sum(item.outcome == PASSED for item in found.executed)
+        ran = sum(item.error is not None for item in found.executed)
+        for name, one in found.packages.items():
+            kernels = ", ".join(f"{gpu} {count}" for gpu, count in one.kernels.items())
+            table.add_row(toolchain, name, kernels, str(one.lds), str(len(one.spilled)), str(ran), str(equal))
+    Console(highlight=False).print(table)
+
+
+def report_of(record: records.Record, root: Path) -> Report:
+    """Return the report that a record counts; `UserError` if it was altered."""
+    folder = records.folder_of(record.cell, record.inputs, root) / "evidence"
+    if altered := records.altered_evidence(record, root):
+        raise UserError(f"{folder}: {altered}: restore it")
+    return msgspec.json.decode((folder / record.evidence[0]).read_bytes(), type=Report)

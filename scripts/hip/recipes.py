@@ -1,0 +1,180 @@
+"""Compile the recipes of a ROCm cell with Debian's HIP: the cell's own stages of images/Dockerfile.
+
+They differ from a build of the cell in two inputs: the builder root is that of a toolchain, and torch is a
+wheel made by `torch_for_rocm`. BuildKit keeps what was compiled by the digest of everything it is built from.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from scripts.digests import sha256, sha256_file
+from scripts.docker.client import build_environment, docker_command
+from scripts.errors import UserError
+from scripts.images import build_log, context, rootfs
+from scripts.images.build import write_secrets
+from scripts.images.pins import pinned
+from scripts.images.rootfs import Root
+from scripts.locking import exclusive_lock
+from scripts.locks import index_config, lockfile
+from scripts.matrix.load import Cell, Matrix, expand, stand_ins
+from scripts.matrix.model import STAND_IN, CompileProof, named
+from scripts.patches.pristine import fetch_pristine
+from scripts.patches.wheel_files import WheelFile, write_wheel
+from scripts.paths import ROOT
+
+FOLDER = ROOT / "build" / "hip"
+HERE = ROOT / "scripts" / "hip"
+TRANSLATOR = ("torch_for_rocm.py", "symbols.py")
+TARGET = "compiled"
+STAGE = f"""FROM scratch AS {TARGET}
+COPY --from=vllm-source /wheels /
+COPY --from=openrlhf-source /wheels /
+"""
+WHEEL = "Wheel-Version: 1.0\nGenerator: rlhf-stacks\nRoot-Is-Purelib: false\nTag: {}\n"
+METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: {}\n"
+TAG = "cp311-cp311-linux_x86_64"
+
+
+def compiled(matrix: Matrix, cell: Cell, toolchain: str) -> dict[str, Path]:
+    """Return the wheels that the recipes of ``cell`` give with a toolchain, by the name of the package."""
+    root, proof = toolchain_root(matrix, toolchain), proof_of(matrix, cell)
+    builder, runtime = rootfs.image(root), rootfs.image(rootfs.roots(cell)[0])
+    work = FOLDER / cell.variant / toolchain
+    with exclusive_lock(work, "a compilation of the same recipes"):
+        torch = torch_wheel(cell, proof, root, builder)
+        folder = lay_out(matrix, cell, pinned(torch)[1], work / "context")
+        context.place(torch, folder / "wheels" / cell.layers[0].name / torch.name)
+        context.normalise_modes(folder)
+        _build(folder, runtime, builder, work / "wheels")
+    return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}
+
+
+def proof_of(matrix: Matrix, cell: Cell) -> CompileProof:
+    """Return how the recipes of a cell are compiled here; `UserError` if the matrix does not say it."""
+    proof = named(matrix.variants, cell.variant).compile_proof
+    if proof is None or cell.stand_in:
+        proved = [one.id for one in expand(matrix) if named(matrix.variants, one.variant).compile_proof]
+        raise UserError(f"{cell.id} has no compile_proof in matrix.yaml: choose from {', '.join(proved)}")
+    return proof
+
+
+def toolchain_root(matrix: Matrix, toolchain: str) -> Root:
+    """Return the root of a toolchain by its name."""
+    return rootfs.toolchain(matrix, named(matrix.toolchains, toolchain))
+
+
+def digest(matrix: Matrix, cell: Cell) -> str:
+    """Return the sha256 of all that the wheels of a cell's toolchains are built from; it needs no Docker."""
+    proof = proof_of(matrix, cell)
+    everything = []
+    for root in (toolchain_root(matrix, toolchain) for toolchain in proof.toolchains):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = lay_out(matrix, cell, torch_digest(cell, proof, root), Path(temporary, "context"))
+            files = [path for path in folder.rglob("*") if path.is_file() and path.name != "uv"]
+            content = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+        everything.append([root.name, root.recipe, rootfs.roots(cell)[0].recipe, content])
+    return sha256(msgspec.json.encode(everything, order="sorted"))
+
+
+def torch_digest(cell: Cell, proof: CompileProof, root: Root) -> str:
+    """Return the sha256 of all that `torch_wheel` depends on."""
+    code = ((HERE / name).read_text(encoding="utf-8") for name in TRANSLATOR)
+    parts = (proof.torch, root.recipe, cell.package("torch").requirement, *code)
+    return sha256("\0".join(parts))
+
+
+def torch_wheel(cell: Cell, proof: CompileProof, root: Root, builder: str) -> Path:
+    """Return a wheel that extension builders take for torch's ROCm wheel; it cannot be executed."""
+    version = cell.package("torch").requirement.partition("==")[2]
+    wheel = FOLDER / "torch" / torch_digest(cell, proof, root)[:12] / f"torch-{version}-{TAG}.whl"
+    if wheel.exists():
+        return wheel
+    released = torch_released(cell, proof)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
+        names = {released: "/released.whl:ro", HERE: "/hip:ro", Path(temporary): "/out"}
+        mounts = [f"--volume={path}:{inside}" for path, inside in names.items()]
+        release = version.partition("+rocm")[2]
+        command = ["python3", "-B", f"/hip/{TRANSLATOR[0]}", "/released.whl", version, release, "/out"]
+        done = subprocess.run(
+            [*docker_command(), "run", "--rm", "--network=none", *mounts, builder, *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+            raise UserError(f"torch's headers cannot be translated: {reason}")
+        files = {
+            str(path.relative_to(temporary)): WheelFile(path.read_bytes(), 0o644)
+            for path in Path(temporary).rglob("*")
+            if path.is_file()
+        }
+    info = f"torch-{version}.dist-info"
+    files[f"{info}/METADATA"] = WheelFile(METADATA.format(version).encode(), 0o644)
+    files[f"{info}/WHEEL"] = WheelFile(WHEEL.format(TAG).encode(), 0o644)
+    return write_wheel(files, info, wheel)
+
+
+def torch_released(cell: Cell, proof: CompileProof) -> Path:
+    """Return torch's CUDA wheel, downloaded if necessary."""
+    return fetch_pristine("torch", cell.package("torch").version, [proof.torch])
+
+
+def lay_out(matrix: Matrix, cell: Cell, torch: str, folder: Path) -> Path:
+    """Write the part of a cell's build context that its source builds need; return ``folder``.
+
+    ``torch`` is the requirement of the wheel that replaces torch's.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    context.place_tools(folder)
+    stand_in = next(one for one in stand_ins(matrix) if one.id == cell.id + STAND_IN)
+    lock = lockfile.path(stand_in).read_text(encoding="utf-8")
+    blocks = {entry.name: entry.block for entry in lockfile.parse(lock)}
+    lowest = cell.layers[0]
+    against = torch + "".join(blocks[name] for name in lowest.packages if name != "torch")
+    context.write(folder / "requirements" / f"{lowest.name}.txt", against)
+    context.write(folder / "trim" / f"{lowest.name}.txt", "")
+    (folder / "side_by_side" / lowest.name).mkdir(parents=True)
+    for layer in cell.layers:
+        sources = folder / "sources" / layer.name
+        context.place_sources(cell, layer, lock, sources)
+        context.write(sources / "built-against.txt", against)
+        built = (build for build in cell.build_from_source if build.package in layer.packages)
+        pins = "".join(blocks[build.package] for build in built if not build.recipe)
+        context.write(folder / "requirements" / f"{lockfile.SOURCE.format(layer.name)}.txt", pins)
+    context.write(folder / "Dockerfile", context.dockerfile(cell, lowest.name) + STAGE)
+    return folder
+
+
+def _build(folder: Path, runtime: str, builder: str, wheels: Path) -> None:
+    """Build the stages that compile, and move the wheels to ``wheels``; a failure leaves none."""
+    config = index_config.load()
+    log = folder.with_suffix(".log")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        secrets = write_secrets(config, Path(temporary))
+        out = Path(temporary, "wheels")
+        command = [
+            *docker_command(),
+            "build",
+            "--progress=plain",
+            f"--target={TARGET}",
+            f"--output=type=local,dest={out}",
+            f"--build-arg=RUNTIME_BASE={runtime}",
+            f"--build-arg=BUILDER_BASE={builder}",
+            *(f"--build-arg={name}" for name in config.proxies),
+            *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
+            str(folder),
+        ]
+        with log.open("w", encoding="utf-8") as file:
+            environment = build_environment(config.environment())
+            code = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
+        shutil.rmtree(wheels, ignore_errors=True)
+        if code:
+            cause = build_log.cause(log.read_text(encoding="utf-8"))
+            raise UserError(f"the recipes do not compile: {cause} (full log: {log.relative_to(ROOT)})")
+        out.rename(wheels)

@@ -1,0 +1,59 @@
+"""What is asserted about a compiled wheel, on objects that LLVM assembled."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.hip import inspection, symbols
+from scripts.hip.symbols import Symbols
+from tests.unit.scripts.release.test_kernels import MI200, MI300, SCALE, SCALE_942, library
+
+GPUS = ("gfx90a", "gfx942")
+STREAM = "_ZN3c103hip19getCurrentHIPStreamEa"
+PROVIDERS = {
+    "libc10_cuda.so": {"_ZN3c104cuda20getCurrentCUDAStreamEa", "memcpy"},
+    "libc10.so": {"_ZN3c105ErrorE"},
+    "libc.so.6": {"memcpy"},
+}
+
+
+@pytest.fixture
+def linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the library have symbols of each kind."""
+    undefined = {STREAM, "_ZN3c105ErrorE", "memcpy", "hipblasHgemm"}
+    found = Symbols(frozenset(), frozenset(undefined), ("libc10.so", "libamdhip64.so"))
+    monkeypatch.setattr(symbols, "read", lambda _: found)
+
+
+def wheel(folder: Path, *objects: bytes) -> Path:
+    path = folder / "deepspeed-1-cp311-cp311-linux_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("deepspeed/op.so", library(*objects))
+    return path
+
+
+@pytest.mark.usefixtures("linked")
+def test_undefined_symbols_are_counted_by_who_defines_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(inspection.EXPECTED, "deepspeed", (1, 1))
+    package = inspection.inspect("deepspeed", wheel(tmp_path, MI200, MI300), GPUS, PROVIDERS)
+    assert package.problems == ()
+    assert package.undefined == {inspection.TWIN: 2, "libc10.so": 1}
+    assert list(package.explained) == ["hipblasHgemm"]
+    assert (package.lds, package.spilled) == (1024, (SCALE, SCALE_942))
+
+
+def test_everything_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Symbols(frozenset(), frozenset({"_ZN4vllm5otherEv"}), ("libamdhip64.so.6",))
+    monkeypatch.setattr(symbols, "read", lambda _: found)
+    package = inspection.inspect("deepspeed", wheel(tmp_path, MI200), GPUS, PROVIDERS)
+    assert package.problems == (
+        "scale: not compiled for gfx942",
+        "gfx90a: 1 device objects and 1 kernels, expected (1, 8)",
+        "gfx942: 0 device objects and 0 kernels, expected (1, 8)",
+        "undefined and unexplained: _ZN4vllm5otherEv",
+        "it requires libamdhip64.so.6, which torch's wheel lacks",
+        "it does not require libamdhip64.so",
+    )

@@ -1,0 +1,62 @@
+"""The build context of a proof: the cell's own recipes, with another compiler and another torch."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.errors import UserError
+from scripts.hip import recipes
+from scripts.images import context, rootfs
+from scripts.matrix.load import find, load
+from scripts.matrix.model import named
+
+CELL = "ray2.12.0-vllm0.4.2-rocm6.1"
+
+
+def test_the_context_has_the_cell_s_recipes_and_settings(tmp_path: Path) -> None:
+    matrix = load()
+    folder = recipes.lay_out(matrix, find(matrix, CELL), "torch==1\n", tmp_path / "context")
+    own = context.IMAGES / "sources" / "vllm-rocm-ops"
+    for file in ("build", "setup.py"):
+        assert (folder / "sources/vllm/vllm-rocm-ops" / file).read_bytes() == (own / file).read_bytes()
+    assert (folder / "sources/vllm/vllm-rocm-ops/sdist.txt").read_text().startswith("vllm==0.4.2 ")
+    assert "DS_BUILD_FUSED_ADAM='1'" in (folder / "sources/openrlhf/env").read_text()
+    assert (folder / "requirements/openrlhf-source.txt").read_text().startswith("deepspeed==0.15.0 ")
+    assert (folder / "requirements/torch.txt").read_text().startswith("torch==1\nnumpy==")
+    assert re.search(r"^FROM scratch AS compiled$", (folder / "Dockerfile").read_text(), re.MULTILINE)
+
+
+def test_the_digest_follows_the_recipe_and_the_toolchain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = load()
+    cell = find(matrix, CELL)
+    before = recipes.digest(matrix, cell)
+    assert recipes.digest(matrix, cell) == before
+    with monkeypatch.context() as changed:
+        changed.setattr(rootfs, "HIP", tmp_path / "hip.sh")
+        (tmp_path / "hip.sh").write_text("#!/bin/sh\n")
+        assert recipes.digest(matrix, cell) != before
+    monkeypatch.setattr(recipes, "HERE", tmp_path)
+    for name in recipes.TRANSLATOR:
+        (tmp_path / name).write_text("")
+    assert recipes.digest(matrix, cell) != before
+
+
+@pytest.mark.parametrize("cell", ["ray2.55.0-vllm0.29.0-cpu", f"{CELL}-stand-in"])
+def test_a_cell_without_a_proof_is_refused_with_those_that_have_one(cell: str) -> None:
+    with pytest.raises(UserError, match=f"{cell} has no compile_proof in matrix.yaml: choose from {CELL}"):
+        recipes.proof_of(load(), find(load(), cell))
+
+
+def test_a_toolchain_s_root_has_files_of_packages_that_are_not_installed() -> None:
+    matrix = load()
+    declared = named(matrix.toolchains, "hip5.7")
+    root = rootfs.toolchain(matrix, declared)
+    assert {deb.name for deb in root.unpacked} == {one.name for one in declared.unpacked}
+    hooks = [
+        option for option in rootfs.command(root, Path("t"), Path("p")) if "dpkg-deb --extract" in option
+    ]
+    assert len(hooks) == len(root.unpacked)
+    assert not {deb.name for deb in root.unpacked} & {deb.name for deb in root.locked}
