@@ -1,12 +1,12 @@
-"""Seconds of a weight sync: in buckets, one by one as in upstream, and the bare transport.
+"""Seconds of a weight sync: all weights, changed elements, one by one as in upstream, and the bare transport.
 
 ``python -m tests.bench.sync [--cell CELL] [--workers 1 2 4] [--json]`` on the built image: over loopback,
-then between two containers over a link that ``tc`` limits (needs root and iproute2 on the host). Ours and the
-peers are measured alternately, in the same processes.
+then between two containers over links that ``tc`` limits (needs root and iproute2 on the host). Ours and the
+peers are measured alternately, in the same processes, with the growth of their memory.
 """
 
 import json
-import subprocess
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +20,12 @@ from scripts.paths import ROOT
 from scripts.testing.cluster import LABEL, owner_label, remove_on_exit
 from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
+from tests.network import links
 
 INSIDE = "/opt/bench/sync_ranks.py"
-RATE = 1_000_000_000  # bits a second of the limited link
-SECONDS = 900
+NEAR = ("0.5B", "LoRA")
+LINKS = {1000: "0.5B", 100: "four layers"}  # the model by 10^6 bit/s of the link
+SECONDS = 1800
 
 
 def started(client: docker.DockerClient, image: str, arguments: Sequence[str], **options: Any) -> Container:
@@ -50,63 +52,78 @@ def answer(container: Container) -> dict[str, Any]:
 
 def loopback(client: docker.DockerClient, image: str, workers: int, repeat: int) -> dict[str, Any]:
     """Measure with both ends in one container."""
-    container = started(client, image, ["--workers", str(workers), "--repeat", str(repeat)])
+    arguments = ["--workers", str(workers), "--repeat", str(repeat), "--models", *NEAR]
+    container = started(client, image, arguments)
     with remove_on_exit([container]):
         return answer(container)
 
 
-def limited(client: docker.DockerClient, image: str, workers: int, repeat: int) -> dict[str, Any]:
+def limited(
+    client: docker.DockerClient, image: str, workers: int, repeat: int, megabits: int
+) -> dict[str, Any]:
     """Measure with the trainer and the workers in two containers, and a limit on what the trainer sends."""
-    network = client.networks.create("rlhf-stacks-bench-sync", labels={LABEL: owner_label()})
+    network = client.networks.create(f"rlhf-stacks-bench-sync-{os.getpid()}", labels={LABEL: owner_label()})
     containers: list[Container] = []
     with remove_on_exit(containers, [network]):
         idle = client.containers.create(image, ["sleep", str(SECONDS)], network=network.name)
         containers.append(idle)
         idle.start()
-        idle.reload()
-        limit(idle)
+        links.slow_down(idle, megabits)
         host = idle.attrs["NetworkSettings"]["Networks"][network.name]["IPAddress"]
         common = ["--workers", str(workers), "--repeat", str(repeat), "--host", host]
+        common += ["--models", LINKS[megabits]]
         containers.append(started(client, image, common, network_mode=f"container:{idle.id}"))
         containers.append(started(client, image, [*common, "--far"], network=network.name))
         return answer(containers[1])
 
 
-def limit(container: Container) -> None:
-    """Limit what the container sends to `RATE`."""
-    enter = ["nsenter", "--net", "--target", str(container.attrs["State"]["Pid"])]
-    rate = ["rate", f"{RATE}bit", "burst", "512kb", "latency", "100ms"]
-    subprocess.run([*enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate], check=True)
+PEERS = {
+    "raw": "a gloo broadcast",
+    "upstream": "one by one",
+    "one_by_one": "one by one",
+    "plain": "a plain stream",
+    "full": "all weights",
+}
 
 
-def rows(where: str, workers: int, found: dict[str, Any], peers: Sequence[str]) -> list[Row]:
-    """Return a row for each model and peer."""
-    names = {"raw": "gloo broadcast", "upstream": "one by one", "plain": "plain stream"}
-    return [
-        Row(f"{model}, {where}, {workers} workers, against {names[peer]}", "s", times["ours"], times[peer])
-        for model, times in found.items()
-        for peer in peers
-        if peer in times
-    ]
+def rows(where: str, workers: int, found: dict[str, Any]) -> list[Row]:
+    """Return rows for each model: its syncs against each peer, the bytes sent and the peaks of memory."""
+    table = []
+    for model, measured in found.items():
+        title, seconds, size = f"{model}, {where}, {workers} workers", measured["seconds"], measured["bytes"]
+        for peer in (peer for peer in PEERS if peer in seconds):
+            for ours, text in (("full", "all weights"), ("changed", "changes")):
+                if peer != ours:
+                    name = f"{title}: {text} against {PEERS[peer]}"
+                    table.append(Row(name, "s", seconds[ours], seconds[peer]))
+        table.append(Row(f"{title}: all weights, which are kept", "s", seconds["kept"]))
+        table.append(Row(f"{title}: bytes of changes, of all", "MB", measured["sent"] / 1e6, size / 1e6))
+        for method, (trainer, *others) in sorted(measured["peaks"].items()):
+            if others:
+                name = f"{title}: memory of the trainer, of a worker, {method}"
+                table.append(Row(name, "MB", trainer / 1e6, max(others) / 1e6))
+    return table
 
 
 def main() -> int:
     """Run the command line."""
     options = parser("sync", __doc__)
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    options.add_argument("--repeat", type=int, default=5)
+    options.add_argument("--repeat", type=int, default=3)
+    options.add_argument("--links", type=int, nargs="*", default=list(LINKS), choices=LINKS)
     arguments = options.parse_args()
     client = connect()
     matrix = load()
     image = local_image(client, find(matrix, arguments.cell or matrix.default))
     table: list[Row] = []
     for workers in arguments.workers:
-        near = loopback(client, image, workers, arguments.repeat)
-        table += rows("loopback", workers, near, ("raw", "upstream"))
-        far = limited(client, image, workers, arguments.repeat)
-        table += rows(f"{RATE / 1e9:g} Gbit/s", workers, far, ("plain", "raw"))
+        table += rows("loopback", workers, loopback(client, image, workers, arguments.repeat))
+        for megabits in arguments.links:
+            far = limited(client, image, workers, max(1, arguments.repeat // 2), megabits)
+            table += rows(f"{megabits} Mbit/s", workers, far)
     notes = [
-        "one by one: per parameter a call to a Ray actor and a broadcast; upstream also goes through vLLM",
+        "one by one: per parameter a broadcast, and a call to a Ray actor over loopback; upstream also goes "
+        "through vLLM",
         "plain stream: the same bytes through one socket to one worker",
     ]
     show(table, notes, arguments.json, "peer")

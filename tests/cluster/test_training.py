@@ -64,6 +64,20 @@ def test_a_seed_repeats_a_run_digit_by_digit(train):
     assert len(set(learned[0])) == 3, "the steps differ, so that equal runs show something"
 
 
+@SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize("rate", ["1e-6", "5e-7"])
+def test_few_elements_change_at_a_learning_rate_of_rlhf(train, rate):
+    """All weights are sent in the first and the fifth sync; every sync is compared by checksum."""
+    variables = {env_vars.SYNC_SPARSE: "on", env_vars.SYNC_FULL_EVERY: "4"} | SMALL_BUCKETS
+    run = train("separate", (2, 2), 6, SECONDS, "--actor.adam.lr", rate, **variables)
+    assert_trained(run, steps=6, backend="gloo", engines=1)
+    assert_one_policy(run)
+    shares = [event["sent"] / event["bytes"] for event in run.of("sync")]
+    assert [share > 0.9 for share in shares] == [True, False, False, False, True, False], shares
+    assert max(share for share in shares if share < 0.9) <= 0.05, shares
+
+
 @FLAT
 @CPU_ENGINE
 @pytest.mark.timeout(SECONDS + 40)

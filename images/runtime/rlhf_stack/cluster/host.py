@@ -17,6 +17,7 @@ from rlhf_stack.errors import UserError
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max"))
+CGROUP_USES = (Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"), Path("/sys/fs/cgroup/memory.current"))
 # Addresses for documentation: the kernel selects the outgoing interface for them, and nothing is sent.
 PROBE_ADDRESSES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 POLL_SECONDS = 0.2
@@ -40,6 +41,16 @@ def inspect_host(environment: Mapping[str, str]) -> Host:
     """Inspect this machine under the variables in ``environment``."""
     free_shm = shutil.disk_usage(SHARED_MEMORY).free
     return Host(_visible_gpus(environment), _memory(), free_shm, own_address())
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are left now; the file cache of a container counts as used."""
+    with Path("/proc/meminfo").open(encoding="ascii") as lines:
+        sizes = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    for limit, use in zip(CGROUP_LIMITS, CGROUP_USES, strict=True):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(max(0, int(limit.read_text("ascii")) - int(use.read_text("ascii"))))
+    return min(sizes)
 
 
 def is_public(address: str) -> bool:

@@ -9,6 +9,8 @@ REPEATABLE = "RLHF_STACK_REPEATABLE"
 SYNC_BACKEND = "RLHF_STACK_SYNC_BACKEND"
 SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
+SYNC_SPARSE = "RLHF_STACK_SYNC_SPARSE"
+SYNC_FULL_EVERY = "RLHF_STACK_SYNC_FULL_EVERY"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 ENGINE_RESTARTS = "RLHF_STACK_ENGINE_RESTARTS"
 MIN_ENGINES = "RLHF_STACK_MIN_ENGINES"
@@ -22,8 +24,6 @@ TRACEBACK = "RLHF_STACK_TRACEBACK"  # set: an error that is a defect of rlhf-sta
 AUTOSCALE = "RLHF_STACK_AUTOSCALE"  # 1: a run for which there is no room waits for an autoscaler
 EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
-
-WHOLE_DIGITS = 3
 
 
 def flag(name: str) -> bool:
@@ -90,6 +90,16 @@ def sync_bucket() -> int:
     return int(_positive(SYNC_BUCKET, 32.0, "megabytes") * 1_000_000)
 
 
+def sync_sparse() -> str:
+    """Return when a sync sends changed elements only: "auto" (default), "on" or "off"."""
+    return _one_of(SYNC_SPARSE, ("auto", "on", "off"))
+
+
+def sync_full_every() -> int:
+    """Return after how many syncs all weights are sent again, where changed elements are sent (50)."""
+    return _whole(SYNC_FULL_EVERY, 50, 1, digits=6)
+
+
 def engine_timeout() -> float:
     """Return the deadline in seconds from an engine's creation to its first answer (1800, as in vLLM)."""
     return seconds(ENGINE_TIMEOUT, 1800.0)
@@ -105,10 +115,10 @@ def min_engines() -> int:
     return _whole(MIN_ENGINES, 1, 1)
 
 
-def _whole(name: str, default: int, least: int) -> int:
+def _whole(name: str, default: int, least: int, digits: int = 3) -> int:
     value = os.environ.get(name) or str(default)
-    if not (value.isascii() and value.isdecimal() and len(value) <= WHOLE_DIGITS and int(value) >= least):
-        raise ValueError(f"{name}={value!r}: expected a whole number from {least} to 999")
+    if not (value.isascii() and value.isdecimal() and len(value) <= digits and int(value) >= least):
+        raise ValueError(f"{name}={value!r}: expected a whole number from {least} to {'9' * digits}")
     return int(value)
 
 

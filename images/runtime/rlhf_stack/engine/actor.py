@@ -57,10 +57,10 @@ class AsyncEngineMixin(_EngineState):
             parameters.seed = self._request_seeds.next(tokens, base)
         return parameters
 
-    async def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+    async def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
         """Run one weight sync; return each worker's report (``ranks``) and the work since the last sync."""
         try:
-            ranks = await self.call_workers("receive_weights", parameters, limit)
+            ranks = await self.call_workers("receive_weights", parameters, limit, encoding)
         except Exception as error:
             self._sync_error = str(error)
             raise
@@ -140,10 +140,10 @@ class BlockingEngineMixin(_EngineState):
     llm: Any
     _request_seeds: RequestSeeds
 
-    def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+    def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
         """See `AsyncEngineMixin.receive_weights`."""
         try:
-            ranks = self.call_workers("receive_weights", parameters, limit)
+            ranks = self.call_workers("receive_weights", parameters, limit, encoding)
         except Exception as error:
             self._sync_error = str(error)
             raise

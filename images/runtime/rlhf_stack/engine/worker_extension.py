@@ -57,10 +57,12 @@ class WorkerMixin:
             location |= own_node()
         return location
 
-    def receive_weights(self, parameters: Sequence[Any], limit: int) -> dict[str, Any]:
+    def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
         """Receive and load the trainer's ``parameters``; see `rlhf_stack.sync.receiving`."""
         group, load = self._model_update_group, self.model_runner.model.load_weights
-        return receive(group, parameters, limit, devices.torch_device(), load, self.model_config.dtype)
+        return receive(
+            group, parameters, limit, devices.torch_device(), load, self.model_config.dtype, encoding
+        )
 
     def leave_weight_group(self) -> None:
         """Leave the sync group, if this worker is in one: it will be formed again."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.memory import KvCache, Shape, sync_memory
+from rlhf_stack.memory.training import BYTES_16BIT
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
@@ -109,6 +110,8 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
     if ours:
         _fill(run, nodes, ours, per_role, engine)
         _add_sync(nodes, sync_memory(shapes[run.engine_model], env_vars.sync_bucket()))
+        if env_vars.sync_sparse() == "on":
+            _add_kept(nodes, ours, BYTES_16BIT * shapes[run.engine_model].total)
         problems += _too_small(nodes)
     if engine and smallest and not engine.fits:
         problems.append(
@@ -202,6 +205,14 @@ def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
     for gpu in (gpu for node in nodes for gpu in node.gpus):
         if gpu.holds and all(name.startswith("engine") for name in gpu.holds):
             gpu.syncing = gpu.generating + size
+
+
+def _add_kept(nodes: Sequence[PlannedNode], placed: Plan, size: int) -> None:
+    """Add the ``size`` bytes that each node of engines keeps, and the node that sends the weights."""
+    of_engines = {index for engine in placed.engines for index in engine}
+    senders = {placed.bundles[ACTOR][0]} if of_engines else set()
+    for index in of_engines | senders:
+        nodes[index].memory_running += size
 
 
 def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:

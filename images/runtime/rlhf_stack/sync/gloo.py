@@ -1,16 +1,20 @@
 """A sync group over gloo, which sends bytes from host to host, for every dtype and accelerator."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.host import available_memory
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.buckets import chain_order
+from rlhf_stack.sync.encoding import Encodings, Reach
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Buffers, released_after
+from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.membership import Members, gloo_device
 from rlhf_stack.sync.node_shared_memory import share_node_buffers
 
@@ -68,11 +72,15 @@ class GlooGroup:
         self.rank, self.describe, self._members = members.rank, members.describe, members
         self.answers: list[dict[str, Any]] = []
         self.device = torch.device("cpu")
-        leaders, shared = share_node_buffers(members)
+        self.kept: Kept | None
+        leaders, shared, self.kept = share_node_buffers(members)
         self.in_place = shared is None
         self.buffers = shared or Buffers(self.device, pinned=devices.is_gpu())
         self._leader = leaders[self.rank]
         self._followers = [rank for rank, leader in enumerate(leaders) if leader == self.rank != rank]
+        self.leads = self._leader == self.rank
+        room = members.exchange("room", str(available_memory()), time.monotonic() + env_vars.sync_timeout())
+        self.encodings = Encodings(Reach(len(set(leaders)) - 1, min(map(int, room))))
         order = [rank for rank in chain_order(members.addresses) if leaders[rank] == rank]
         position = order.index(self._leader)
         self._previous = order[position - 1] if position else None
@@ -106,12 +114,17 @@ class GlooGroup:
         if self.rank != src:
             tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
-    def start(self, parts: Sequence["torch.Tensor"], what: str) -> GlooTransfer:
-        """See `WeightGroup`."""
+    def start(
+        self, parts: Sequence["torch.Tensor"], what: str, arrived: Callable[[], None] | None = None
+    ) -> GlooTransfer:
+        """See `WeightGroup`. On a rank that ``leads``, ``arrived`` is called before its followers read.
+
+        Other ranks need no ``parts``.
+        """
         self._started += 1
         slot = self._started % SLOTS
         try:
-            steps = self._lead(parts, slot) if self._leader == self.rank else self._follow(slot)
+            steps = self._lead(parts, slot, arrived) if self.leads else self._follow(slot)
         except RuntimeError as error:
             raise self._failure(what, error) from error
         return GlooTransfer(*steps, self._members, lambda error: self._failure(what, error))
@@ -124,9 +137,11 @@ class GlooGroup:
         """See `WeightGroup`: gloo closes its connections when nothing refers to the group."""
         self._group = None
         self.buffers.close()
+        if self.kept is not None:
+            self.kept.close()
 
     def _lead(
-        self, parts: Sequence["torch.Tensor"], slot: int
+        self, parts: Sequence["torch.Tensor"], slot: int, arrived: Callable[[], None] | None
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return a leader's steps: receive, forward, signal the followers; then wait until they have read."""
         segments = [segment for part in parts for segment in part.split(SEGMENT) if segment.numel()]
@@ -138,6 +153,8 @@ class GlooGroup:
             for segment, work in zip(segments, receives, strict=False):
                 work.wait()
                 sends.extend(self._send([segment], self._next, DATA + slot))
+            if arrived is not None:
+                arrived()
             for rank in self._followers:
                 sends.extend(self._send([_signal()], rank, READY + slot))
             _wait_all(sends)

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlhf_stack.sync.encoding import Encodings
+from rlhf_stack.sync.kept import Kept
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +32,8 @@ class WeightGroup(Protocol):
     buffers: "Buffers"
     in_place: bool  # whether `start` accepts memory other than `buffers`
     answers: list[dict[str, Any]]  # the engines' results of the last sync (rank 0)
+    encodings: Encodings  # of its syncs (rank 0)
+    kept: Kept | None  # None: this backend cannot send changed elements
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """Copy rank ``src``'s ``tensor`` into that of all other ranks: upstream's call, for one parameter."""

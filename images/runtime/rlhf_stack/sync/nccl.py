@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
+from rlhf_stack.sync.encoding import Encodings, Reach, refuse_changed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers, released_after
+from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.membership import Members
 
 if TYPE_CHECKING:
@@ -53,12 +55,15 @@ class _StreamGroup:
 
     name = "nccl"
     in_place = True
+    kept: Kept | None = None
 
     def __init__(self, members: Members, device: Any) -> None:
         import torch
 
+        refuse_changed("this group is NCCL's")
         self.rank, self.describe, self._members = members.rank, members.describe, members
         self.answers: list[dict[str, Any]] = []
+        self.encodings = Encodings(Reach(0, 0), "off")  # finding changed elements takes longer than NCCL
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.buffers = Buffers(self.device, pinned=False)
         self._stream = torch.cuda.Stream(self.device)

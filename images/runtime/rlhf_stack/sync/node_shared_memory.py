@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.group import SLOTS, Buffers
+from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.membership import Members
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ class SharedBuffers(Buffers):
         return torch.frombuffer(self._mapped[index], dtype=torch.uint8)
 
 
-def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None]:
-    """Return the leader of each rank's node, by rank, and this rank's shared buffers (None: it shares none).
+def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None, Kept]:
+    """Return the leader of each rank's node, by rank, this rank's shared buffers (None: it shares none),
+    and what it keeps, which the ranks of a node share too.
 
     The first rank at an address offers its memory to the other ranks there. A rank that cannot open it (in
     another container of the same host, or of another user) is its own leader.
@@ -64,7 +66,7 @@ def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None]:
     files: list[int] = []
     offer = ""
     if first == members.rank and members.addresses.count(members.address) > 1:
-        files = [os.memfd_create("rlhf_stack_sync") for _ in range(SLOTS)]
+        files = [os.memfd_create("rlhf_stack_sync") for _ in range(SLOTS + 1)]
         offer = _offer(files)
     offers = members.exchange("memory", offer, end)
     if first != members.rank:
@@ -72,10 +74,11 @@ def share_node_buffers(members: Members) -> tuple[list[int], Buffers | None]:
     leader = str(first if files else members.rank)
     leaders = [int(rank) for rank in members.exchange("leader", leader, end)]
     if leaders.count(leaders[members.rank]) > 1:
-        return leaders, SharedBuffers(files, owner=leaders[members.rank] == members.rank)
+        owner = leaders[members.rank] == members.rank
+        return leaders, SharedBuffers(files[:SLOTS], owner), Kept(files[SLOTS], owner)
     for file in files:
         os.close(file)
-    return leaders, None
+    return leaders, None, Kept()
 
 
 def _offer(files: Sequence[int]) -> str:

@@ -1,13 +1,15 @@
 """An engine worker's side of a sync: a bucket is loaded while the next one arrives."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.sync.buckets import Bucket, ParameterSpec, plan_buckets
+from rlhf_stack.sync.changed import arriving, kept_memory
+from rlhf_stack.sync.encoding import CHANGED, FULL
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import SLOTS, WeightGroup
+from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 
 if TYPE_CHECKING:
     import torch
@@ -16,35 +18,34 @@ Load = Callable[[list[tuple[str, "torch.Tensor"]]], Any]
 
 
 def receive(
-    group: WeightGroup, content: Sequence[Sequence[Any]], limit: int, device: Any, load: Load, dtype: Any
+    group: WeightGroup,
+    content: Sequence[Sequence[Any]],
+    limit: int,
+    device: Any,
+    load: Load,
+    dtype: Any,
+    encoding: str = FULL,
 ) -> dict[str, Any]:
     """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
     ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's. ``load`` gets names and
-    tensors on ``device``, valid until it returns; all memory that they used is free when this returns.
-    Returns ``rank`` (in the group), ``who`` (rank and node, for logs), ``seconds`` in total, and of these the
-    seconds ``loading`` and ``waiting``.
+    tensors on ``device``, valid until it returns; all memory that they used is free when this returns, except
+    what ``encoding`` lets the node keep. Returns ``rank`` (in the group), ``who`` (rank and node, for logs),
+    ``seconds`` in total, and of these the seconds ``loading`` and ``waiting``.
     """
     start = time.monotonic()
-    waiting = loading = 0.0
+    loading = 0.0
     with group.syncing():
         specs = [ParameterSpec(name, kind, tuple(shape), size) for name, kind, shape, size in content]
         _refuse_other_dtypes(specs, dtype)
         buckets = plan_buckets(specs, limit)
         assembler = Assembler(specs, device)
-        arriving = [_start(group, number, bucket) for number, bucket in enumerate(buckets[:SLOTS])]
-        for number, bucket in enumerate(buckets):
-            before = time.monotonic()
-            buffer, transfer = arriving.pop(0)
-            transfer.finish()
-            waiting += (arrived := time.monotonic()) - before
+        for bucket, buffer in _arriving(group, encoding, buckets):
+            arrived = time.monotonic()
             if tensors := assembler.add(buffer.to(device), bucket):
                 load(tensors)
             del buffer, tensors
             loading += time.monotonic() - arrived
-            transfer.release()
-            if number + SLOTS < len(buckets):
-                arriving.append(_start(group, number + SLOTS, buckets[number + SLOTS]))
     devices.empty_cache()
     seconds = time.monotonic() - start
     return {
@@ -52,8 +53,34 @@ def receive(
         "who": group.describe(group.rank),
         "seconds": seconds,
         "loading": loading,
-        "waiting": waiting,
+        "waiting": seconds - loading,
     }
+
+
+def _arriving(
+    group: WeightGroup, encoding: str, buckets: Sequence[Bucket]
+) -> Iterator[tuple[Bucket, "torch.Tensor"]]:
+    """Yield each bucket and its bytes; the caller has read them when it asks for the next one."""
+    if encoding == CHANGED:
+        yield from arriving(group, buckets)
+        return
+    memory = kept_memory(group, encoding, buckets) or group.buffers
+
+    def start(number: int) -> "tuple[torch.Tensor, Transfer]":
+        bucket = buckets[number]
+        buffer = memory.for_bucket(bucket.size, number)
+        parts = [buffer[spans[0].begin : spans[-1].end] for spans in bucket.parts()]
+        return buffer, group.start(parts, bucket.title)
+
+    started = [start(number) for number in range(min(SLOTS, len(buckets)))]
+    for number, bucket in enumerate(buckets):
+        buffer, transfer = started.pop(0)
+        transfer.finish()
+        yield bucket, buffer
+        del buffer
+        transfer.release()
+        if number + SLOTS < len(buckets):
+            started.append(start(number + SLOTS))
 
 
 def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any) -> None:
@@ -65,12 +92,6 @@ def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any) -> None:
                 f"{spec.name} is {spec.dtype} in the trainer and {expected} in the engine: "
                 "train in the engine's dtype"
             )
-
-
-def _start(group: WeightGroup, number: int, bucket: Bucket) -> tuple["torch.Tensor", Any]:
-    buffer = group.buffers.for_bucket(bucket.size, number)
-    parts = [buffer[spans[0].begin : spans[-1].end] for spans in bucket.parts()]
-    return buffer, group.start(parts, bucket.title)
 
 
 class Assembler:

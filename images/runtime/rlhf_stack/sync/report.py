@@ -1,6 +1,6 @@
 """Records of each weight sync: an event, a log line, Ray metrics, and a warning for each slow engine.
 
-The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes`` and
+The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes``, ``rlhf_stack_sync_sent_bytes`` and
 ``rlhf_stack_sync_gigabytes_per_second`` of the last sync with the tag ``backend``; and with the tag
 ``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
 and ``rlhf_stack_engine_restart_seconds`` of the last restart. ``rlhf_stack_recovery_seconds`` is of the run.
@@ -26,6 +26,7 @@ GIGA = 1e9
 SYNC_METRICS = {
     "rlhf_stack_sync_seconds": ("Seconds of the last weight sync.", "backend"),
     "rlhf_stack_sync_bytes": ("Bytes of the trainer's weights in the last sync.", "backend"),
+    "rlhf_stack_sync_sent_bytes": ("Bytes sent for them: fewer if only changed elements are.", "backend"),
     "rlhf_stack_sync_gigabytes_per_second": ("Bytes by seconds of the last weight sync, in GB/s.", "backend"),
     "rlhf_stack_engine_tokens_per_second": ("Tokens/s of an engine since the sync before.", "engine"),
 }
@@ -66,10 +67,19 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     if is_root:
         specs = [parameter_spec(each.name, each.parameter) for each in synced_parameters(trainer)]
         backend, size = _backend(trainer), total_bytes(specs)
-        answers = getattr(getattr(trainer, "_model_update_group", None), "answers", [])
-        rates = report_sync(index, backend, size, seconds, answers)
+        group = getattr(trainer, "_model_update_group", None)
+        encodings = getattr(group, "encodings", None)
+        sent = encodings.sent if encodings else size
+        rates = report_sync(index, backend, size, seconds, getattr(group, "answers", []), sent)
         events.emit(
-            "sync", index=index, backend=backend, bytes=size, seconds=seconds, parameters=len(specs), **rates
+            "sync",
+            index=index,
+            backend=backend,
+            bytes=size,
+            sent=sent,
+            seconds=seconds,
+            parameters=len(specs),
+            **rates,
         )
     if env_vars.flag(env_vars.VERIFY_SYNC):
         verify_sync(trainer, index, is_root)
@@ -86,19 +96,23 @@ def with_recorded_sync(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return recorded
 
 
-def report_sync(index: int, backend: str, size: int, seconds: float, answers: Answers) -> dict[str, Any]:
+def report_sync(
+    index: int, backend: str, size: int, seconds: float, answers: Answers, sent: int
+) -> dict[str, Any]:
     """Log sync ``index`` of ``size`` bytes, set its metrics, and return further fields of its event.
 
-    ``answers`` are the engines' results of the sync, by engine.
+    ``answers`` are the engines' results of the sync, by engine; ``sent`` are its bytes on a link.
     """
     rate = size / seconds / GIGA
     peer = slowest_worker(answers)
     run_log.info(
         f"weight sync {index} over {backend}: {size / 1e6:.1f} MB in {seconds:.2f} s, {rate:.2f} GB/s"
+        + (f"; sent as {sent / 1e6:.1f} MB of changes" if sent < size else "")
         + (f"; slowest {peer['who']}, which loaded for {peer['loading']:.2f} s" if peer else "")
     )
     set_metric("rlhf_stack_sync_seconds", seconds, backend)
     set_metric("rlhf_stack_sync_bytes", size, backend)
+    set_metric("rlhf_stack_sync_sent_bytes", sent, backend)
     set_metric("rlhf_stack_sync_gigabytes_per_second", rate, backend)
     _compare_engines([answer["work"] for answer in answers], answers)
     return {"gigabytes_per_second": rate, "slowest": peer}

@@ -1,5 +1,6 @@
 """The trainer's side of a sync: a bucket is packed while the previous one is in flight."""
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
@@ -7,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
-from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, linked_buckets, plan_buckets
+from rlhf_stack.sync.buckets import Bucket, ParameterSpec, linked_buckets, plan_buckets, total_bytes
+from rlhf_stack.sync.changed import ChangedSender, kept_memory
+from rlhf_stack.sync.encoding import CHANGED, refuse_changed
 from rlhf_stack.sync.engine_parameters import engine_parameters
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
+from rlhf_stack.sync.kept import Kept
+from rlhf_stack.sync.packing import Packer
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +36,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
     import torch
 
     if not supports_buckets(trainer):
+        refuse_changed("this run sends its weights one by one")
         return list(parameters)
     sent = engine_parameters(trainer, parameters)
     is_merged = any(each.layer is not None for each in sent)
@@ -39,13 +45,17 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
     specs = [parameter_spec(each.name, each.parameter) for each in sent]
     content = [astuple(spec) for spec in specs]
     limit = env_vars.sync_bucket()
+    buckets = plan_buckets(specs, limit)
+    start = time.monotonic()
     with ExitStack() as stack:
         if is_root:
             group = trainer._model_update_group
             stack.enter_context(group.syncing())
-            sender = BucketSender(group, in_place=not (gathers or is_merged))
-            answers = [engine.receive_weights.remote(content, limit) for engine in trainer.vllm_engines]
-        buckets = plan_buckets(specs, limit)
+            encoding = group.encodings.select(content, total_bytes(specs))
+            sender = new_sender(group, encoding, buckets, in_place=not (gathers or is_merged))
+            answers = [
+                engine.receive_weights.remote(content, limit, encoding) for engine in trainer.vllm_engines
+            ]
         failure: SyncError | None = None
         for linked in linked_buckets(buckets):
             indices = dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans)
@@ -66,27 +76,38 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             sender.finish()
             what = f"the engines to load {buckets[-1].title} over {group.name}"
             group.answers = wait_for_engine_results(answers, what)
+            group.encodings.ended(content, time.monotonic() - start, sender.sent)
     return []
 
 
+def new_sender(
+    group: Any, encoding: str, buckets: Sequence[Bucket], in_place: bool
+) -> "BucketSender | ChangedSender":
+    """Return the sender of a sync of ``buckets``; see `BucketSender` for ``in_place``."""
+    if encoding == CHANGED:
+        return ChangedSender(group, buckets, in_place)
+    return BucketSender(group, in_place, kept_memory(group, encoding, buckets))
+
+
 class BucketSender:
-    """Sends buckets with up to `SLOTS` of them in flight.
+    """Sends all bytes of buckets, with up to `SLOTS` of them in flight; ``sent`` counts them.
 
     With ``in_place``, large tensors are sent from their own memory, if the group can; they must not change
-    before `finish`.
+    before `finish`. ``kept``: the bytes are packed there and stay there.
     """
 
-    def __init__(self, group: WeightGroup, in_place: bool) -> None:
-        self._group = group
-        self._in_place = in_place and group.in_place
+    def __init__(self, group: WeightGroup, in_place: bool, kept: Kept | None = None) -> None:
+        in_place = in_place and group.in_place and kept is None
+        self._group, self._packer = group, Packer(kept or group.buffers, group.device, in_place)
         self._in_flight: list[Transfer] = []
+        self.sent = 0
 
     def send(self, number: int, bucket: Bucket, tensors: Sequence["torch.Tensor"]) -> None:
         """Start to send ``tensors``, those of bucket ``number``, once a slot is free."""
         if len(self._in_flight) == SLOTS:
             self._in_flight.pop(0).finish()
-        sources = dict(zip(bucket.spans, tensors, strict=True))
-        parts = [self._part(number, bucket, spans, sources) for spans in bucket.parts()]
+        parts = self._packer.parts(number, bucket, tensors)
+        self.sent += sum(map(len, parts))
         self._in_flight.append(self._group.start(parts, bucket.title))
 
     def finish(self) -> None:
@@ -94,23 +115,6 @@ class BucketSender:
         for transfer in self._in_flight:
             transfer.finish()
         self._in_flight.clear()
-
-    def _part(
-        self, number: int, bucket: Bucket, spans: tuple[Span, ...], sources: dict[Span, "torch.Tensor"]
-    ) -> "torch.Tensor":
-        if self._in_place and len(spans) == 1:
-            whole = sources[spans[0]]
-            if whole.is_contiguous() and whole.device == self._group.device:
-                start = spans[0].start
-                return as_bytes(whole)[start : start + spans[0].size]
-        buffer = self._group.buffers.for_bucket(bucket.size, number)
-        for span in spans:
-            source = sources[span]
-            view = buffer[span.begin : span.end].view(source.dtype)
-            if len(view) < source.numel():
-                source = source.reshape(-1).narrow(0, span.start // source.element_size(), len(view))
-            view.view(source.shape).copy_(source, non_blocking=self._group.device.type != "cpu")
-        return buffer[spans[0].begin : spans[-1].end]
 
 
 def parameter_spec(name: str, parameter: Any) -> ParameterSpec:
@@ -133,10 +137,3 @@ def supports_buckets(trainer: Any) -> bool:
 def section(arguments: Any, name: str) -> Any:
     """Return a section of OpenRLHF's arguments; older releases have one flat namespace, which is returned."""
     return getattr(arguments, name, arguments)
-
-
-def as_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return the memory of a contiguous tensor as one-dimensional uint8."""
-    import torch
-
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -101,6 +101,19 @@ def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyP
     ).problems
 
 
+def test_nodes_of_engines_and_the_sender_keep_the_weights_that_changes_apply_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three nodes, of which one has engines, one the actor, and one nothing."""
+    monkeypatch.delenv(env_vars.SYNC_SPARSE, raising=False)
+    machines = uniform_machines(3, 8, 80, 64, 500)
+    before = [node.memory_running for node in assess(run("big"), machines, SHAPES).nodes]
+    monkeypatch.setenv(env_vars.SYNC_SPARSE, "on")
+    after = [node.memory_running for node in assess(run("big"), machines, SHAPES).nodes]
+    added = [more - less for more, less in zip(after, before, strict=True)]
+    assert sorted(added) == [0, 2 * QWEN_7B.total, 2 * QWEN_7B.total]
+
+
 def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
     planned = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True)
     awake = assess(planned, uniform_machines(1, 8, 80, 64, 500), SHAPES)

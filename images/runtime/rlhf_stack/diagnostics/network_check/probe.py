@@ -37,6 +37,7 @@ class Probe:
     def __init__(self, address: str, backend: str, deadline: float) -> None:
         self._address, self._backend = address, backend
         os.environ[env_vars.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
+        os.environ[env_vars.SYNC_SPARSE] = "off"
 
     def describe(self) -> CheckedNode:
         """Describe this node, its interfaces and its RDMA."""
