@@ -64,7 +64,7 @@ def lora() -> Shapes:
 
 def layers() -> Shapes:
     """Return the shapes of four of its layers, for a link over which the whole model takes minutes."""
-    return [(name, shape) for name, shape in half_billion() if name.split(".")[0] in "0123"]
+    return [(name, shape) for name, shape in half_billion() if name.split(".")[0] in set("0123")]
 
 
 MODELS = {"0.5B": half_billion, "LoRA": lora, "four layers": layers}
