@@ -32,8 +32,9 @@ def handle_state(handle: Any) -> str:
 
 
 def python_class(actor_class: Any) -> type:
-    """Return the Python class of a Ray actor class. Checked on Ray 2.55.0."""
-    found: type = actor_class.__ray_metadata__.modified_class
+    """Return the Python class of a Ray actor class, ``object`` of anything else. Checked on Ray 2.55.0."""
+    metadata = getattr(actor_class, "__ray_metadata__", None)
+    found: type = getattr(metadata, "modified_class", object)
     return found
 
 

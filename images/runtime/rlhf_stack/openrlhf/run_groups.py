@@ -59,11 +59,13 @@ def controller(trainer_class: Any) -> Any:
     """Return OpenRLHF's trainer, an actor class, for the node of rank 0 of the reserved actor.
 
     The run ends with that node in any case, and so it does not end with any other one. Ray repeats its calls.
+    What is no Ray actor class, or has no reserved actor, is returned unchanged.
     """
     import ray
 
     actor_class = repeats_calls(trainer_class)
-    if (group := _reserved.get(TRAINED)) is None:
+    group = _reserved.get(TRAINED)
+    if group is None or not hasattr(actor_class, "options"):
         return actor_class
     node = ray.util.placement_group_table(group)["bundles_to_node_id"][0]
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)

@@ -1,5 +1,7 @@
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.openrlhf import run_groups
@@ -49,3 +51,16 @@ def test_engines_claim_their_group_or_reserve_one() -> None:
     run_groups.reserve_run(None)
     assert run_groups.claim_engine_group(3, 4) == "group of engines"
     assert run_groups.claim_engine_group(3, 4) == (3, 4, False)
+
+
+def test_the_controller_runs_on_the_node_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, trainer = MagicMock(), MagicMock()
+    ray.util.placement_group_table.return_value = {"bundles_to_node_id": {0: "node 3", 1: "node 1"}}
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(run_groups, "_reserved", {})
+    assert run_groups.controller(trainer) is trainer, "nothing is reserved"
+    run_groups.reserve_run(None)
+    plain = SimpleNamespace()
+    assert run_groups.controller(plain) is plain
+    assert run_groups.controller(trainer) is trainer.options.return_value
+    ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy.assert_called_once_with("node 3", soft=True)
