@@ -25,6 +25,7 @@ import docker.errors
 import requests.exceptions
 from docker.models.containers import Container
 from docker.models.networks import Network
+from docker.types import IPAMConfig, IPAMPool
 
 from scripts.docker.client import docker_command
 from scripts.errors import UserError, interrupt
@@ -100,7 +101,8 @@ class Cluster:
     """A context manager: on entry every node has joined Ray's cluster, on exit everything is removed.
 
     The first of ``nodes`` is the head. ``environment`` is set in every process. ``timeout`` in seconds is for
-    the nodes to join. ``start`` returns the command of a node, with the arguments of `ray_start`.
+    the nodes to join. ``start`` returns the command of a node, with the arguments of `ray_start`. With
+    ``ipv6`` nodes have IPv6 addresses too.
 
     A starting node has priority over everything else on this machine: the raylet of Ray 2.55 ends itself, and
     the node, if its agents are not up within 15 s (github.com/ray-project/ray/issues/65983). ``ray start``
@@ -116,6 +118,7 @@ class Cluster:
         timeout: float = 120.0,
         options: Mapping[str, Any] | None = None,
         start: Callable[[ContainerNode, str | None], list[str]] = ray_start,
+        ipv6: bool = False,
     ) -> None:
         self._client = client
         self._image = image
@@ -124,6 +127,7 @@ class Cluster:
         self._timeout = timeout
         self._options = dict(options or {})
         self._command = start
+        self._ipv6 = ipv6
         self._networks: list[Network] = []
         self._end = contextlib.ExitStack()
         self.containers: list[Container] = []
@@ -247,7 +251,17 @@ class Cluster:
         labels = {LABEL: owner_label()}
         run = uuid.uuid4().hex[:8]
         network = f"rlhf-stacks-{run}"
-        self._networks.append(self._client.networks.create(network, driver="bridge", labels=labels))
+        # Before Docker 27 an IPv6 network needs its own addresses: a random local /64 (RFC 4193).
+        pools = [IPAMPool(subnet=f"fd{run[:2]}:{run[2:6]}:{run[4:]}::/64")] if self._ipv6 else []
+        self._networks.append(
+            self._client.networks.create(
+                network,
+                driver="bridge",
+                labels=labels,
+                enable_ipv6=self._ipv6,
+                ipam=IPAMConfig(pool_configs=pools) if pools else None,
+            )
+        )
         head = self._nodes[0].name
         for node in self._nodes:
             container = self._client.containers.create(

@@ -72,6 +72,18 @@ def gcs_client(address: str) -> Any:
     return GcsClient(address=address)
 
 
+def has_ipv6() -> bool:
+    """Report whether the installed Ray accepts IPv6 addresses of nodes, without importing it.
+
+    Added in github.com/ray-project/ray/pull/56147. Checked on Ray 2.12.0 and 2.55.0; True without Ray.
+    """
+    spec = find_spec("ray")
+    if not spec or not spec.origin:
+        return True
+    source = Path(spec.origin).with_name("_common") / "network_utils.py"
+    return source.is_file() and "def is_ipv6(" in source.read_text(encoding="utf-8")
+
+
 def has_token_authentication() -> bool:
     """Report whether the installed Ray authenticates by token (2.52 and later), without importing it.
 

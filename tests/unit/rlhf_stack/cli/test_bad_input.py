@@ -16,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rlhf_stack.cli import commands
+from rlhf_stack.cli.commands import start
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import auth_token
+from rlhf_stack.compat import ray_private
 from rlhf_stack.inputs import files
 from rlhf_stack.openrlhf import command_line
 
@@ -352,6 +354,19 @@ def test_an_unusable_token_is_refused(role: list[str], token: str, monkeypatch: 
     line = require_refusal(["start", *role, "--dry-run"])
     assert "RAY_AUTH_TOKEN" in line
     assert not token or token not in line
+
+
+@pytest.mark.parametrize(
+    "words", [["--head", "--node-ip-address", "fd00::1"], ["--join", "[fd00::1]:6379"], ["--join", "fd00::1"]]
+)
+def test_an_ipv6_address_is_refused_if_ray_does_not_know_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["start", *words, "--auth", "none", "--dry-run"]
+    assert call(command)[0] == 0
+    monkeypatch.setattr(ray_private, "has_ipv6", lambda: False)
+    monkeypatch.setattr(start, "_ray", lambda: "2.12.0")
+    assert "accepts no IPv6 addresses" in require_refusal(command)
 
 
 @pytest.mark.parametrize("stdout", ["full", "closed"])

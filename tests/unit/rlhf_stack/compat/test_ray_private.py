@@ -41,15 +41,30 @@ def test_free_resources_are_found_in_old_and_new_releases(monkeypatch: pytest.Mo
     assert ray_private.available_resources_per_node() == {"b": {"GPU": 2.0}}
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install an empty package "ray" in ``folder``, and return its path."""
+    (folder / "ray").mkdir()
+    (folder / "ray" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(folder)])
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    return folder / "ray"
+
+
 @pytest.mark.parametrize("release_has_tokens", [False, True])
 def test_token_support_follows_the_installed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release_has_tokens: bool
 ) -> None:
-    package = tmp_path / "ray"
-    (package / "_private" / "authentication").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    if not release_has_tokens:
-        (package / "_private" / "authentication").rmdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    package = install(tmp_path, monkeypatch)
+    (package / "_private" / ("authentication" if release_has_tokens else "other")).mkdir(parents=True)
     assert ray_private.has_token_authentication() == release_has_tokens
+
+
+@pytest.mark.parametrize(("source", "known"), [(None, False), ("", False), ("def is_ipv6(host):\n", True)])
+def test_ipv6_support_follows_the_installed_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, known: bool
+) -> None:
+    package = install(tmp_path, monkeypatch)
+    if source is not None:
+        (package / "_common").mkdir()
+        (package / "_common" / "network_utils.py").write_text(source)
+    assert ray_private.has_ipv6() == known

@@ -39,8 +39,9 @@ from rlhf_stack.cli.option_types import (
     seconds,
 )
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.cluster.host import inspect_host, wait_for_port
+from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
+from rlhf_stack.compat import ray_private
 from rlhf_stack.errors import UserError
 
 ENTRYPOINT = "rlhf-entrypoint"  # applies the image's environment, then replaces itself with the command
@@ -117,6 +118,11 @@ def run(options: argparse.Namespace) -> int:
         block=options.block,
     )
     started = ray_start_command(start_options, inspect_host(environment), with_token)
+    if any(is_ipv6(word) or word.startswith("[") for word in started) and not ray_private.has_ipv6():
+        raise UserError(
+            f"Ray {_ray()} accepts no IPv6 addresses (github.com/ray-project/ray/pull/56147): give IPv4 "
+            "addresses by --node-ip-address and --join, or use a cell with a newer Ray"
+        )
     if options.dry_run:
         if options.json:
             print_json("start", 1, ray_start=started, token=with_token, nodes=[])
