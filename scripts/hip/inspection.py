@@ -29,6 +29,9 @@ OF_SYSTEM = (
     "libgcc_s.so.1",
     "libpython3.11.so.1.0",
 )
+# How each requires HIP: the recipe of vLLM's names the file in torch's wheel. DeepSpeed's own build names the
+# SONAME, under which ``import torch`` has loaded that file.
+HIP = {"vllm_rocm_ops": "libamdhip64.so", "deepspeed": LIBRARIES["libamdhip64.so"]}
 LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
 # What nothing that is here defines, and which library of torch's wheel for ROCm does.
 EXPLAINED = {
@@ -85,8 +88,11 @@ def inspect(
                 if (objects[gpu], counts[gpu]) != wanted
             ),
             *(f"undefined and unexplained: {symbol}" for symbol in sorted(left - EXPLAINED.keys())),
-            *(f"it requires {library}, which torch's wheel lacks" for library in sorted(needed - LOADED)),
-            *(() if "libamdhip64.so" in needed else ("it does not require libamdhip64.so",)),
+            *(
+                f"it requires {library}, which torch's wheel lacks"
+                for library in sorted(needed - LOADED - {HIP[name]})
+            ),
+            *(() if HIP[name] in needed else (f"it does not require {HIP[name]}",)),
         ),
     )
 

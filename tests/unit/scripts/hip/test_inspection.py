@@ -22,7 +22,7 @@ PROVIDERS = {
 def linked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the library have symbols of each kind."""
     undefined = {STREAM, "_ZN3c105ErrorE", "memcpy", "hipblasHgemm"}
-    found = Symbols(frozenset(), frozenset(undefined), ("libc10.so", "libamdhip64.so"))
+    found = Symbols(frozenset(), frozenset(undefined), ("libc10.so", "libamdhip64.so.6"))
     monkeypatch.setattr(symbols, "read", lambda _: found)
 
 
@@ -46,7 +46,7 @@ def test_undefined_symbols_are_counted_by_who_defines_them(
 
 
 def test_everything_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Symbols(frozenset(), frozenset({"_ZN4vllm5otherEv"}), ("libamdhip64.so.6",))
+    found = Symbols(frozenset(), frozenset({"_ZN4vllm5otherEv"}), ("libcudart.so.12",))
     monkeypatch.setattr(symbols, "read", lambda _: found)
     package = inspection.inspect("deepspeed", wheel(tmp_path, MI200), GPUS, PROVIDERS)
     assert package.problems == (
@@ -54,6 +54,6 @@ def test_everything_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.M
         "gfx90a: 1 device objects and 1 kernels, expected (1, 8)",
         "gfx942: 0 device objects and 0 kernels, expected (1, 8)",
         "undefined and unexplained: _ZN4vllm5otherEv",
-        "it requires libamdhip64.so.6, which torch's wheel lacks",
-        "it does not require libamdhip64.so",
+        "it requires libcudart.so.12, which torch's wheel lacks",
+        "it does not require libamdhip64.so.6",
     )
