@@ -55,6 +55,7 @@ def checks() -> dict[str, list[str]]:
         "hadolint": [_tool("hadolint"), "--failure-threshold=warning", *map(str, dockerfiles(git.files()))],
         "layers": [_tool("lint-imports"), "--no-logo"],
         "schema": [*scripts, "matrix", "schema", "--check"],
+        "certificate": [*scripts, "certificates", "schema", "--check"],
         "host cells": [*scripts, "matrix", "host-cells", "--check"],
         "patches": [*scripts, "patches", "check"],
         "locks": [*scripts, "lock", "--check", "--offline"],

@@ -90,6 +90,7 @@ def build_command(
         f"--iidfile={image_id}",
         f"--build-arg=RUNTIME_BASE={inputs.runtime}",
         f"--build-arg=BUILDER_BASE={inputs.builder}",
+        f"--build-arg=INPUTS={inputs.digest}",
         *(f"--build-arg={name}" for name in proxies),
         *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
         *(f"--label={name}={value}" for name, value in labels.items()),

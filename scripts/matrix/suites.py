@@ -86,7 +86,7 @@ SUITES: Mapping[str, Suite] = {
         folder="cluster",
         marks="not integration",
         required_for=("cpu",),
-        skips=(OTHER_CELL, OTHER_RAY, NEEDS_GPU),
+        skips=(OTHER_CELL, OTHER_RAY, NEEDS_GPU, "this image is for a CPU"),
     ),
     "integration": Suite(
         "simulated: a step of training on up to four nodes of eight GPUs, engines up to TP 8; calls to the "

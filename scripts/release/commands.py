@@ -1,4 +1,4 @@
-"""``python -m scripts catalogue``, ``fault-table``, ``kernels`` and ``publish``."""
+"""Commands: ``catalogue``, ``certificates``, ``fault-table``, ``gpu-kit``, ``kernels`` and ``publish``."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ import typer
 from scripts.errors import UserError
 from scripts.matrix.load import expand, find, load
 from scripts.matrix.model import targets
-from scripts.release import catalogue, fault_cases, kernels
+from scripts.release import catalogue, certificates, fault_cases, gpu_kit, kernels
 from scripts.release.publish import publish_cells
 
 
@@ -20,6 +20,11 @@ def register(app: typer.Typer) -> None:
     app.command("fault-table")(write_fault_table)
     app.command("kernels")(inspect_kernels)
     app.command("publish")(publish)
+    app.command("gpu-kit")(pack_gpu_kit)
+    group = typer.Typer(help="Add certificates of `rlhf-stack certify`.", no_args_is_help=True)
+    group.command("add")(add_certificate)
+    group.command("schema")(write_certificate_schema)
+    app.add_typer(group, name="certificates")
 
 
 def write_catalogue(
@@ -85,3 +90,43 @@ def publish(
     matrix = load()
     chosen = [find(matrix, name) for name in dict.fromkeys(cells)] if cells else expand(matrix)
     return publish_cells(repository, chosen)
+
+
+def add_certificate(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="certificate.json, next to its folder of records.")
+    ],
+) -> None:
+    """Check a certificate, its records and, if FILE.sig is there, its signature; add it to the catalogue."""
+    print(certificates.add(file, certificates.known_subjects()))
+    catalogue.write(offline=True)
+
+
+def write_certificate_schema(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 if the file is stale.")
+    ] = False,
+) -> int:
+    """Write docs/certificate.schema.json."""
+    file, text = certificates.SCHEMA_FILE, certificates.schema()
+    if not check:
+        file.write_text(text, encoding="utf-8")
+    elif not file.exists() or file.read_text(encoding="utf-8") != text:
+        print(f"{file.name} is stale: run python -m scripts certificates schema", file=sys.stderr)
+        return 1
+    return 0
+
+
+def pack_gpu_kit(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder.")] = Path("build/gpu-kit"),
+    piece: Annotated[
+        int, typer.Option(metavar="MB", min=1, help="The most that a piece has, in 10^6 bytes.")
+    ] = 48,
+    wheels: Annotated[
+        list[Path] | None,
+        typer.Option("--wheel", metavar="FILE", help="Also contain this wheel; repeatable."),
+    ] = None,
+) -> None:
+    """Pack the rungs of certify that need only torch, for a machine with a GPU and without an image."""
+    pieces = gpu_kit.pack(out, piece * 10**6, wheels or ())
+    print(f"{len(pieces)} pieces of at most {piece} MB in {out}; there: bash {out.name}/run.sh FOLDER")

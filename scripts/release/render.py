@@ -12,7 +12,7 @@ from scripts.git import DIRTY
 from scripts.matrix.load import Accelerator, Cell
 from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
-from scripts.release import facts, published_scripts
+from scripts.release import certificates, facts, published_scripts
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import FAULTS, Case, of_one_image
 from scripts.testing import records
@@ -99,7 +99,9 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
         return NOT_YET.format(tests, measured.revision[: records.DIGITS])
     absent = [name for name in records.required(cell) if name not in measured.suites]
     parts = [f"built here, {tests}", *([f"not run: {', '.join(absent)}"] if absent else [])]
-    return "; ".join([*parts, *([] if cell.accelerator.kind == "cpu" else ["never run on a GPU"])])
+    ran = certificates.of_cell(certificates.load(), cell.id, measured.inputs)
+    never = [] if cell.accelerator.kind == "cpu" else ["never run on a GPU"]
+    return "; ".join([*parts, *([ran] if ran else never)])
 
 
 def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case] = ()) -> str:
@@ -128,6 +130,8 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
             fault_table(cell, cases, current.get(cell, ""))
             for cell in dict.fromkeys(case.cell for case in cases)
         ],
+        certificate_columns=certificates.COLUMNS,
+        certificates=certificates.rows(certificates.load()),
         script_columns=published_scripts.COLUMNS,
         scripts=published_scripts.rows(),
         cells=[_section(cell, known) for cell in cells],

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from rlhf_stack.certify import engines
+from rlhf_stack.certify.engines import AFTER, BEFORE, WAITING
 
 from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import run
@@ -28,8 +30,7 @@ from tests.bench.results import Row, parser, show
 SCRIPT = Path(__file__).with_name("gpu_contention_engines.py")
 INSIDE = "/opt/bench.py"
 LAYERS = 8
-TOKENS = 8 * 64  # per engine and round
-BEFORE, WAITING, AFTER = "before the first training step", "a rank waits", "no rank waits"
+TOKENS = engines.REQUESTS * engines.TOKENS  # per engine and round
 
 
 def seconds(rounds: Sequence[dict[str, Any]], phase: str, index: int) -> float:

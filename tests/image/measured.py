@@ -6,25 +6,21 @@ It runs on a CPU, profiles torch's allocator, and sums the tensors of DeepSpeed 
 """
 
 import gc
-import inspect
 import json
 import os
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+
+from rlhf_stack.certify import memory_peaks
+from rlhf_stack.certify.memory_peaks import SMALL
 
 RANKS = 2
 SECONDS = 240
-SIZES = {"layers": 4, "hidden": 256, "intermediate": 704, "heads": 4, "kv_heads": 2, "vocabulary": 4096}
-SEQUENCES, LENGTH = 2, 128
-PASSES = {  # name: attention, checkpointing, sizes that differ
-    "sdpa": ("sdpa", False, {}),
-    "eager": ("eager", False, {}),
-    "sdpa, checkpointing": ("sdpa", True, {}),
-    "sdpa, small vocabulary": ("sdpa", False, {"vocabulary": 512, "layers": 8}),
-}
-ENGINES = {"a": SIZES, "odd sizes": SIZES | {"layers": 3, "hidden": 192, "heads": 3, "kv_heads": 1}}
+LENGTH = 128
+ENGINES = {"a": SMALL, "odd sizes": replace(SMALL, layers=3, hidden=192, heads=3, kv_heads=1)}
 CACHE_GIB = 1
 
 
@@ -41,99 +37,9 @@ def row(name, estimated, measured):
     return {"name": name, "estimated": estimated, "measured": measured}
 
 
-def config_of(sizes, attention="sdpa"):
-    """Return the configuration of a Qwen2 of these sizes; query, key and value have a bias."""
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        vocab_size=sizes["vocabulary"],
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["intermediate"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        attn_implementation=attention,
-        architectures=["Qwen2ForCausalLM"],
-    )
-
-
-def shape_of(sizes):
-    """Return the shape of the same model for the estimate."""
-    from rlhf_stack.memory import Shape
-
-    return Shape(**sizes, head_dim=sizes["hidden"] // sizes["heads"], qkv_bias=True)
-
-
-def model_of(sizes, attention="sdpa"):
-    """Return the model in 16 bits, with random weights."""
-    import torch
-    from transformers import Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM._from_config(config_of(sizes, attention), torch_dtype=torch.bfloat16)
-    model.config.use_cache = False
-    return model.train()
-
-
-def profiled(call):
-    """Return the bytes allocated after ``call``, with its result alive, and their peak during it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        result = call()
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    clock = "start_ns" if hasattr(events[0], "start_ns") else "start_us"
-    now = peak = 0
-    for event in sorted(events, key=lambda event: getattr(event, clock)()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    del result
-    return now, peak
-
-
 def activations():
     """Measure OpenRLHF's actor: activations saved by a forward pass, and peaks of training and inference."""
-    import torch
-    from openrlhf.models import Actor
-    from rlhf_stack.memory import Pass, forward_peak, saved_activations, training_peak
-
-    torch.set_num_threads(1)
-    newer = "action_mask" in inspect.signature(Actor.forward).parameters
-    rows = []
-    for name, (attention, checkpointing, changes) in PASSES.items():
-        sizes = SIZES | changes
-        actor = Actor(model_of(sizes, attention))
-        actor.packing_samples = False
-        if checkpointing:
-            actor.gradient_checkpointing_enable()
-        tokens = torch.randint(0, sizes["vocabulary"], (SEQUENCES, LENGTH))
-        mask = torch.ones_like(tokens)
-
-        def forward(actor=actor, tokens=tokens, mask=mask):
-            answers = LENGTH - 1
-            if newer:
-                return actor(tokens, torch.ones(SEQUENCES, answers), attention_mask=mask, return_output=True)
-            return actor(tokens, answers, mask, return_output=True)
-
-        def train(forward=forward):
-            forward()[0].mean().backward()
-
-        def infer(forward=forward):
-            with torch.no_grad():
-                forward()
-
-        train()  # allocates the gradients, which are then not counted
-        shape = shape_of(sizes)
-        work = Pass(SEQUENCES, LENGTH, checkpointing, attention, half_precision_logits=not newer)
-        rows += [
-            row(f"{name}: saved", saved_activations(shape, work), profiled(forward)[0]),
-            row(f"{name}: training peak", training_peak(shape, work), profiled(train)[1]),
-        ]
-        if not checkpointing:
-            rows.append(row(f"{name}: forward peak", forward_peak(shape, work), profiled(infer)[1]))
-    return rows
+    return [row(*one) for one in memory_peaks.activations(memory_peaks.SMALL, memory_peaks.LENGTH)]
 
 
 def stages():
@@ -189,13 +95,13 @@ def engine_states(stage, offload, wide):
     import torch
     from rlhf_stack.memory import Zero, model_states
 
-    model = model_of(SIZES)
+    model = memory_peaks.model_of(SMALL)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     before = allocated() - 2 * parameters
     engine = deepspeed_engine(model, stage, offload, wide)
 
     def train():
-        tokens = torch.randint(0, SIZES["vocabulary"], (1, 8))
+        tokens = torch.randint(0, SMALL.vocabulary, (1, 8))
         engine.backward(engine(tokens).logits.float().pow(2).mean())
 
     train()
@@ -255,13 +161,12 @@ def cache():
 
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)
     rows = []
-    for name, sizes in ENGINES.items():
+    for name, shape in ENGINES.items():
         with tempfile.TemporaryDirectory() as folder:
-            config_of(sizes).save_pretrained(folder)
+            memory_peaks.config_of(shape).save_pretrained(folder)
             config = json.loads(Path(folder, "config.json").read_text())
             Path(folder, "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
             found, block = engine_blocks(folder)
-        shape = shape_of(sizes)
         engine = EngineSettings(1, 1.0, LENGTH, block)
         size = token_bytes(shape, 1) * block
         rows.append(row(f"cache, {name}", blocks(shape, engine, CACHE_GIB << 30) * size, found * size))

@@ -30,7 +30,7 @@ def test_labels_name_cell_and_versions(image: Image, cell: Cell) -> None:
     assert labels["org.opencontainers.image.version"] == f"{cell.release}-{cell.id}"
     assert labels[f"{NAMESPACE}.unverified"] == cell.tested.unverified
     assert labels[REVISION]
-    assert labels[INPUTS]
+    assert f"RLHF_STACK_INPUTS={labels[INPUTS]}" in image.attrs["Config"]["Env"]
 
 
 def test_env_defaults_are_in_the_configuration(image: Image, cell: Cell) -> None:

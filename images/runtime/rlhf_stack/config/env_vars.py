@@ -3,6 +3,7 @@
 import os
 
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # set by the image, not by users
+INPUTS = "RLHF_STACK_INPUTS"  # set by the image: the digest of the inputs of its build
 EVENTS = "RLHF_STACK_EVENTS"
 VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"

@@ -2,14 +2,34 @@
 
 import hashlib
 import json
+import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_stack import __version__
+from rlhf_stack.config import env_vars
 
 ABOUT = Path("/etc/rlhf-stack")
 CELL, CONTENTS = "cell.json", ("cell.json", "debian.txt", "lock.txt")
 DIGITS = 12
+
+
+@dataclass(frozen=True)
+class About:
+    """An image by its cell, its release, and the digest of the inputs of its build; all "" outside of one."""
+
+    cell: str = ""
+    release: str = ""
+    inputs: str = ""
+
+
+def about(folder: Path = ABOUT) -> About:
+    """What image this process runs in."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
+        return About(str(cell["id"]), str(cell["release"]), os.environ.get(env_vars.INPUTS, ""))
+    return About()
 
 
 def description(folder: Path = ABOUT) -> str:

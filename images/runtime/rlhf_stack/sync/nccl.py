@@ -50,7 +50,7 @@ class NcclTransfer:
         return True
 
 
-class _StreamGroup:
+class StreamGroup:
     """The common part of both groups: a separate stream broadcasts while the current one packs and loads."""
 
     name = "nccl"
@@ -96,7 +96,7 @@ class _StreamGroup:
         return self._members.failure(f"nccl, {what}", error)
 
 
-class NcclGroup(_StreamGroup):
+class NcclGroup(StreamGroup):
     """Upstream's group, vLLM's PyNcclCommunicator; a disabled one, which does nothing, is an error."""
 
     def __init__(self, members: Members, device: Any) -> None:
@@ -131,7 +131,7 @@ class NcclGroup(_StreamGroup):
         return failure
 
 
-class TorchNcclGroup(_StreamGroup):
+class TorchNcclGroup(StreamGroup):
     """torch's NCCL group, as in upstream, for vLLM 0.4, whose communicator only vLLM's own ranks can use.
 
     A broadcast that does not finish within the deadline ends the process: torch's watchdog aborts it.

@@ -126,6 +126,8 @@ WRONG_USAGE = [
     ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
     ("check-network", "--size nan", "'nan': expected a number greater than 0"),
     ("check-network", "--backend mpi", "invalid choice: 'mpi'"),
+    ("certify", "--fake-gpus 2,x", "'x': expected a whole number of at least 1"),
+    ("certify", "--rung attentoin", "no rung 'attentoin'"),
     ("submit", "", "no command line of a run"),
     ("submit", "--env NOT_SET -- ls", "NOT_SET is not set in this shell"),
     ("submit", "--grace 5 -- ls", "5: expected 10 seconds or more"),

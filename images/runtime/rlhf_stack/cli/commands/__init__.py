@@ -11,7 +11,10 @@ from importlib import import_module
 from typing import Protocol, cast
 
 # In the order in which an operator needs them.
-NAMES = ("plan", "start", "check-network", "submit", "checkpoint", "tune", "top", "doctor", "reap", "patches")
+NAMES = (
+    *("plan", "start", "check-network", "certify", "submit", "checkpoint"),
+    *("tune", "top", "doctor", "reap", "patches"),
+)
 # Old names, accepted with a warning for one release; the schemas of their JSON output keep them.
 RENAMED = {"rehearse": "check-network", "profile": "tune"}
 

@@ -66,7 +66,7 @@ REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, a
 LEAST_GRACE = 10.0  # seconds
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
-OF_THE_IMAGE = (env_vars.ACCELERATOR, "RLHF_STACK_TOLD")  # set by the image on every machine
+OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -61,7 +61,7 @@ def collect_facts() -> NodeFacts:
         ray_processes=_ray_processes(table),
         resources=process_table.declared_resources(table),
         gpus=_gpus(),
-        driver=_driver(),
+        driver=installed_driver(),
         built_for=_built_for(),
         libraries=found,
         missing_library=missing,
@@ -137,7 +137,7 @@ def _nvidia_gpus() -> int:
     return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else 0
 
 
-def _driver() -> str:
+def installed_driver() -> str:
     """The version of NVIDIA's kernel module, or "" without one."""
     text = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else ""
     found = DRIVER_VERSION.search(text)

@@ -1,0 +1,157 @@
+"""Climbs the ladder: each rung in a process of its own with a deadline, and none stops the next one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place, Step
+from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Measurement, Record, worst
+
+LOG_BYTES = 40_000
+CLUSTER_NEEDED = "it needs Ray, vLLM and OpenRLHF of an image"
+
+
+def climb(
+    place: Place, chosen: Sequence[str], report: Callable[[Step, Record | None], None]
+) -> Iterator[Record]:
+    """Yield the record of each rung of the ladder; ``report`` is called before and after each climb.
+
+    Those that are not ``chosen`` are not climbed, and after the facts none if the image's GPUs are missing.
+    """
+    obstacle = ""
+    for step in LADDER:
+        if step.name not in chosen:
+            record = Record(step.name, NOT_CLIMBED, "it was not selected", 0.0)
+        elif step.on == "cluster" and not place.address:
+            record = Record(step.name, NOT_CLIMBED, CLUSTER_NEEDED, 0.0)
+        elif obstacle:
+            record = Record(step.name, NOT_CLIMBED, obstacle, 0.0)
+        else:
+            report(step, None)
+            record = in_process(step, place)
+        if step.name == "facts":
+            obstacle = missing_gpus(record)
+        report(step, record)
+        yield record
+
+
+def missing_gpus(facts: Record) -> str:
+    """Why no further rung can be climbed: the image is for GPUs, and no node has one; "" otherwise."""
+    nodes = list(facts.details.values())
+    kinds = {node["accelerator"] for node in nodes if isinstance(node, dict)}
+    if kinds & {"cuda", "rocm"} and not any(node["gpus"] for node in nodes):
+        return "this image is for GPUs, and no node has one that its driver shows"
+    return ""
+
+
+def in_process(step: Step, place: Place) -> Record:
+    """Climb a rung in a process of its own; at the deadline it is killed with its children."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "record.json")
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "rlhf_stack.certify.climb",
+                json.dumps(asdict(step)),
+                json.dumps(asdict(place)),
+                str(result),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(step.seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        seconds = round(time.monotonic() - start, 1)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - LOG_BYTES))
+        log = output.read().decode(errors="replace")
+        if result.exists():
+            content = json.loads(result.read_text(encoding="utf-8"))
+            measured = [Measurement(**one) for one in content.pop("measurements")]
+            return Record(**(content | {"measurements": measured, "seconds": seconds, "log": log}))
+    why = f"not done after {step.seconds:.0f} s" if code is None else f"its process ended with code {code}"
+    return Record(step.name, FAILED, why, seconds, log=log)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def attempt(step: Step, place: Place) -> Record:
+    """Climb a rung in this process; no error leaves it."""
+    import traceback
+
+    start = time.monotonic()
+    try:
+        found = step.load()(place)
+    except NotClimbedError as error:
+        return Record(step.name, NOT_CLIMBED, str(error), time.monotonic() - start)
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {first}"
+        return Record(step.name, FAILED, reason, time.monotonic() - start)
+    state = FAILED if found.problem else PASSED
+    return Record(
+        step.name, state, found.problem, time.monotonic() - start, found.measurements, found.details
+    )
+
+
+def on_every_gpu(step: Step, place: Place) -> Record:
+    """Climb a rung on each GPU of the cluster at the same time, with fake GPUs on one of each node."""
+    from rlhf_stack.accelerator import devices
+    from rlhf_stack.certify import on_cluster
+
+    try:
+        with on_cluster.nodes_with_gpus(place) as nodes:
+            addresses = on_cluster.gpus_of(nodes) if devices.is_gpu() else [node.address for node in nodes]
+            with on_cluster.actors(on_cluster.Hand, addresses) as hands:
+                calls = [hand.run.remote(attempt, step, place) for hand in hands]
+                names = [f"GPU {index} on {address}" for index, address in enumerate(addresses)]
+                records = on_cluster.answers(calls, names, step.seconds)
+    except NotClimbedError as error:
+        return Record(step.name, NOT_CLIMBED, str(error), 0.0)
+    return combined(step.name, dict(zip(names, records, strict=True)))
+
+
+def combined(rung: str, records: dict[str, Record]) -> Record:
+    """One record for those of several GPUs, by their names: failed if one failed."""
+    state = next((s for s in (FAILED, NOT_CLIMBED) if any(r.state == s for r in records.values())), PASSED)
+    reasons = [f"{name}: {record.reason}" for name, record in records.items() if record.state == state]
+    measured = worst([record.measurements for record in records.values()])
+    details = {name: record.details for name, record in records.items()}
+    reason = "" if state == PASSED else "; ".join(reasons)
+    return Record(rung, state, reason, 0.0, measured, details)
+
+
+def main() -> None:
+    """Climb one rung and write its record: STEP PLACE FILE, the first two as JSON."""
+    _, rung, text, file = sys.argv
+    step = Step(**json.loads(rung))
+    place = Place(**json.loads(text))
+    everywhere = step.on == "gpu" and place.address
+    record = on_every_gpu(step, place) if everywhere else attempt(step, place)
+    Path(file).write_text(json.dumps(asdict(record)), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # threads of NCCL and Ray may never end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The rung ``collectives``: all-reduce, as the trainer's ranks call it, between GPUs."""
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from rlhf_stack.accelerator import devices
+from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
+from rlhf_stack.certify.model import Measurement
+from rlhf_stack.certify.on_cluster import actors, answers, gpus_of, nodes_with_gpus
+from rlhf_stack.diagnostics.network_check.sampling import ring
+
+SECONDS = 60
+REPEATS = 3  # of which the best counts
+ELEMENTS, SMALL_ELEMENTS = 1 << 26, 1 << 20
+
+
+class Member:
+    """A rank of groups that are created one after the other."""
+
+    def port(self) -> tuple[str, int]:
+        """The address of this node, and a free port of it."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            return address, int(listener.getsockname()[1])
+
+    def all_reduce(self, where: tuple[str, int], rank: int, world: int, elements: int) -> tuple[float, bool]:
+        """The best seconds of an all-reduce of 32-bit numbers, and whether its sum is correct."""
+        import torch
+        import torch.distributed as dist
+
+        device = devices.torch_device()
+        dist.init_process_group(
+            "nccl" if devices.is_gpu() else "gloo",
+            init_method=f"tcp://{where[0]}:{where[1]}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=SECONDS),
+        )
+        try:
+            taken, correct = [], True
+            for _ in range(REPEATS + 1):  # the first one connects
+                tensor = torch.arange(elements, dtype=torch.float32, device=device) % 251 + rank
+                devices.synchronize()
+                start = time.monotonic()
+                dist.all_reduce(tensor)
+                devices.synchronize()
+                taken.append(time.monotonic() - start)
+                numbers = torch.arange(elements, dtype=torch.float32, device=device) % 251
+                correct &= torch.equal(tensor, numbers * world + world * (world - 1) // 2)
+            return min(taken[1:]), correct
+        finally:
+            dist.destroy_process_group()
+
+
+def climb(place: Place) -> Found:
+    """Measure every GPU with the next one, pairs without a common GPU at the same time, then all together."""
+    with nodes_with_gpus(place) as nodes:
+        addresses = gpus_of(nodes)
+        if len(addresses) < 2:
+            raise NotClimbedError("one GPU: there is no other to exchange data with")
+        elements = SMALL_ELEMENTS if place.small else ELEMENTS
+        with actors(Member, addresses) as members:
+            pairs = {}
+            for pairs_at_once in ring(len(addresses)) if len(addresses) > 2 else [[(0, 1)]]:
+                for pair, result in zip(
+                    pairs_at_once, _reduce(members, addresses, pairs_at_once, elements), strict=True
+                ):
+                    pairs[pair] = result
+            (whole,) = _reduce(members, addresses, [range(len(addresses))], elements)
+    names = {pair: f"GPU {pair[0]} and {pair[1]}" for pair in pairs}
+    wrong = [names[pair] for pair, (_, correct) in pairs.items() if not correct]
+    wrong += [] if whole[1] else ["all GPUs"]
+    rates = {names[pair]: rate for pair, (rate, _) in pairs.items()}
+    return Found(
+        [
+            Measurement("slowest pair", min(rates.values()), "GB/s"),
+            Measurement("fastest pair", max(rates.values()), "GB/s"),
+            Measurement(f"all {len(addresses)} GPUs", whole[0], "GB/s"),
+        ],
+        {"nodes": addresses, "GB/s": rates},
+        f"wrong sums: {', '.join(wrong)}" if wrong else "",
+    )
+
+
+def _reduce(
+    members: Sequence[Any], addresses: Sequence[str], groups: Sequence[Sequence[int]], elements: int
+) -> list[tuple[float, bool]]:
+    """For each group, at the same time: the bandwidth of the bus in GB/s, and whether the sum is correct."""
+    import ray
+
+    calls, who = [], []
+    for group in groups:
+        where = ray.get(members[group[0]].port.remote(), timeout=SECONDS)
+        for rank, member in enumerate(group):
+            calls.append(members[member].all_reduce.remote(where, rank, len(group), elements))
+            who.append(f"GPU {member} on {addresses[member]}")
+    results = answers(calls, who, 2 * SECONDS)
+    found = []
+    for group in groups:
+        own, results = results[: len(group)], results[len(group) :]
+        moved = 2 * (len(group) - 1) / len(group) * 4 * elements  # bytes that each rank sends and receives
+        found.append((moved / max(seconds for seconds, _ in own) / 1e9, all(right for _, right in own)))
+    return found

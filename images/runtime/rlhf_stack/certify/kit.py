@@ -1,0 +1,67 @@
+"""Climbs what needs only torch, on a machine without an image: ``python3 -m rlhf_stack.certify.kit FOLDER``.
+
+``python -m scripts gpu-kit`` packs this package. The digest in ``kit.json`` next to it goes into the
+certificate. All other rungs are in it as not climbed.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DIGEST = Path(__file__).parents[2] / "kit.json"
+
+
+class Plain:
+    """Takes the place of rich where it is not installed."""
+
+    def print(self, text: str, **_: Any) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def status(self, _: str) -> "Plain":
+        """No status is shown."""
+        return self
+
+    def update(self, text: str) -> None:
+        """Print what is climbed now."""
+        print(f"... {text}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Plain":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def main() -> int:
+    """Climb, write the certificate to FOLDER, and return 1 if a rung failed."""
+    import torch
+
+    from rlhf_stack.certify.certificate import certify
+    from rlhf_stack.certify.ladder import NAMES, Place
+    from rlhf_stack.certify.model import FAILED, Machine, Subject
+
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "certificate")
+    digest = str(json.loads(DIGEST.read_text(encoding="utf-8"))["digest"]) if DIGEST.exists() else ""
+    count = torch.cuda.device_count()
+    model = torch.cuda.get_device_name() if count else ""
+    print(f"torch {torch.__version__}, {count} GPUs {model}".rstrip(), flush=True)
+    machine = Machine(count, model, _driver())
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Place("", temporary, small=not count)
+        found = certify(place, NAMES, Subject("", "", "", digest), [machine], folder, Plain())  # type: ignore[arg-type]
+    print(f"{folder}/certificate.json", flush=True)
+    return 1 if any(rung.state == FAILED for rung in found.rungs) else 0
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, "" without one."""
+    from rlhf_stack.diagnostics.doctor.collect import installed_driver
+
+    return installed_driver()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

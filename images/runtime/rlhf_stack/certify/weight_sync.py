@@ -1,0 +1,163 @@
+"""The rungs ``sync`` and ``lost-rank``: weight syncs between a trainer and the ranks of engines."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+from rlhf_stack.accelerator import devices
+from rlhf_stack.certify.device_memory import BUCKET, SMALL_BUCKET, parameters
+from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
+from rlhf_stack.certify.model import Measurement
+from rlhf_stack.certify.on_cluster import actors, answers, gpus_of, nodes_with_gpus
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync.buckets import plan_buckets
+from rlhf_stack.sync.digest import checksum
+from rlhf_stack.sync.receiving import receive
+from rlhf_stack.sync.sending import BucketSender, parameter_spec
+
+if TYPE_CHECKING:
+    import torch
+
+JOIN_SECONDS, SYNC_SECONDS = 120.0, 120.0
+LOST_TIMEOUT = 12.0  # the deadline of the sync in which a rank is killed
+SLACK = 20.0  # beyond it: the diagnosis, and a busy machine
+SYNCS = 3  # of which the best counts
+
+
+class Rank:
+    """The trainer, rank 0, or an engine worker."""
+
+    def port(self) -> int:
+        """A free port of this node."""
+        import socket
+
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return int(listener.getsockname()[1])
+
+    def join(
+        self, host: str, port: int, rank: int, world: int, backend: str, small: bool, timeout: float
+    ) -> str:
+        """Join the group; return this rank's name in errors."""
+        from rlhf_stack import sync
+
+        os.environ[env_vars.SYNC_TIMEOUT] = str(timeout)
+        self._group = sync.create_group(host, port, rank, world, devices.current_device(), backend)
+        self._limit = SMALL_BUCKET if small else BUCKET
+        made = parameters(small)
+        self._expected = {name: checksum(tensor) for name, tensor in made.items()}
+        device = devices.torch_device()
+        self._held = {
+            name: tensor.to(device) if rank == 0 else tensor.new_zeros(tensor.shape).to(device)
+            for name, tensor in made.items()
+        }
+        self._specs = [parameter_spec(name, tensor) for name, tensor in self._held.items()]
+        return self._group.describe(rank)
+
+    def sync(self) -> tuple[float, int, list[str]]:
+        """Send or receive all parameters once; the seconds, the bytes, and which parameters differ."""
+        import torch
+
+        start = time.monotonic()
+        if self._group.rank:
+            specs = [astuple(spec) for spec in self._specs]
+            device = devices.torch_device()
+            receive(self._group, specs, self._limit, device, self._load, torch.bfloat16)
+        else:
+            with self._group.syncing():
+                self._send()
+        devices.synchronize()
+        seconds = time.monotonic() - start
+        different = [name for name, tensor in self._held.items() if checksum(tensor) != self._expected[name]]
+        return seconds, sum(spec.size for spec in self._specs), different
+
+    def _send(self) -> None:
+        sender, tensors = BucketSender(self._group, in_place=True), list(self._held.values())
+        for number, bucket in enumerate(plan_buckets(self._specs, self._limit)):
+            sender.send(number, bucket, [tensors[span.index] for span in bucket.spans])
+        sender.finish()
+
+    def _load(self, pairs: "list[tuple[str, torch.Tensor]]") -> None:
+        for name, tensor in pairs:
+            self._held[name].copy_(tensor)
+
+    def die(self) -> None:
+        """End this process as a crash does."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def climb(place: Place) -> Found:
+    """Sync a few times over each backend between all GPUs, and compare every parameter on every rank."""
+    measurements: list[Measurement] = []
+    details: dict[str, Any] = {}
+    problems = []
+    for backend in backends():
+        with _joined(place, backend, SYNC_SECONDS) as (ranks, names):
+            runs = [
+                answers([rank.sync.remote() for rank in ranks], names, SYNC_SECONDS) for _ in range(SYNCS)
+            ]
+        best = min(max(seconds for seconds, _, _ in run) for run in runs)
+        size = runs[0][0][1]
+        measurements.append(Measurement(f"{backend}, {len(ranks)} ranks", size / best / 1e9, "GB/s"))
+        details[backend] = {
+            "ranks": names,
+            "bytes": size,
+            "seconds": [[one[0] for one in run] for run in runs],
+        }
+        problems += [
+            f"{backend}, {name}: other bytes in {', '.join(different)}"
+            for run in runs
+            for name, (_, _, different) in zip(names, run, strict=True)
+            if different
+        ]
+    return Found(measurements, details, "; ".join(problems))
+
+
+def lost_rank(place: Place) -> Found:
+    """Kill the last rank after a sync; the trainer's error in the next one must name it in time."""
+    measurements, problems, details = [], [], {}
+    for backend in backends():
+        with _joined(place, backend, LOST_TIMEOUT) as (ranks, names):
+            answers([rank.sync.remote() for rank in ranks], names, SYNC_SECONDS)
+            ranks[-1].die.remote()
+            start = time.monotonic()
+            try:
+                syncing = [rank.sync.remote() for rank in ranks[:-1]]
+                answers(syncing[:1], names[:1], LOST_TIMEOUT + SLACK)
+                error = "the sync ended as if nothing had happened"
+            except RuntimeError as raised:
+                error = str(raised)
+            seconds = time.monotonic() - start
+        measurements.append(Measurement(f"{backend}: seconds until the error", seconds, "s"))
+        details[backend] = {"killed": names[-1], "error": error}
+        if f"{names[-1]} does not answer" not in error:
+            problems.append(f"{backend}: the error does not name {names[-1]}: {error}")
+    return Found(measurements, details, "; ".join(problems))
+
+
+def backends() -> tuple[str, ...]:
+    """The backends of this image."""
+    return ("nccl", "gloo") if devices.is_gpu() else ("gloo",)
+
+
+@contextmanager
+def _joined(place: Place, backend: str, timeout: float) -> Iterator[tuple[Sequence[Any], list[str]]]:
+    """Yield a rank on each GPU, joined to one group with this ``timeout`` for a transfer, and their names."""
+    import ray
+
+    with nodes_with_gpus(place) as nodes:
+        addresses = gpus_of(nodes)
+        if len(addresses) < 2:
+            raise NotClimbedError("one GPU: there is no engine on another one")
+        with actors(Rank, addresses) as ranks:
+            port = ray.get(ranks[0].port.remote(), timeout=JOIN_SECONDS)
+            joining = [
+                rank.join.remote(addresses[0], port, index, len(ranks), backend, place.small, timeout)
+                for index, rank in enumerate(ranks)
+            ]
+            numbers = [f"rank {index} on {address}" for index, address in enumerate(addresses)]
+            yield ranks, answers(joining, numbers, JOIN_SECONDS)

@@ -1,0 +1,116 @@
+"""Certify this image on your own machines: climb a fixed ladder of tests and write a certificate.
+
+The rungs, in order: facts of every node, attention forward and backward against 32 bits, all-reduce between
+GPUs, the sync network, buckets and checksums in device memory, NCCL's streams and deadlines, weight sync over
+each backend, CUDA IPC, sleep and wake, training steps with separate and with colocated engines, estimates of
+memory against real peaks, tokens per second with and without a waiting trainer, and a killed rank. A rung
+that fails stops no other one; each has a deadline. Nothing else may use the GPUs meanwhile.
+
+  rlhf-stack certify                               # the running cluster, or else this machine
+  rlhf-stack certify --rung attention --rung sync  # a part; the certificate is then not complete
+  rlhf-stack certify --fake-gpus 2,2               # in an image for CPUs: two nodes of two fake GPUs
+
+It writes certificate.json and the raw record of each rung to --out. `python -m scripts certificates add FILE`
+of the repository checks both; sign the file before, if you like, with
+`ssh-keygen -Y sign -f KEY -n rlhf-stack-certificate certificate.json`. The records contain host names.
+
+Exit code 1 if a rung failed. --json prints rlhf-stack/certify/1: `file`, `passed`, `failed`, `not_climbed`
+(numbers of rungs), and `rungs` (name, title, state, reason, seconds, measurements: name, value, unit; record:
+the sha256 of its raw record), as in the certificate.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import positive_int
+from rlhf_stack.errors import UserError
+
+FAKE_GPUS = (2, 2)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the cluster, the rungs and the output."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("certificate"),
+        metavar="FOLDER",
+        help="a new folder for the certificate and its records (./certificate)",
+    )
+    parser.add_argument("--ray", default="auto", metavar="ADDRESS", help="address of the cluster (auto)")
+    parser.add_argument(
+        "--rung", action="append", metavar="NAME", help="climb only this rung and the facts; repeatable"
+    )
+    parser.add_argument(
+        "--fake-gpus",
+        type=fake_gpus,
+        metavar="N,N",
+        help="in an image for CPUs, without a cluster: fake GPUs of each simulated node (2,2)",
+    )
+    parser.add_argument("--json", action="store_true", help="print rlhf-stack/certify/1 (see above)")
+
+
+def fake_gpus(text: str) -> tuple[int, ...]:
+    """Numbers of GPUs, separated by commas."""
+    return tuple(positive_int(part) for part in text.split(","))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Climb the ladder; return 1 if a rung failed."""
+    from rich.console import Console
+
+    from rlhf_stack.accelerator import devices
+    from rlhf_stack.certify import ladder, on_cluster
+    from rlhf_stack.certify.certificate import FILE, certify
+    from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Subject
+    from rlhf_stack.config import image
+    from rlhf_stack.inputs.text import suggestion
+
+    chosen = ("facts", *(options.rung or ladder.NAMES))
+    for name in chosen:
+        if name not in ladder.NAMES:
+            raise UserError(f"no rung {name!r}{suggestion(name, ladder.NAMES)}: {', '.join(ladder.NAMES)}")
+    if devices.is_gpu() and options.fake_gpus:
+        raise UserError("--fake-gpus: this image is for GPUs; use an image for CPUs")
+    try:
+        options.out.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"--out {options.out}: it exists already; a certificate is never overwritten"
+        ) from None
+    about = image.about()
+    subject = Subject(about.cell, about.release, about.inputs)
+    console = Console(stderr=True, soft_wrap=True)
+    folder = tempfile.mkdtemp(prefix="rlhf-stack-certify-")
+    requested = () if devices.is_gpu() else options.fake_gpus or ()
+    default = () if devices.is_gpu() else FAKE_GPUS
+    with on_cluster.cluster(options.ray, requested, default) as address:
+        place = ladder.Place(address, folder, small=not devices.is_gpu())
+        try:
+            found = certify(place, chosen, subject, None, options.out, console)
+        finally:
+            on_cluster.remove(place)
+            shutil.rmtree(folder, ignore_errors=True)
+    counts = {
+        state: sum(rung.state == state for rung in found.rungs) for state in (PASSED, FAILED, NOT_CLIMBED)
+    }
+    file = options.out / FILE
+    if options.json:
+        print_json(
+            "certify",
+            1,
+            file=str(file),
+            passed=counts[PASSED],
+            failed=counts[FAILED],
+            not_climbed=counts[NOT_CLIMBED],
+            rungs=[asdict(rung) for rung in found.rungs],
+        )
+    else:
+        sys.stderr.flush()
+        print(f"{file}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}")
+    return 1 if counts[FAILED] else 0

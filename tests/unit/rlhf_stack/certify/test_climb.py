@@ -1,0 +1,130 @@
+"""The ladder goes on after a rung that fails, hangs, dies or is not climbed; its records add up."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rlhf_stack.certify import certificate, climb, ladder
+from rlhf_stack.certify.certificate import FILE, RECORDS
+from rlhf_stack.certify.ladder import LADDER, NAMES, Place, Step
+from rlhf_stack.certify.model import (
+    FAILED,
+    NOT_CLIMBED,
+    PASSED,
+    Machine,
+    Measurement,
+    Record,
+    Subject,
+    digest_of,
+    worst,
+)
+
+RUNGS = """
+import os, subprocess, sys, time
+from rlhf_stack.certify.ladder import Found, NotClimbedError
+from rlhf_stack.certify.model import Measurement
+
+def passes(place):
+    print("output of the rung")
+    return Found([Measurement("rate", 2.0, "GB/s")], {"folder": place.folder})
+
+def wrong(place):
+    return Found([], {}, "other bytes")
+
+def raises(place):
+    raise ValueError("first line\\nsecond line")
+
+def stays(place):
+    raise NotClimbedError("no GPU")
+
+def hangs(place):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "rung child", place.folder])
+    time.sleep(600)
+
+def dies(place):
+    os.kill(os.getpid(), 9)
+"""
+STEPS = ("passes", "wrong", "raises", "stays", "hangs", "dies")
+DEADLINE = 5.0
+
+
+@pytest.fixture
+def rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A ladder of rungs that end in each way, which the process of a rung finds too."""
+    (tmp_path / "rungs_of_test.py").write_text(RUNGS, encoding="utf-8")
+    steps = tuple(Step(name, f"it {name}", "gpu", f"rungs_of_test:{name}", DEADLINE) for name in STEPS)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, [str(tmp_path), *sys.path])))
+    for module in (climb, certificate):
+        monkeypatch.setattr(module, "LADDER", steps)
+    return Place("", str(tmp_path), small=True)
+
+
+def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (tmp_path / "shown").open("w") as shown:
+        found = certificate.certify(
+            rungs, STEPS, Subject("cell", "1", "a" * 64), [Machine(1)], out, Console(file=shown)
+        )
+    states = {rung.name: (rung.state, rung.reason) for rung in found.rungs}
+    assert states == {
+        "passes": (PASSED, ""),
+        "wrong": (FAILED, "other bytes"),
+        "raises": (FAILED, "ValueError: first line"),
+        "stays": (NOT_CLIMBED, "no GPU"),
+        "hangs": (FAILED, "not done after 5 s"),
+        "dies": (FAILED, "its process ended with code -9"),
+    }
+    left = [
+        line
+        for file in Path("/proc").glob("[0-9]*/cmdline")
+        if "rung child" in (line := file.read_bytes().decode(errors="replace")) and str(tmp_path) in line
+    ]
+    assert left == [], "children of a rung that hung still run"
+    record = json.loads((out / RECORDS / "passes.json").read_text())
+    assert record["log"] == "output of the rung\n"
+    assert record["measurements"] == [{"name": "rate", "value": 2.0, "unit": "GB/s"}]
+    content = json.loads((out / FILE).read_text())
+    assert content["digest"] == digest_of(content)
+    text = (tmp_path / "shown").read_text()
+    assert "rate 2 GB/s" in text
+    assert "other bytes" in text
+
+
+def test_rungs_of_an_image_are_not_climbed_without_a_cluster() -> None:
+    place = Place("", "/nowhere", small=True)
+    found = list(climb.climb(place, [step.name for step in LADDER if step.on == "cluster"], lambda *_: None))
+    assert [record.rung for record in found] == list(NAMES)
+    assert {record.state for record in found} == {NOT_CLIMBED}
+    assert {record.reason for record in found} == {climb.CLUSTER_NEEDED, "it was not selected"}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "stops"),
+    [("cuda", 0, True), ("rocm", 0, True), ("cuda", 8, False), ("cpu", 0, False)],
+)
+def test_an_image_for_gpus_climbs_nothing_without_one(accelerator: str, gpus: int, stops: bool) -> None:
+    details = {"10.0.0.1": {"accelerator": accelerator, "gpus": gpus}}
+    assert bool(climb.missing_gpus(Record("facts", PASSED, "", 1.0, [], details))) == stops
+
+
+def test_the_record_of_several_gpus_has_the_worst_of_each() -> None:
+    def record(rate: float, error: float) -> Record:
+        measured = [Measurement("rate", rate, "GB/s"), Measurement("error", error)]
+        return Record("attention", PASSED, "", 1.0, measured)
+
+    records = {"GPU 0": record(3.0, 0.1), "GPU 1": record(2.0, 0.2)}
+    combined = climb.combined("attention", records)
+    assert (combined.state, [one.value for one in combined.measurements]) == (PASSED, [2.0, 0.2])
+    failed = records | {"GPU 2": dataclasses.replace(record(1.0, 0.3), state=FAILED, reason="it differs")}
+    assert climb.combined("attention", failed).reason == "GPU 2: it differs"
+    assert worst([]) == []
+
+
+def test_modules_of_all_rungs_have_their_functions() -> None:
+    files = {file.stem: file.read_text() for file in Path(ladder.__file__).parent.glob("*.py")}
+    for step in LADDER:
+        module, _, name = step.module.removeprefix(ladder.HERE).partition(":")
+        assert f"def {name or 'climb'}(place: Place) -> Found:" in files[module]

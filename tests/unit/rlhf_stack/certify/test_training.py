@@ -1,0 +1,63 @@
+"""The layouts of certify's training rungs use the whole cluster, and their events are judged."""
+
+from typing import Any
+
+import pytest
+from rlhf_stack.certify.ladder import NotClimbedError
+from rlhf_stack.certify.training import Layout, _changes, distinct, judged, layout
+from rlhf_stack.demo import tiny_run
+
+
+@pytest.mark.parametrize(
+    ("gpus", "colocated", "expected"),
+    [
+        ([2, 2], False, Layout(1, 2, 1, 2)),
+        ([2, 2], True, Layout(2, 2, 2, 2)),
+        ([1], True, Layout(1, 1, 1, 1)),
+        ([2], False, Layout(1, 1, 1, 1)),
+        ([8], False, Layout(1, 4, 2, 2)),
+        ([8, 8, 8, 8], True, Layout(4, 8, 16, 2)),
+        ([8, 8, 8, 8], False, Layout(2, 8, 8, 2)),
+        ([8] * 64, True, Layout(8, 8, 32, 2)),
+        ([6, 8], True, Layout(2, 4, 4, 2)),
+        ([3], False, Layout(1, 1, 1, 1)),
+    ],
+)
+def test_layouts(gpus: list[int], colocated: bool, expected: Layout) -> None:
+    found = layout(gpus, colocated)
+    assert found == expected
+    ranks = found.nodes * found.ranks
+    assert tiny_run.BATCH % ranks == 0
+    assert ranks + (0 if colocated else found.engines * found.size) <= sum(gpus)
+
+
+@pytest.mark.parametrize(("name", "gpus", "flat"), [("separate", [1], False), ("separate", [2], True)])
+def test_a_cluster_that_is_too_small_is_not_climbed(name: str, gpus: list[int], flat: bool) -> None:
+    with pytest.raises(NotClimbedError, match="GPU"):
+        _changes(name, gpus, flat)
+
+
+def events(**changes: Any) -> list[dict[str, Any]]:
+    """The events of a run of two steps, of which those of ``verify`` have ``changes``."""
+    found: list[dict[str, Any]] = [{"event": "engine", "engine": 0, "straddles": False, "time": 0.0}]
+    for step in (1, 2):
+        found += [
+            {"event": "step", "step": step, "time": step},
+            {"event": "sync", "seconds": 0.5, "backend": "gloo", "time": step},
+            {"event": "verify", "equal": True, "mismatched": [], "parameters": 27, "time": step} | changes,
+        ]
+    return found
+
+
+def test_events_of_a_good_run_and_of_bad_ones() -> None:
+    assert judged(events(), 9.0, []).problem == ""
+    assert "a, b" in judged(events(equal=False, mismatched=["b", "a"]), 9.0, []).problem
+    assert "1 of 2 steps" in judged(events()[:4], 9.0, []).problem
+    without = [event for event in events() if event["event"] != "verify"]
+    assert "0 of 2 syncs" in judged(without, 9.0, []).problem
+    straddling = [event | {"straddles": True} for event in events()]
+    assert "straddle" in judged(straddling, 9.0, []).problem
+
+
+def test_events_that_two_nodes_report_count_once() -> None:
+    assert distinct([events(), events()]) == sorted(events(), key=lambda event: float(event["time"]))
