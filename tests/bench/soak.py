@@ -1,7 +1,8 @@
 """A run under faults: it ends by itself, with the weights of the undisturbed run, and leaves nothing.
 
-``python -m tests.bench.soak [--steps 200] [--seed 1] [--out build/soak]``, as root. Six containers of the
-cell are nodes: a head, four with a fake GPU (the trainer, two engines, a spare), and one that submits.
+``PYTHONPATH=images/runtime python -m tests.bench.soak [--steps 200] [--seed 1] [--out build/soak]``, as root.
+Six containers of the cell are nodes: a head, four with a fake GPU (the trainer, two engines, a spare one),
+and one that submits the run.
 First nothing is disturbed, then a random fault hits a random node every 30 to 90 s; the sequence follows from
 the seed. A node that was killed is started again by its machine, as a service manager would. No human acts.
 The report is a JSON file and a plot of steps and faults over time.
