@@ -44,7 +44,7 @@ def _tables(matrix: Matrix, cell: Cell, record: Record, root: Path) -> Iterator[
     counts = f"{record.passed} passed, {len(record.failures)} failed, {record.skipped} skipped"
     yield (
         f"{cell.id}, {record.when:%Y-%m-%d}, commit {record.revision[:DIGITS]}, "
-        f"inputs {record.inputs[:DIGITS]}: {record.outcome}, {counts}.\n"
+        f"inputs {record.inputs[:DIGITS]}:\n{record.outcome}, {counts}.\n"
     )
     if recipes.digest(matrix, cell) != record.inputs:
         yield "**Not verified yet**: what is compiled has changed since.\n"
