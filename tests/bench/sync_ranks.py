@@ -20,8 +20,9 @@ from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import encoding
 from rlhf_stack.sync.buckets import ParameterSpec, plan_buckets
+from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import new_sender, parameter_spec
+from rlhf_stack.sync.sending import new_sender
 
 HIDDEN, HEADS, LAYERS, INNER, WORDS, LORA = 896, 128, 24, 4864, 151936, 16
 DTYPE = torch.bfloat16

@@ -15,8 +15,9 @@ from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import membership
 from rlhf_stack.sync.buckets import plan_buckets
+from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import BucketSender, parameter_spec
+from rlhf_stack.sync.sending import BucketSender
 
 ONE_NODE, TWO_NODES, FOUR_NODES = "1111", "1122", "1234"  # the last part of each rank's address
 WORLD = 4

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError
-from rlhf_stack.sync.engine_parameters import engine_parameters
+from rlhf_stack.sync.engine_parameters import engine_parameters, parameter_spec
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import parameter_spec, send
+from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.verify import synced_parameters
 from test_buckets import WORLD, Ranks
 

@@ -68,7 +68,7 @@ print("one call to each engine for", len(parameters), "parameters")
 @pytest.mark.parametrize(
     "release",
     [
-        pytest.param("0.11", marks=pytest.mark.patch("openrlhf/0.11.2/0050-send-weights-in-buckets")),
+        pytest.param("0.11", marks=pytest.mark.patch("openrlhf/0.11.2/0050-sync-weights")),
         pytest.param("0.5", marks=pytest.mark.patch("openrlhf/0.5.1/0020-send-weights-in-buckets")),
     ],
 )

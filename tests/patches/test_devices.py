@@ -56,7 +56,7 @@ def test_the_replay_buffer_is_on_the_configured_accelerator(proves):
     proves(REPLAY_BUFFER, NO_CUDA)
 
 
-@pytest.mark.patch(TENSORS[0], "openrlhf/0.5.1/0006-honour-the-sync-backend")
+@pytest.mark.patch("openrlhf/0.5.1/0006-honour-the-sync-backend")
 @pytest.mark.usefixtures("cpu_only")
 def test_the_receive_buffer_is_on_the_configured_accelerator(proves):
     proves(RECEIVE_BUFFER, NO_CUDA)

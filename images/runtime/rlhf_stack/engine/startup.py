@@ -20,6 +20,7 @@ from rlhf_stack.telemetry import events, run_log
 
 WORKER_CLASS = "rlhf_stack.engine.worker.InstrumentedWorker"
 POLL_SECONDS = 2.0
+TRANSFER_BACKEND = "rlhf_stack"  # of vLLM's weight-transfer interface
 ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
 
 
@@ -74,8 +75,9 @@ async def start_engine(engine_class: Any, arguments: Any) -> Any:
 
 
 def startup_arguments(index: int) -> dict[str, Any]:
-    """Return the arguments with which the processes of engine ``index`` report their startup."""
-    return {"engine_index": index, "worker_cls": WORKER_CLASS}
+    """Return the arguments with which the processes of engine ``index`` use `InstrumentedWorker`."""
+    transfer = {"backend": TRANSFER_BACKEND}
+    return {"engine_index": index, "worker_cls": WORKER_CLASS, "weight_transfer_config": transfer}
 
 
 def report_step(name: str, rank: int | None, seconds: float) -> None:

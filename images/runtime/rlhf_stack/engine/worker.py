@@ -4,10 +4,12 @@ Its startup is logged step by step and ends if its engine dies. On request it ch
 before each step of generation.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.accelerator import devices
-from rlhf_stack.engine import gpu_contention, parent_death, startup
+from rlhf_stack.engine import gpu_contention, parent_death, startup, vllm_v0_29
+from rlhf_stack.engine.worker_extension import WorkerMixin
 from rlhf_stack.sync import SyncError
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
 
 
-class InstrumentedWorker(startup.InstrumentedStartup, Base):  # type: ignore[misc]
+class InstrumentedWorker(WorkerMixin, startup.InstrumentedStartup, Base):  # type: ignore[misc]
     """A vLLM worker; each method extends upstream's."""
 
     _contention: gpu_contention.ContentionCheck | None = None
@@ -48,6 +50,43 @@ class InstrumentedWorker(startup.InstrumentedStartup, Base):  # type: ignore[mis
         if tags is None or "weights" in tags:
             vars(self.model_runner.model).pop("load_weights", None)
         return result
+
+    def start_weight_update(self) -> None:
+        """Begin a weight update, unless the engine is asleep."""
+        if "load_weights" in vars(self.model_runner.model):
+            _refuse_weights()
+        super().start_weight_update()
+
+    def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
+        """Receive and load the trainer's ``parameters``; after an error the next sync starts anew."""
+        transfer = self.weight_transfer_engine
+        self.start_weight_update()
+        try:
+            self.update_weights({"parameters": parameters, "limit": limit, "encoding": encoding})
+            self.finish_weight_update()
+        except BaseException:
+            self._weight_update_active = False
+            transfer.abort_weight_update()
+            raise
+        report: dict[str, Any] = transfer.report
+        return report
+
+    def join_weight_group(self, host: str, port: int, rank_offset: int, world: int, backend: str) -> None:
+        """Join the sync group whose rank 0, the trainer, listens on ``host``:``port``."""
+        where = {"host": host, "port": port, "rank_offset": rank_offset, "world": world}
+        self.init_weight_transfer_engine({**where, "backend": backend})
+
+    def join_same_gpu(self, offers: dict[str, str]) -> None:
+        """Join the trainer rank on this worker's GPU; ``offers`` are the ranks' addresses by GPU."""
+        self.init_weight_transfer_engine({"offers": offers})
+
+    def leave_weight_group(self) -> None:
+        """Leave the sync group, if this worker is in one: it will be formed again."""
+        self.weight_transfer_engine.shutdown()
+
+    def rearranged_tensors(self) -> set[str]:
+        """Return the names of the tensors that vLLM may have rearranged after loading."""
+        return vllm_v0_29.rearranged_tensors(self.model_runner.model)
 
     def execute_model(self, *arguments: Any, **options: Any) -> Any:
         """Run one step of generation or of warm-up."""

@@ -41,6 +41,7 @@ class WorkerMixin:
     model_config: Any
     _model_update_group: Any
     _weight_layout: weight_layout.Layout
+    _rearranged: list[str]
 
     def where(self) -> dict[str, Any]:
         """Return rank in the engine, GPU, host name and process id, and the node if this is a Ray actor."""
@@ -70,12 +71,22 @@ class WorkerMixin:
         if group is not None:
             group.close()
 
-    def weight_digests(self, parameters: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
-        """Return which elements of the trainer's ``parameters`` (name, shape) this worker holds, and digests.
+    def rearranged_tensors(self) -> set[str]:
+        """Return the names of the tensors that vLLM has rearranged after loading: none in vLLM 0.4."""
+        return set()
 
-        The layout is found on the first call and cached, because it depends on the model's loader only.
+    def weight_digests(self, parameters: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
+        """Return digests of the elements of the trainer's ``parameters`` (name, shape) in this worker.
+
+        ``digests`` are of what this worker holds, ``rearranged`` the names of parameters that are in tensors
+        with another layout than the loader's. The layout is found on the first call and cached, because it
+        depends on the model's loader only.
         """
         model = self.model_runner.model
         if not hasattr(self, "_weight_layout"):
-            self._weight_layout = weight_layout.find_layout(model, [(n, tuple(s)) for n, s in parameters])
-        return [part.as_dict() for part in digest.digest_model(model, self._weight_layout)]
+            named = [(name, tuple(shape)) for name, shape in parameters]
+            self._weight_layout, self._rearranged = weight_layout.comparable_layout(
+                model, named, self.rearranged_tensors()
+            )
+        digests = [part.as_dict() for part in digest.digest_model(model, self._weight_layout)]
+        return {"digests": digests, "rearranged": self._rearranged}

@@ -1,17 +1,10 @@
 """What the patches of OpenRLHF 0.11.2 call. torch, ray and vllm are imported when a function needs them."""
 
-from collections.abc import Sequence
-from typing import Any
-
-from rlhf_stack import sync
 from rlhf_stack.accelerator.devices import (
     current_device,
-    current_stream,
     device_type,
     export_physical_gpu_id,
     is_gpu,
-    open_handle,
-    physical_gpu_id,
     set_device,
     synchronize,
     torch_device,
@@ -39,7 +32,6 @@ from rlhf_stack.engine.restarts import wait_for_start as wait_for_engine_startup
 from rlhf_stack.engine.roster import engine_results
 from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments
-from rlhf_stack.engine.worker_extension import WorkerMixin
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.run_groups import (
     claim_engine_group,
@@ -50,12 +42,9 @@ from rlhf_stack.openrlhf.run_groups import (
 )
 from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
 from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
-from rlhf_stack.sync import create_group as create_weight_group
-from rlhf_stack.sync import requested_backend as requested_sync_backend
-from rlhf_stack.sync import send as send_weights
 from rlhf_stack.sync import wait_for_engine_results
+from rlhf_stack.sync.actor_trainer import forms_weight_group, sends_weights
 from rlhf_stack.sync.regrouping import form_group_again
-from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
@@ -63,7 +52,6 @@ from rlhf_stack.telemetry.events import step as record_step
 __all__ = [
     "AnswersOnce",
     "AsyncEngineMixin",
-    "WorkerMixin",
     "answers_of",
     "assign_prompts",
     "attention_implementation",
@@ -73,9 +61,7 @@ __all__ = [
     "claim_role_group",
     "continues_from",
     "controller",
-    "create_weight_group",
     "current_device",
-    "current_stream",
     "default_sync_backend",
     "device_type",
     "driver_cpus",
@@ -84,27 +70,23 @@ __all__ = [
     "engine_results",
     "export_physical_gpu_id",
     "form_group_again",
+    "forms_weight_group",
     "is_gpu",
     "local_rank",
     "name_checkpoint_errors",
-    "open_handle",
     "optimizer_config",
-    "physical_gpu_id",
-    "prepare_weight_sync",
     "rank_bundles",
     "record_engine",
     "record_models_ready",
     "record_phase",
     "record_step",
-    "recorded_sync",
     "register_rank",
     "repeats_calls",
     "request_answers",
-    "requested_sync_backend",
     "reserve_run",
     "seed_prompt_shuffle",
     "seed_training",
-    "send_weights",
+    "sends_weights",
     "set_device",
     "start_engine",
     "startup_arguments",
@@ -128,9 +110,3 @@ __all__ = [
 def default_sync_backend() -> str:
     """Return the sync backend of a run without --vllm.sync_backend."""
     return env_vars.sync_backend("nccl")
-
-
-def prepare_weight_sync(backend: str, with_ray: bool, engines: Sequence[Any]) -> None:
-    """Refuse an unusable sync backend, then wait until every engine is up, before the rendezvous starts."""
-    sync.check_backend(backend, with_ray)
-    sync.wait_for_engine_start(engines)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_stack.sync.backend import requested_backend
+from rlhf_stack.sync.buckets import ParameterSpec
 from rlhf_stack.sync.errors import SyncError
+from rlhf_stack.sync.trainer import full_shape
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,10 @@ class EngineParameter:
         own = [] if self.layer is None else self.layer.named_parameters()
         return [self.parameter, *(each for name, each in own if ADAPTER in f".{name}")]
 
+    def spec(self, trainer: Any) -> ParameterSpec:
+        """Describe it for an engine; every trainer rank must take part, see `full_shape`."""
+        return parameter_spec(self.name, self.parameter, full_shape(trainer, self.parameter))
+
     def value(self) -> "torch.Tensor":
         """Return what the engine must hold, as PEFT's own merge computes it."""
         import torch
@@ -36,6 +41,13 @@ class EngineParameter:
             for adapter in () if self.layer is None else self.layer.active_adapters:
                 weight = weight + self.layer.get_delta_weight(adapter).to(weight.dtype)
         return weight
+
+
+def parameter_spec(name: str, parameter: Any, shape: Any = None) -> ParameterSpec:
+    """Describe a parameter for an engine; ``shape`` is that of the whole one, if this is a shard."""
+    shape = parameter.shape if shape is None else shape
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ParameterSpec(name, dtype, tuple(shape), shape.numel() * parameter.element_size())
 
 
 def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[EngineParameter]:
@@ -74,20 +86,16 @@ def lora_obstacle(arguments: Any) -> str:
         is_quantized = getattr(arguments, "load_in_4bit", False)
         used = getattr(arguments, "lora_rank", 0) and arguments.vllm_num_engines
         return "--load_in_4bit: its weights cannot be merged; leave one out" if used and is_quantized else ""
-    ds, vllm, train = arguments.ds, arguments.vllm, arguments.train
+    ds, vllm = arguments.ds, arguments.vllm
     if not getattr(getattr(ds, "lora", None), "rank", 0) or not vllm.num_engines:
         return ""
-    is_shared = train.colocate_all and not train.async_enable
     obstacles = {
         "--ds.load_in_4bit: its weights cannot be merged; leave one out": getattr(ds, "load_in_4bit", False),
-        "--ds.tensor_parallel_size > 1: it sends weights unmerged; use --ds.zero_stage 3 instead": (
+        "--ds.tensor_parallel_size > 1: it shards the adapters; use --ds.zero_stage 3 instead": (
             ds.tensor_parallel_size > 1
         ),
         "--vllm.sync_with_ray: it sends weights unmerged; leave it out": getattr(
             vllm, "sync_with_ray", False
-        ),
-        "--train.colocate_all over nccl: it passes weights unmerged; use --vllm.sync_backend gloo": (
-            is_shared and requested_backend(arguments) == "nccl"
         ),
     }
     return next((text for text, applies in obstacles.items() if applies), "")

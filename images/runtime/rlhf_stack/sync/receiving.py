@@ -25,14 +25,22 @@ def receive(
     load: Load,
     dtype: Any,
     encoding: str = FULL,
+    *,
+    load_keeps: bool = False,
 ) -> dict[str, Any]:
     """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
     ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's. ``load`` gets names and
     tensors on ``device``, valid until it returns; all memory that they used is free when this returns, except
-    what ``encoding`` lets the node keep. Returns ``rank`` (in the group), ``who`` (rank and node, for logs),
-    ``seconds`` in total, and of these the seconds ``loading`` and ``waiting``.
+    what ``encoding`` lets the node keep. With ``load_keeps`` the tensors are valid for as long as ``load``
+    refers to them. Returns ``rank`` (in the group), ``who`` (rank and node, for logs), ``seconds`` in total,
+    and of these the seconds ``loading`` and ``waiting``.
     """
+
+    def take(buffer: "torch.Tensor") -> "torch.Tensor":
+        received = buffer.to(device)
+        return buffer.clone() if load_keeps and received is buffer else received
+
     start = time.monotonic()
     loading = 0.0
     with group.syncing():
@@ -40,11 +48,11 @@ def receive(
         _refuse_other_dtypes(specs, dtype)
         buckets = plan_buckets(specs, limit)
         assembler = Assembler(specs, device)
-        for bucket, buffer in _arriving(group, encoding, buckets):
+        for bucket, received in _arriving(group, encoding, buckets, take):
             arrived = time.monotonic()
-            if tensors := assembler.add(buffer.to(device), bucket):
+            if tensors := assembler.add(received, bucket):
                 load(tensors)
-            del buffer, tensors
+            del received, tensors
             loading += time.monotonic() - arrived
     devices.empty_cache()
     seconds = time.monotonic() - start
@@ -58,11 +66,18 @@ def receive(
 
 
 def _arriving(
-    group: WeightGroup, encoding: str, buckets: Sequence[Bucket]
+    group: WeightGroup,
+    encoding: str,
+    buckets: Sequence[Bucket],
+    take: Callable[["torch.Tensor"], "torch.Tensor"],
 ) -> Iterator[tuple[Bucket, "torch.Tensor"]]:
-    """Yield each bucket and its bytes; the caller has read them when it asks for the next one."""
+    """Yield each bucket and what ``take`` returns for its bytes: themselves, or a copy.
+
+    The caller has read a bucket when it asks for the next one. The memory of one that was copied is free at
+    once for the next bucket.
+    """
     if encoding == CHANGED:
-        yield from arriving(group, buckets)
+        yield from ((bucket, take(buffer)) for bucket, buffer in arriving(group, buckets))
         return
     memory = kept_memory(group, encoding, buckets) or group.buffers
 
@@ -72,15 +87,22 @@ def _arriving(
         parts = [buffer[spans[0].begin : spans[-1].end] for spans in bucket.parts()]
         return buffer, group.start(parts, bucket.title)
 
+    def release(read: Transfer, number: int) -> None:
+        read.release()
+        if number + SLOTS < len(buckets):
+            started.append(start(number + SLOTS))
+
     started = [start(number) for number in range(min(SLOTS, len(buckets)))]
     for number, bucket in enumerate(buckets):
         buffer, transfer = started.pop(0)
         transfer.finish()
-        yield bucket, buffer
-        del buffer
-        transfer.release()
-        if number + SLOTS < len(buckets):
-            started.append(start(number + SLOTS))
+        received = take(buffer)
+        if is_copy := received is not buffer:
+            release(transfer, number)
+        yield bucket, received
+        del received, buffer
+        if not is_copy:
+            release(transfer, number)
 
 
 def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any) -> None:

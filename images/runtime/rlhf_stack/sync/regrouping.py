@@ -9,37 +9,39 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
-from rlhf_stack.sync.backend import requested_backend
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.sending import supports_buckets
+from rlhf_stack.sync.joining import join_engines
+from rlhf_stack.sync.trainer import own_group, shares_gpus, uses_ray_collectives
 
 
 def form_group_again(trainer: Any, engines: Sequence[Any]) -> None:
-    """Let rank 0 of OpenRLHF's ``ActorPPOTrainer`` leave its group and form one with ``engines``.
+    """Let this rank of OpenRLHF's ``ActorPPOTrainer`` leave its group, and rank 0 form one with ``engines``.
 
-    All engines must be up; those of the former group that are among them leave it first. On the other ranks
-    it does nothing. Weights that are sent over CUDA IPC need no group. `SyncError` if they are sent in a way
-    by which a restarted engine cannot receive them.
+    All engines must be up; those of the former group that are among them leave it first. Ranks that share
+    their GPUs with engine workers join them again at the next sync. `SyncError` if the weights are sent in a
+    way by which a restarted engine cannot receive them.
     """
     import torch
 
-    if torch.distributed.get_rank() != 0:
-        return
-    trainer.vllm_engines = list(engines)
-    trainer.strategy.args.vllm.num_engines = len(engines)
-    if getattr(trainer, "use_cuda_ipc", False):
-        return
-    if not supports_buckets(trainer):
+    arguments = trainer.strategy.args
+    if uses_ray_collectives(arguments):
         raise SyncError(
-            "a restarted engine cannot receive weights by Ray's collectives or from DeepSpeed's tensor "
-            "parallelism: submit the run again, from its last checkpoint"
+            "a restarted engine cannot receive weights by Ray's collectives: submit the run again, from its "
+            "last checkpoint"
         )
-    wait_for_engine_results(
-        [engine.leave_weight_group.remote() for engine in engines],
-        "the engines to leave the weight-sync group",
-    )
-    trainer._model_update_group.close()
-    trainer._init_vllm_sync_group(requested_backend(trainer.strategy.args))
+    is_root = torch.distributed.get_rank() == 0
+    if is_root:
+        trainer.vllm_engines = list(engines)
+        arguments.vllm.num_engines = len(engines)
+        wait_for_engine_results(
+            [engine.leave_weight_group.remote() for engine in engines],
+            "the engines to leave the weight-sync group",
+        )
+    if (group := own_group(trainer)) is not None:
+        group.close()
+        trainer._model_update_group = None
+    if is_root and not shares_gpus(arguments):
+        join_engines(trainer)
 
 
 @dataclass

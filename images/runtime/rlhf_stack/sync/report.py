@@ -18,7 +18,7 @@ from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import total_bytes
 from rlhf_stack.sync.regrouping import ending_together
-from rlhf_stack.sync.sending import parameter_spec
+from rlhf_stack.sync.trainer import own_group, section, shares_gpus, uses_ray_collectives
 from rlhf_stack.sync.verify import synced_parameters, verify_sync
 from rlhf_stack.telemetry import events, run_log, throughput
 
@@ -65,9 +65,9 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         return  # rank 0 reports it
     seconds = time.monotonic() - start
     if is_root:
-        specs = [parameter_spec(each.name, each.parameter) for each in synced_parameters(trainer)]
+        specs = [each.spec(trainer) for each in synced_parameters(trainer)]
         backend, size = _backend(trainer), total_bytes(specs)
-        group = getattr(trainer, "_model_update_group", None)
+        group = own_group(trainer)
         encodings = getattr(group, "encodings", None)
         sent = encodings.sent if encodings else size
         rates = report_sync(index, backend, size, seconds, getattr(group, "answers", []), sent)
@@ -155,7 +155,9 @@ def _compare_engines(works: Sequence[throughput.Work], answers: Answers) -> None
 
 
 def _backend(trainer: Any) -> str:
-    if getattr(trainer, "use_cuda_ipc", False):  # older releases have no such way
+    arguments = trainer.strategy.args
+    if uses_ray_collectives(arguments):
+        return f"ray:{section(arguments, 'vllm').sync_backend}"
+    if shares_gpus(arguments):
         return "ipc"
-    group = trainer._model_update_group
-    return f"ray:{trainer.strategy.args.vllm.sync_backend}" if isinstance(group, str) else str(group.name)
+    return str(own_group(trainer).name)

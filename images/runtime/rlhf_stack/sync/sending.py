@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
-from rlhf_stack.sync.buckets import Bucket, ParameterSpec, linked_buckets, plan_buckets, total_bytes
+from rlhf_stack.sync.buckets import Bucket, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
-from rlhf_stack.sync.encoding import CHANGED, refuse_changed
+from rlhf_stack.sync.encoding import CHANGED
 from rlhf_stack.sync.engine_parameters import engine_parameters
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
+from rlhf_stack.sync.trainer import gathered, is_sharded, own_group
 
 if TYPE_CHECKING:
     import torch
-
-ZERO_3 = 3
 
 
 def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -28,54 +27,52 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
 
     Adapters of LoRA are merged into the weights that are sent.
 
-    Every trainer rank calls it with the same parameters: ZeRO-3 gathers them bucket by bucket. Returns the
-    parameters that upstream must send one by one: all if GPUs are shared, with Ray's collectives, or with
-    DeepSpeed's tensor parallelism; else none. `SyncError` if they do not arrive.
+    Every trainer rank calls it with the same parameters: shards are gathered bucket by bucket. Rank 0 sends
+    to all engines, or each rank to the engine worker on its GPU. Returns the parameters that upstream must
+    send: none. `SyncError` if they do not arrive.
     """
-    import deepspeed
     import torch
 
-    if not supports_buckets(trainer):
-        refuse_changed("this run sends its weights one by one")
-        return list(parameters)
     sent = engine_parameters(trainer, parameters)
     is_merged = any(each.layer is not None for each in sent)
     is_root = torch.distributed.get_rank() == 0
-    gathers = section(trainer.strategy.args, "ds").zero_stage == ZERO_3
-    specs = [parameter_spec(each.name, each.parameter) for each in sent]
-    content = [astuple(spec) for spec in specs]
+    specs = [each.spec(trainer) for each in sent]
     limit = env_vars.sync_bucket()
     buckets = plan_buckets(specs, limit)
+    content = [astuple(spec) for spec in specs]
     start = time.monotonic()
     with ExitStack() as stack:
-        if is_root:
-            group = trainer._model_update_group
+        group: WeightGroup | None = trainer._model_update_group if is_root else own_group(trainer)
+        if group is not None:
             stack.enter_context(group.syncing())
             encoding = group.encodings.select(content, total_bytes(specs))
-            sender = new_sender(group, encoding, buckets, in_place=not (gathers or is_merged))
+            in_place = not (is_merged or is_sharded(trainer))
+            sender = new_sender(group, encoding, buckets, in_place)
+        if is_root:
             answers = [
                 engine.receive_weights.remote(content, limit, encoding) for engine in trainer.vllm_engines
             ]
         failure: SyncError | None = None
         for linked in linked_buckets(buckets):
             indices = dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans)
-            sources = [source for index in indices for source in sent[index].sources]
-            with deepspeed.zero.GatheredParameters(sources, enabled=gathers):
-                if is_root and failure is None:
+            with gathered(trainer, [source for index in indices for source in sent[index].sources]):
+                if group is not None and failure is None:
                     values = {index: sent[index].value() for index in indices}
                     try:
                         for number, bucket in linked:
                             sender.send(number, bucket, [values[span.index] for span in bucket.spans])
                     except SyncError as error:
-                        if not gathers:
+                        if not is_sharded(trainer):
                             raise
-                        failure = error  # rank 0 gathers with the other ranks to the end
+                        failure = error  # this rank gathers with the other ranks to the end
         if failure is not None:
             raise failure
-        if is_root:
+        if group is not None:
             sender.finish()
+        if is_root and group is not None:
             what = f"the engines to load {buckets[-1].title} over {group.name}"
             group.answers = wait_for_engine_results(answers, what)
+        if group is not None:
             group.encodings.ended(content, time.monotonic() - start, sender.sent)
     return []
 
@@ -115,25 +112,3 @@ class BucketSender:
         for transfer in self._in_flight:
             transfer.finish()
         self._in_flight.clear()
-
-
-def parameter_spec(name: str, parameter: Any) -> ParameterSpec:
-    """Describe a parameter for an engine; the shape of a ZeRO-3 parameter is that of the gathered one."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return ParameterSpec(name, dtype, tuple(shape), shape.numel() * parameter.element_size())
-
-
-def supports_buckets(trainer: Any) -> bool:
-    """Report whether ``ActorPPOTrainer`` sends its weights in buckets, by its arguments."""
-    arguments = trainer.strategy.args
-    return not (
-        getattr(trainer, "use_cuda_ipc", False)
-        or getattr(section(arguments, "vllm"), "sync_with_ray", False)
-        or getattr(section(arguments, "ds"), "tensor_parallel_size", 1) > 1
-    )
-
-
-def section(arguments: Any, name: str) -> Any:
-    """Return a section of OpenRLHF's arguments; older releases have one flat namespace, which is returned."""
-    return getattr(arguments, name, arguments)

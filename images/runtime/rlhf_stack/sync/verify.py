@@ -1,5 +1,6 @@
 """Comparison of every parameter between the trainer and its engines after a sync, by checksum."""
 
+import functools
 import time
 from typing import Any
 
@@ -8,8 +9,8 @@ from rlhf_stack.sync import actor_waits
 from rlhf_stack.sync.digest import Difference, RegionDigest, differences
 from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
 from rlhf_stack.sync.errors import SyncMismatch
-from rlhf_stack.sync.sending import ZERO_3, parameter_spec, section
-from rlhf_stack.telemetry import events
+from rlhf_stack.sync.trainer import gathered, synced_names
+from rlhf_stack.telemetry import events, run_log
 
 MAX_LISTED = 5  # differences in the text of `SyncMismatch`
 
@@ -19,28 +20,22 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
 
     The root rank records the result as an event. `SyncMismatch` on the root rank if any parameter differs.
     """
-    import deepspeed
-
-    deepspeed_arguments = section(trainer.strategy.args, "ds")
-    if getattr(deepspeed_arguments, "tensor_parallel_size", 1) > 1:
-        raise NotImplementedError(
-            f"{env_vars.VERIFY_SYNC}=1 does not support DeepSpeed's tensor parallelism "
-            "(--ds.tensor_parallel_size > 1): leave one of them out"
-        )
     start = time.monotonic()
     parameters = synced_parameters(trainer)
+    shapes = [(one.name, list(one.spec(trainer).shape)) for one in parameters]
     held: list[list[dict[str, list[RegionDigest]]]] = []  # by engine, rank and parameter
+    rearranged: set[str] = set()
     if is_root:
-        shapes = [(one.name, list(parameter_spec(one.name, one.parameter).shape)) for one in parameters]
         answers = actor_waits.wait_for_engine_results(
             [engine.call_workers.remote("weight_digests", shapes) for engine in trainer.vllm_engines],
             "the engines' checksums",
         )
-        held = [[_by_name(rank) for rank in ranks] for ranks in answers]
+        held = [[_by_name(rank["digests"]) for rank in ranks] for ranks in answers]
+        rearranged.update(name for ranks in answers for rank in ranks for name in rank["rearranged"])
     found: list[Difference] = []
     for one in parameters:
-        with deepspeed.zero.GatheredParameters(one.sources, enabled=deepspeed_arguments.zero_stage == ZERO_3):
-            if is_root:
+        with gathered(trainer, one.sources):
+            if is_root and one.name not in rearranged:
                 digests = [[rank.get(one.name, []) for rank in ranks] for ranks in held]
                 found += differences(one.name, one.value(), digests)
     if is_root:
@@ -49,21 +44,28 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
             "verify",
             index=index,
             equal=not found,
-            parameters=len(parameters),
+            parameters=len(parameters) - len(rearranged),
+            rearranged=len(rearranged),
             mismatched=names,
             seconds=time.monotonic() - start,
         )
+        if rearranged:
+            _warn_of_rearranged(len(rearranged), len(parameters))
         if found:
             raise SyncMismatch(_message(index, len(parameters), names, found, trainer.vllm_engines))
 
 
+@functools.cache
+def _warn_of_rearranged(count: int, total: int) -> None:
+    run_log.warning(
+        f"{count} of {total} parameters are not compared by {env_vars.VERIFY_SYNC}: vLLM rearranges them "
+        "after loading"
+    )
+
+
 def synced_parameters(trainer: Any) -> list[EngineParameter]:
     """Return what engines receive: all parameters, or only the trained ones of a vision-language model."""
-    is_vlm = getattr(trainer.actor, "is_vlm", False)
-    named = trainer.actor.model.module.named_parameters()
-    return engine_parameters(
-        trainer, [(name, each) for name, each in named if each.requires_grad or not is_vlm]
-    )
+    return engine_parameters(trainer, synced_names(trainer))
 
 
 def _message(index: int, total: int, names: list[str], found: list[Difference], engines: list[Any]) -> str:

@@ -6,7 +6,7 @@ engine's tensors (`load_trace`). No code here depends on an architecture. `find_
 memory for one parameter; a checksum after each sync then only reads the live weights (`digest.digest_model`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,29 @@ def find_layout(model: Any, parameters: Sequence[tuple[str, Shape]]) -> Layout:
             for tensor, data in live:
                 tensor.data = data  # of a loader that replaces tensors instead of writing them
     return tuple(locations)
+
+
+def comparable_layout(
+    model: Any, parameters: Sequence[tuple[str, Shape]], rearranged: Collection[str]
+) -> tuple[Layout, list[str]]:
+    """Return `find_layout` without parameters that are in ``rearranged`` tensors, and the names of these.
+
+    The loader knows the layout that such a tensor had before, or refuses to write to it.
+    """
+    locations: list[Location] = []
+    left_out = []
+    for name, shape in parameters:
+        try:
+            found = find_layout(model, [(name, shape)])
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError):
+            if not rearranged:
+                raise
+            found = None
+        if found is None or any(location.tensor in rearranged for location in found):
+            left_out.append(name)
+        else:
+            locations += found
+    return tuple(locations), left_out
 
 
 def engine_tensors(model: Any) -> dict[str, "torch.Tensor"]:

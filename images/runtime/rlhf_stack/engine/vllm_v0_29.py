@@ -1,0 +1,156 @@
+"""The sync group as an engine of vLLM 0.29's weight-transfer interface, so that vLLM loads the weights.
+
+vLLM rearranges the weights of some layers after it has loaded them: fused experts, quantized layers, and the
+projections of MLA. Its layer-wise reload restores the tensors of a layer as they were before, loads and
+processes them again, and copies the result into the memory that the engine uses.
+
+The interface differs between releases of vLLM: `tests/cluster/test_weight_transfer.py` is its contract.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
+
+from rlhf_stack.accelerator import devices
+from rlhf_stack.engine.startup import TRANSFER_BACKEND
+from rlhf_stack.sync import SyncError, create_group, same_gpu
+from rlhf_stack.sync.group import WeightGroup
+from rlhf_stack.sync.receiving import receive
+
+if TYPE_CHECKING:
+    Engine = Any
+else:
+    Engine = WeightTransferEngine
+
+IN_CHECKPOINT_LAYOUT = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The sync group that an engine's workers join: its ranks from ``rank_offset`` on, or ``offers``.
+
+    ``offers`` are for workers on the trainer's GPUs, see `sync.same_gpu`.
+    """
+
+    host: str = ""
+    port: int = 0
+    rank_offset: int = 0
+    world: int = 0
+    backend: str = ""
+    offers: dict[str, str] | None = None
+
+
+@dataclass
+class SyncInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What `sync.sending` sends: each parameter's fields, the size of a bucket, and the encoding."""
+
+    parameters: Sequence[Any]
+    limit: int
+    encoding: str
+
+
+class SyncGroupEngine(Engine):  # type: ignore[misc]
+    """Receives the trainer's weights over a sync group, in one worker."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = SyncInfo
+    supports_draft_weight_update = False
+
+    group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Join the sync group, after leaving the one that this worker was in."""
+        import torch
+
+        self.shutdown()
+        if init_info.offers is not None:
+            self.group = same_gpu.join(init_info.offers, devices.physical_gpu_id())
+            return
+        rank = torch.distributed.get_rank() + init_info.rank_offset
+        where = init_info.host, init_info.port, rank, init_info.world
+        self.group = create_group(*where, self.device, init_info.backend)
+
+    def start_weight_update(self) -> None:
+        """Restore the tensors of each layer as they were before vLLM processed them."""
+        layerwise.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive all weights; vLLM's own method synchronizes an accelerator, which a CPU has none of."""
+        self.receive_weights(self.parse_update_info(update_info))
+        devices.synchronize()
+
+    def receive_weights(self, update_info: SyncInfo) -> None:
+        """Receive and load all weights; ``report`` is the worker's report of it."""
+        if self.group is None:
+            raise SyncError("weight sync: this worker has joined no sync group")
+        self.report = receive(
+            self.group,
+            update_info.parameters,
+            update_info.limit,
+            devices.torch_device(),
+            self.model.load_weights,
+            self.model_config.dtype,
+            update_info.encoding,
+            load_keeps=True,  # a layer is loaded when it is complete
+        )
+
+    def finish_weight_update(self) -> None:
+        """Process the layers that are left, and those that received nothing keep their weights."""
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        devices.empty_cache()
+
+    def abort_weight_update(self) -> None:
+        """End an update that failed: layers that are not complete keep the weights from before it."""
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        self.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leave the sync group."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
+
+class Once(logging.Filter):
+    """Passes each message once: vLLM logs every layer that received nothing, such as RotaryEmbedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the message is new."""
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
+
+
+def rearranged_tensors(model: Any) -> set[str]:
+    """Return the names of tensors of layers whose weights vLLM may rearrange after it has loaded them."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, layer in model.named_modules()
+        if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase)
+        and not isinstance(method, IN_CHECKPOINT_LAYOUT)
+        for name, _ in (*layer.named_parameters(), *layer.named_buffers())
+    }
+
+
+logging.getLogger(layerwise.__name__).addFilter(Once())
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, SyncGroupEngine)

@@ -1,0 +1,67 @@
+"""What replaces the methods of OpenRLHF 0.11's ``ActorPPOTrainer`` that send the weights.
+
+Upstream calls each engine for each parameter, and waits without a deadline. Its own method still runs with
+--vllm.sync_with_ray, where Ray's collectives transport the weights.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from rlhf_stack.accelerator import devices
+from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start
+from rlhf_stack.sync.backend import check_backend, requested_backend
+from rlhf_stack.sync.encoding import refuse_changed
+from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus
+from rlhf_stack.sync.report import recorded_sync
+from rlhf_stack.sync.sending import send
+from rlhf_stack.sync.trainer import own_group, shares_gpus, synced_names, uses_ray_collectives
+
+
+def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """Decorate ``_init_vllm_sync_group``, which rank 0 calls: honour the backend, and wait with a deadline.
+
+    Ranks that share their GPUs with engine workers form a group with each other at the first sync.
+    """
+
+    @wraps(method)
+    def formed(trainer: Any, _: str) -> None:
+        arguments = trainer.strategy.args
+        if shares_gpus(arguments):
+            return
+        backend, by_ray = requested_backend(arguments), uses_ray_collectives(arguments)
+        check_backend(backend, by_ray)
+        wait_for_engine_start(trainer.vllm_engines)
+        if by_ray:
+            method(trainer, backend)
+        else:
+            join_engines(trainer)
+
+    return formed
+
+
+def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorate ``broadcast_to_vllm``, which every rank calls: send in buckets, record, verify on request."""
+
+    @wraps(method)
+    def synced(trainer: Any) -> None:
+        import torch.distributed as dist
+
+        arguments = trainer.strategy.args
+        with recorded_sync(trainer):
+            if uses_ray_collectives(arguments):
+                refuse_changed("this run sends its weights by Ray's collectives")
+                method(trainer)
+                return
+            if shares_gpus(arguments) and own_group(trainer) is None:
+                join_workers_of_same_gpus(trainer)
+            devices.empty_cache()
+            send(trainer, synced_names(trainer))
+            if dist.get_rank() == 0 and getattr(arguments.vllm, "enable_prefix_caching", False):
+                resets = [engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines]
+                wait_for_engine_results(resets, "the engines to reset their prefix caches")
+            devices.empty_cache()
+            dist.barrier()
+            devices.synchronize()
+
+    return synced

@@ -1,0 +1,74 @@
+"""What a weight sync uses of OpenRLHF's ``ActorPPOTrainer`` and its arguments, in every release."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from rlhf_stack.sync.backend import requested_backend
+
+ZERO_3 = 3
+FULL_SHAPE = "rlhf_stack_full_shape"  # an attribute of a parameter that DeepSpeed's tensor parallelism shards
+
+
+def section(arguments: Any, name: str) -> Any:
+    """Return a section of OpenRLHF's arguments; older releases have one flat namespace, which is returned."""
+    return getattr(arguments, name, arguments)
+
+
+def shares_gpus(arguments: Any) -> bool:
+    """Report whether each trainer rank passes the weights to the engine worker on its own GPU."""
+    train = section(arguments, "train")
+    is_shared = getattr(train, "colocate_all", False) and not getattr(train, "async_enable", False)
+    return is_shared and hasattr(arguments, "vllm") and requested_backend(arguments) == "nccl"
+
+
+def uses_ray_collectives(arguments: Any) -> bool:
+    """Report whether upstream sends the weights one by one with Ray's collectives."""
+    return bool(getattr(section(arguments, "vllm"), "sync_with_ray", False))
+
+
+def synced_names(trainer: Any) -> list[tuple[str, Any]]:
+    """Return names and parameters that engines receive: of a vision-language model the trained ones alone."""
+    is_vlm = getattr(trainer.actor, "is_vlm", False)
+    named = trainer.actor.model.module.named_parameters()
+    return [(name, each) for name, each in named if each.requires_grad or not is_vlm]
+
+
+def own_group(trainer: Any) -> Any:
+    """Return the sync group of this trainer rank, None if it has none."""
+    return getattr(trainer, "_model_update_group", None)
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Report whether a trainer rank holds only a part of some parameters."""
+    arguments = section(trainer.strategy.args, "ds")
+    return arguments.zero_stage == ZERO_3 or getattr(arguments, "tensor_parallel_size", 1) > 1
+
+
+@contextmanager
+def gathered(trainer: Any, parameters: Sequence[Any]) -> Iterator[None]:
+    """Gather ``parameters`` that ZeRO-3 or DeepSpeed's tensor parallelism shards, together on every rank."""
+    import deepspeed
+
+    arguments = section(trainer.strategy.args, "ds")
+    with ExitStack() as stack:
+        if getattr(arguments, "tensor_parallel_size", 1) > 1:
+            layers = deepspeed.module_inject.layers
+            for each in parameters:  # a list must be the parameters of one layer
+                stack.enter_context(layers.GatherReplacedLayerParams([each], trainer.actor.model.module))
+        else:
+            is_sharded = arguments.zero_stage == ZERO_3
+            stack.enter_context(deepspeed.zero.GatheredParameters(list(parameters), enabled=is_sharded))
+        yield
+
+
+def full_shape(trainer: Any, parameter: Any) -> Any:
+    """Return the shape of a parameter when it is `gathered`; every rank must take part in the first call."""
+    if hasattr(parameter, "ds_shape"):
+        return parameter.ds_shape
+    if getattr(section(trainer.strategy.args, "ds"), "tensor_parallel_size", 1) == 1:
+        return parameter.shape
+    if not hasattr(parameter, FULL_SHAPE):
+        with gathered(trainer, [parameter]):
+            setattr(parameter, FULL_SHAPE, parameter.shape)
+    return getattr(parameter, FULL_SHAPE)

@@ -1,0 +1,189 @@
+"""A trainer rank passes random weights to the engine worker on its GPU; either side may fail or end."""
+
+import os
+import signal
+from dataclasses import astuple
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import SyncError, same_gpu
+from rlhf_stack.sync.buckets import plan_buckets
+from rlhf_stack.sync.engine_parameters import parameter_spec
+from rlhf_stack.sync.receiving import receive
+from rlhf_stack.sync.sending import BucketSender
+
+FORK = get_context("fork")
+GPU = "node:0"
+FILES = Path("/proc/self/fd")
+LIMIT = 100_000  # bytes of a bucket: the first parameter is split
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setenv(env_vars.SYNC_BUCKET, str(LIMIT / 10**6))
+
+
+def weights(seed):
+    """Random bytes in tensors of many sizes, of which one is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(300, 1000), (7,), (0, 3), (33, 65), *[(64, 64)] * 40]
+    bits = (
+        torch.randint(-(1 << 15), 1 << 15, size, dtype=torch.int16, generator=generator) for size in sizes
+    )
+    return [(f"w{index}", each.view(torch.bfloat16)) for index, each in enumerate(bits)]
+
+
+def send(group, named):
+    specs = [parameter_spec(*each) for each in named]
+    buckets = plan_buckets(specs, LIMIT)
+    with group.syncing():
+        sender = BucketSender(group, in_place=True)
+        for number, bucket in enumerate(buckets):
+            sender.send(number, bucket, [named[span.index][1] for span in bucket.spans])
+        sender.finish()
+
+
+def load(group, named, keep):
+    """Receive, and keep what was received for as long as the real loader may."""
+    content, held = [astuple(parameter_spec(*each)) for each in named], {}
+    report = receive(group, content, LIMIT, group.device, held.update, torch.bfloat16, load_keeps=keep)
+    return held, report
+
+
+class Worker:
+    """A process that joins the trainer's group and then runs ``action(group)``."""
+
+    def __init__(self, action):
+        self.offer, self.results = same_gpu.Offer(GPU), FORK.Queue()
+
+        def run():
+            try:
+                self.results.put(action(same_gpu.join({GPU: self.offer.address}, GPU)))
+            except SyncError as error:
+                self.results.put(str(error))
+
+        self.process = FORK.Process(target=run, daemon=True)
+
+    def __enter__(self):
+        self.process.start()
+        self.group = self.offer.accept()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.join()
+        self.group.close()
+
+
+@pytest.mark.timeout(60)
+def test_the_worker_holds_every_byte_in_each_sync():
+    def action(group):
+        found = []
+        for seed in range(3):
+            held, report = load(group, weights(seed), keep=True)
+            expected = {name: each.view(torch.int16) for name, each in weights(seed)}
+            equal = all(torch.equal(held[name].view(torch.int16), expected[name]) for name in expected)
+            found.append((equal, report["who"]))
+        return found
+
+    files = len(list(FILES.iterdir()))
+    with Worker(action) as worker:
+        for seed in range(3):
+            send(worker.group, weights(seed))
+        assert worker.results.get(timeout=30) == [(True, f"engine worker on GPU {GPU}")] * 3
+    assert len(list(FILES.iterdir())) <= files + 4, "the queue's files, and none of the memory"
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_of_the_loader_ends_the_trainers_sync_at_once():
+    def action(group):
+        content = [astuple(parameter_spec(*each)) for each in weights(0)]
+        receive(group, content, LIMIT, group.device, lambda _: 1 // 0, torch.bfloat16)
+
+    with (
+        Worker(action) as worker,
+        pytest.raises(SyncError, match=r"worker on GPU node:0 failed: ZeroDivisionError"),
+    ):
+        send(worker.group, weights(0))
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_of_the_trainer_ends_the_workers_sync_at_once():
+    def fail(group):
+        with group.syncing():
+            raise RuntimeError("out of memory")
+
+    with Worker(lambda group: load(group, weights(0), keep=True)) as worker:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fail(worker.group)
+        assert "trainer rank on GPU node:0 failed: RuntimeError: out of memory" in worker.results.get(
+            timeout=30
+        )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("signal_sent", "reason"),
+    [
+        (signal.SIGKILL, "does not answer: "),
+        (signal.SIGSTOP, r"waited 2 s for the engine worker on GPU node:0 to load"),
+    ],
+)
+def test_a_worker_that_ends_or_stops_is_named_within_the_deadline(monkeypatch, signal_sent, reason):
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "2")
+    with Worker(lambda _: signal.pause()) as worker:
+        os.kill(worker.process.pid, signal_sent)
+        with pytest.raises(SyncError, match=reason):
+            send(worker.group, weights(0))
+
+
+def test_a_worker_that_does_not_join_is_named_within_the_deadline(monkeypatch):
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.2")
+    with pytest.raises(SyncError, match=r"no engine worker on GPU node:0 joined within 0\.2 s"):
+        same_gpu.Offer(GPU).accept()
+
+
+def test_a_worker_on_another_gpu_is_refused():
+    with pytest.raises(
+        SyncError, match=r"no trainer rank is on GPU node:1 of this engine worker, but on node:0"
+    ):
+        same_gpu.join({GPU: "\0unused"}, "node:1")
+
+
+@pytest.mark.timeout(60)
+def test_a_gpus_memory_travels_as_a_handle(monkeypatch):
+    """The handles are replaced by the shared memory of torch: this machine has no GPU."""
+    opened = []
+
+    def rebuild(*shared):
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*shared)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def open_handle(handle, index):
+        opened.append(index)
+        return rebuild(*handle[1])
+
+    reductions = torch.multiprocessing.reductions
+    monkeypatch.setattr(
+        reductions, "reduce_tensor", lambda each: (None, each.untyped_storage()._share_filename_cpu_())
+    )
+
+    monkeypatch.setattr(same_gpu.devices, "open_handle", open_handle)
+    monkeypatch.setattr(same_gpu.devices, "is_gpu", lambda: True)
+    for name in ("torch_device", "synchronize", "empty_cache"):
+        found = torch.device("cpu") if name == "torch_device" else None
+        monkeypatch.setattr(same_gpu.devices, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+
+    def action(group):
+        held, _ = load(group, weights(0), keep=True)
+        return len(opened), all(
+            torch.equal(held[n].view(torch.int16), w.view(torch.int16)) for n, w in weights(0)
+        )
+
+    with Worker(action) as worker:
+        send(worker.group, weights(0))
+        assert worker.results.get(timeout=30) == (2, True), "a handle for each slot"
