@@ -46,9 +46,15 @@ def test_colocated_engines_receive_buckets_over_gloo(train):
 @pytest.mark.timeout(SECONDS + 40)
 def test_zero3_shards_equal_the_policy_of_the_engine(train):
     """Upstream on a CPU starts from incomplete weights: the loss was NaN in half of the runs."""
-    run = train("separate", (2, 2), 2, SECONDS, "--ds.zero_stage", "3", **SMALL_BUCKETS)
+    checks = SMALL_BUCKETS | {env_vars.VERIFY_SYNC: env_vars.PROBABILITIES}
+    run = train("separate", (2, 2), 2, SECONDS, "--ds.zero_stage", "3", **checks)
     assert_trained(run, steps=2, backend="gloo", engines=1)
     assert_one_policy(run)
+    assert [event["version"] for event in run.of("sync")] == [1, 2]
+    assert [event["mixed_answers"] for event in run.of("sync")] == [0, 0]
+    computed = run.of("verify probabilities")
+    assert [event["index"] for event in computed] == [0, 1]
+    assert all(0 <= each < event["tolerance"] for event in computed for each in event["differences"])
 
 
 @CPU_ENGINE

@@ -11,9 +11,9 @@ from rlhf_stack.certify.ladder import Found, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
+from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.group import Buffers
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.sending import BucketSender
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from rlhf_stack.certify.on_cluster import actors, answers, gpus_of, nodes_with_g
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
-from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.engine_parameters import parameter_spec
+from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender
 
 if TYPE_CHECKING:

@@ -26,6 +26,8 @@ AUTOSCALE = "RLHF_STACK_AUTOSCALE"  # 1: a run for which there is no room waits 
 EXCLUDED_NODES = "RLHF_STACK_EXCLUDED_NODES"  # addresses that get no rank and no engine, by commas
 ALLOW_STRADDLE = "RLHF_STACK_ALLOW_STRADDLE"  # 1: engines that fit on no node take GPUs of several
 
+PROBABILITIES = "probabilities"  # a value of VERIFY_SYNC
+
 
 def flag(name: str) -> bool:
     """Return a flag: unset, empty and 0 are off, 1 is on, anything else is a `ValueError`."""
@@ -69,6 +71,11 @@ def _positive(name: str, default: float, unit: str) -> float:
     if not 0 < number < float("inf"):
         raise ValueError(f"{name}={value!r}: expected a number of {unit} greater than 0")
     return number
+
+
+def sync_verification() -> str:
+    """Return how each weight sync is verified: "0" not, "1" by checksums, or also by `PROBABILITIES`."""
+    return _one_of(VERIFY_SYNC, ("0", "1", PROBABILITIES))
 
 
 def sync_backend(default: str) -> str:

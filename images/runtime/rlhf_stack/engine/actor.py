@@ -25,10 +25,15 @@ REPEATED = {
 
 
 class _EngineState:
-    """State of an engine actor, created on first use: upstream's constructor calls no base constructor."""
+    """State of an engine actor, created on first use: upstream's constructor calls no base constructor.
+
+    ``weight_version`` is the number of the last sync, from 1; 0 is what the engine loaded when it started.
+    """
 
     _meter: Meter
     _sync_error: str | None = None
+    weight_version = 0
+    _mixed = 0  # answers since the last sync that began with the weights of an earlier version
 
     def _throughput_meter(self) -> Meter:
         if not hasattr(self, "_meter"):
@@ -57,14 +62,22 @@ class AsyncEngineMixin(_EngineState):
             parameters.seed = self._request_seeds.next(tokens, base)
         return parameters
 
-    async def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
-        """Run one weight sync; return each worker's report (``ranks``) and the work since the last sync."""
+    async def receive_weights(
+        self, parameters: Sequence[Any], limit: int, encoding: str, *, version: int = 0
+    ) -> dict[str, Any]:
+        """Run one weight sync, after which the engine has ``version``.
+
+        Returns each worker's report (``ranks``), the ``work`` since the last sync, and how many answers of
+        that time are ``mixed``: they began with the weights of another version than they ended with.
+        """
         try:
             ranks = await self.call_workers("receive_weights", parameters, limit, encoding)
         except Exception as error:
             self._sync_error = str(error)
             raise
-        return {"ranks": ranks, "work": self._throughput_meter().take()}
+        self.weight_version = version
+        mixed, self._mixed = self._mixed, 0
+        return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": mixed}
 
     async def weights_received(self) -> None:
         """Note that this engine has the weights of all others: it answers prompts if it was restarted."""
@@ -79,16 +92,33 @@ class AsyncEngineMixin(_EngineState):
         """Return the error of a weight sync that failed in this engine, or None."""
         return self._sync_error
 
+    async def log_probabilities(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each of ``tokens`` but the first."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.utils import random_uuid
+
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = TokensPrompt(prompt_token_ids=list(tokens))
+        async for output in self.llm.generate(prompt, sampling, request_id=random_uuid()):
+            given = output.prompt_logprobs
+        return [choices[token].logprob for token, choices in zip(tokens[1:], given[1:], strict=True)]
+
     async def needs_weights(self) -> bool:
         """Report whether this engine was restarted and has not received the trainer's weights since."""
         self._end_if_engine_died()
         return restarted.needs_weights()
 
     async def measured(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Yield the outputs of one vLLM request and count their tokens."""
+        """Yield the outputs of one vLLM request and count their tokens.
+
+        Each has ``weight_versions``: that with which the request began, and that of the output.
+        """
+        first = self.weight_version
         with self._ending_with_engine():
             async for output in self._throughput_meter().measured(outputs):
+                output.weight_versions = first, self.weight_version
                 yield output
+        self._mixed += first != self.weight_version
 
     def unfinished_work(self) -> int | None:
         """Return the maximum of remaining tokens: prompt tokens not yet prefilled, and answer tokens.
@@ -140,14 +170,17 @@ class BlockingEngineMixin(_EngineState):
     llm: Any
     _request_seeds: RequestSeeds
 
-    def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
-        """See `AsyncEngineMixin.receive_weights`."""
+    def receive_weights(
+        self, parameters: Sequence[Any], limit: int, encoding: str, *, version: int = 0
+    ) -> dict[str, Any]:
+        """See `AsyncEngineMixin.receive_weights`; no answer is in progress meanwhile."""
         try:
             ranks = self.call_workers("receive_weights", parameters, limit, encoding)
         except Exception as error:
             self._sync_error = str(error)
             raise
-        return {"ranks": ranks, "work": self._throughput_meter().take()}
+        self.weight_version = version
+        return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": 0}
 
     def sync_error(self) -> str | None:
         """Return the error of a weight sync that failed in this engine, or None."""

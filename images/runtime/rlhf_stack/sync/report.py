@@ -1,7 +1,8 @@
 """Records of each weight sync: an event, a log line, Ray metrics, and a warning for each slow engine.
 
 The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes``, ``rlhf_stack_sync_sent_bytes`` and
-``rlhf_stack_sync_gigabytes_per_second`` of the last sync with the tag ``backend``; and with the tag
+``rlhf_stack_sync_gigabytes_per_second`` of the last sync and ``rlhf_stack_mixed_answers`` since the previous
+one with the tag ``backend``; and with the tag
 ``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
 and ``rlhf_stack_engine_restart_seconds`` of the last restart. ``rlhf_stack_recovery_seconds`` is of the run.
 Ray exports each with the prefix ``ray_``.
@@ -17,8 +18,9 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import total_bytes
+from rlhf_stack.sync.probabilities import verify_probabilities
 from rlhf_stack.sync.regrouping import ending_together
-from rlhf_stack.sync.trainer import own_group, section, shares_gpus, uses_ray_collectives
+from rlhf_stack.sync.trainer import own_group, section, shares_gpus, uses_ray_collectives, weight_version
 from rlhf_stack.sync.verify import synced_parameters, verify_sync
 from rlhf_stack.telemetry import events, run_log, throughput
 
@@ -28,6 +30,7 @@ SYNC_METRICS = {
     "rlhf_stack_sync_bytes": ("Bytes of the trainer's weights in the last sync.", "backend"),
     "rlhf_stack_sync_sent_bytes": ("Bytes sent for them: fewer if only changed elements are.", "backend"),
     "rlhf_stack_sync_gigabytes_per_second": ("Bytes by seconds of the last weight sync, in GB/s.", "backend"),
+    "rlhf_stack_mixed_answers": ("Answers with weights of two versions since the sync before.", "backend"),
     "rlhf_stack_engine_tokens_per_second": ("Tokens/s of an engine since the sync before.", "engine"),
 }
 RESTART_METRICS = {
@@ -74,6 +77,7 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         events.emit(
             "sync",
             index=index,
+            version=weight_version(trainer),
             backend=backend,
             bytes=size,
             sent=sent,
@@ -81,8 +85,11 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
             parameters=len(specs),
             **rates,
         )
-    if env_vars.flag(env_vars.VERIFY_SYNC):
+    verification = env_vars.sync_verification()
+    if verification != "0":
         verify_sync(trainer, index, is_root)
+    if verification == env_vars.PROBABILITIES:
+        verify_probabilities(trainer, index, is_root)
 
 
 def with_recorded_sync(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -114,8 +121,10 @@ def report_sync(
     set_metric("rlhf_stack_sync_bytes", size, backend)
     set_metric("rlhf_stack_sync_sent_bytes", sent, backend)
     set_metric("rlhf_stack_sync_gigabytes_per_second", rate, backend)
+    mixed = sum(int(answer.get("mixed", 0)) for answer in answers)
+    set_metric("rlhf_stack_mixed_answers", mixed, backend)
     _compare_engines([answer["work"] for answer in answers], answers)
-    return {"gigabytes_per_second": rate, "slowest": peer}
+    return {"gigabytes_per_second": rate, "slowest": peer, "mixed_answers": mixed}
 
 
 def slowest_worker(answers: Answers) -> Mapping[str, Any] | None:

@@ -16,7 +16,7 @@ from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
-from rlhf_stack.sync.trainer import gathered, is_sharded, own_group
+from rlhf_stack.sync.trainer import gathered, is_sharded, own_group, weight_version
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,10 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             in_place = not (is_merged or is_sharded(trainer))
             sender = new_sender(group, encoding, buckets, in_place)
         if is_root:
+            trainer.weight_version = version = weight_version(trainer) + 1
             answers = [
-                engine.receive_weights.remote(content, limit, encoding) for engine in trainer.vllm_engines
+                engine.receive_weights.remote(content, limit, encoding, version=version)
+                for engine in trainer.vllm_engines
             ]
         failure: SyncError | None = None
         for linked in linked_buckets(buckets):

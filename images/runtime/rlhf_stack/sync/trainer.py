@@ -39,6 +39,11 @@ def own_group(trainer: Any) -> Any:
     return getattr(trainer, "_model_update_group", None)
 
 
+def weight_version(trainer: Any) -> int:
+    """Return the number of weight syncs that rank 0 has begun: the version of the weights of the last one."""
+    return int(getattr(trainer, "weight_version", 0))
+
+
 def is_sharded(trainer: Any) -> bool:
     """Report whether a trainer rank holds only a part of some parameters."""
     arguments = section(trainer.strategy.args, "ds")

@@ -49,7 +49,7 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
             mismatched=names,
             seconds=time.monotonic() - start,
         )
-        if rearranged:
+        if rearranged and env_vars.sync_verification() != env_vars.PROBABILITIES:
             _warn_of_rearranged(len(rearranged), len(parameters))
         if found:
             raise SyncMismatch(_message(index, len(parameters), names, found, trainer.vllm_engines))
@@ -58,8 +58,8 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
 @functools.cache
 def _warn_of_rearranged(count: int, total: int) -> None:
     run_log.warning(
-        f"{count} of {total} parameters are not compared by {env_vars.VERIFY_SYNC}: vLLM rearranges them "
-        "after loading"
+        f"{count} of {total} parameters have no checksum to compare, because vLLM rearranges them after "
+        f"loading: {env_vars.VERIFY_SYNC}={env_vars.PROBABILITIES} compares what the model computes"
     )
 
 

@@ -1,5 +1,6 @@
 """Mixins of engine actors and workers for vLLM 0.4, whose engine is a blocking ``vllm.LLM``."""
 
+import asyncio
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -121,3 +122,28 @@ def test_the_unfinished_work_is_what_is_left_of_prompts_and_answers(requests: li
     states = dict(enumerate(requests))
     mixin.llm = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
     assert mixin.unfinished_work() == work
+
+
+def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted_once() -> None:
+    class Engine(actor.AsyncEngineMixin):
+        async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+            return [method, *arguments]
+
+    async def outputs(syncs: list[int], mixin: Engine, reports: list[Any]) -> Any:
+        for version in syncs:
+            if version:
+                reports.append(await mixin.receive_weights([], 1, version=version))
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])])
+
+    async def run() -> tuple[list[tuple[int, int]], list[int]]:
+        mixin, reports = Engine(), list[Any]()
+        last = []
+        for syncs in ([0, 0], [0, 1, 0], [0]):
+            async for output in mixin.measured(outputs(syncs, mixin, reports)):
+                versions = output.weight_versions
+            last.append(versions)
+        for version in (2, 3):
+            reports.append(await mixin.receive_weights([], 1, version=version))
+        return last, [report["mixed"] for report in reports]
+
+    assert asyncio.run(run()) == ([(0, 0), (0, 1), (1, 1)], [0, 1, 0])
