@@ -15,6 +15,7 @@ from threading import Thread
 
 import torch
 import transformers
+from rlhf_stack.sync.encoding import FULL
 
 GPU, VOCABULARY, TOKENS = "node:0", 256, 48
 BASE = {
@@ -120,7 +121,7 @@ def main() -> None:
 
         sending = Thread(target=send)
         sending.start()
-        engine.collective_rpc("receive_weights", args=([astuple(spec) for spec in specs], limit))
+        engine.collective_rpc("receive_weights", args=([astuple(spec) for spec in specs], limit, FULL))
         sending.join()
 
     result: dict[str, object] = {"fresh": difference()}

@@ -11,8 +11,10 @@ from rlhf_stack.certify.ladder import Found, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
+from rlhf_stack.sync.encoding import Encodings, Reach
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.group import Buffers
+from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender
 
@@ -47,6 +49,8 @@ class _Loopback:
     def __init__(self, device: Any) -> None:
         self.device, self.buffers = device, Buffers(device, pinned=False)
         self.answers: list[dict[str, Any]] = []
+        self.kept: Kept | None = None
+        self.encodings = Encodings(Reach(0, 0), "off")
         self.sent: list[list[torch.Tensor]] = []
         self.receiving = False
 

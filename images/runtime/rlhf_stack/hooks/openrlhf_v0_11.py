@@ -42,7 +42,6 @@ from rlhf_stack.openrlhf.run_groups import (
 )
 from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
 from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
-from rlhf_stack.sync import wait_for_engine_results
 from rlhf_stack.sync.actor_trainer import forms_weight_group, sends_weights
 from rlhf_stack.sync.regrouping import form_group_again
 from rlhf_stack.telemetry.events import models_up as record_models_ready
@@ -99,7 +98,6 @@ __all__ = [
     "use_to_send_weights",
     "uses_models",
     "wait_for_answer",
-    "wait_for_engine_results",
     "wait_for_engine_startup",
     "wait_for_restarts",
     "wait_for_role_group",

@@ -20,6 +20,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync.encoding import Encodings, Reach, refuse_changed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers
+from rlhf_stack.sync.kept import Kept
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +131,7 @@ class SameGpuGroup:
     name: str = "ipc"
     in_place: bool = False
     answers: list[dict[str, Any]] = field(default_factory=list)
-    kept: None = None
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         refuse_changed("the trainer shares its GPUs with the engines")

@@ -132,7 +132,7 @@ def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted
     async def outputs(syncs: list[int], mixin: Engine, reports: list[Any]) -> Any:
         for version in syncs:
             if version:
-                reports.append(await mixin.receive_weights([], 1, version=version))
+                reports.append(await mixin.receive_weights([], 1, "full", version=version))
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])])
 
     async def run() -> tuple[list[tuple[int, int]], list[int]]:
@@ -143,7 +143,7 @@ def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted
                 versions = output.weight_versions
             last.append(versions)
         for version in (2, 3):
-            reports.append(await mixin.receive_weights([], 1, version=version))
+            reports.append(await mixin.receive_weights([], 1, "full", version=version))
         return last, [report["mixed"] for report in reports]
 
     assert asyncio.run(run()) == ([(0, 0), (0, 1), (1, 1)], [0, 1, 0])
