@@ -8,6 +8,7 @@ import torch
 
 import ray
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from rlhf_stack.sync.encoding import Encodings, Reach
 
 alone()
 calls, sent = [], []
@@ -19,7 +20,8 @@ def method(name):
 
 @stub("the sync group")
 class Group:
-    name, device, answers, in_place = "gloo", torch.device("cpu"), [], True
+    name, device, answers, in_place, kept = "gloo", torch.device("cpu"), [], True, None
+    encodings = Encodings(Reach(nodes=0, room=0), "off")
 
     class buffers:
         for_bucket = staticmethod(lambda size, number: torch.empty(size, dtype=torch.uint8))

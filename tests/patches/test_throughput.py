@@ -25,7 +25,7 @@ async def run():
     parameters = types.SimpleNamespace(seed=None)
     outputs = await asyncio.gather(*[engine.generate([1, 2], parameters) for _ in range(3)])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 9, 9]
-    return await engine.receive_weights([], 1)
+    return await engine.receive_weights([], 1, "full")
 
 
 work = asyncio.run(run())["work"]
@@ -40,12 +40,12 @@ from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 Engine = LLMRayActor.__ray_metadata__.modified_class
 engine = Engine.__new__(Engine)
 output = types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[0] * 9)])
-worker = stub("the worker of an engine", receive_weights=lambda parameters, limit: "loaded")
+worker = stub("the worker of an engine", receive_weights=lambda parameters, limit, encoding: "loaded")
 executor = types.SimpleNamespace(driver_worker=worker)
 inner = types.SimpleNamespace(model_executor=executor)
 engine.llm = stub("the vLLM of an engine", generate=lambda *_, **__: [output] * 3, llm_engine=inner)
 assert engine.generate(prompt_token_ids=[[1, 2]] * 3) == [output] * 3
-work = engine.receive_weights([], 1)["work"]
+work = engine.receive_weights([], 1, "full")["work"]
 assert work.tokens == 27, f"27 tokens were generated, {work.tokens} counted"
 assert work.seconds > 0
 print(work.tokens, "tokens counted")
