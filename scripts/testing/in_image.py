@@ -129,6 +129,9 @@ def run_suite(
         tally.add(Path(results, "junit.xml"), code)
         if marks:
             tally.add_marks(marks, executed)
+            ran = sum(found.changes - len(found.missed) for found in tally.executed.values())
+            total = sum(found.changes for found in tally.executed.values())
+            print(f"{run.suite}: {ran} of {total} changes of the cell's patches were executed", flush=True)
             halves.keep(cell, executed.with_name(KNOWN))
 
 
