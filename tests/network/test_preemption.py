@@ -17,23 +17,23 @@ from scripts.testing.cluster import Cluster
 from tests.faults.runs import CHECKPOINTS
 from tests.network.waiting import until
 
-STEPS = 4
+STEPS = {"separate": 8, "hybrid": 4}  # in the layout hybrid a step takes several times as long
 GRACE = 30
 SECONDS = 600  # for what takes a minute on a quiet machine
 EVENTS = "/events"
 SUBMIT = f"echo $$ > {EVENTS}/pid; exec rlhf-stack submit --grace {GRACE} -- "
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder on the host with the events of both nodes."""
-    return shared(tmp_path / "events")
+    return shared(tmp_path_factory.mktemp("preemption") / "events")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder on the host with the checkpoints and the trained models."""
-    return shared(tmp_path / "checkpoints")
+    return shared(tmp_path_factory.mktemp("preemption") / "checkpoints")
 
 
 def shared(folder: Path) -> Path:
@@ -43,18 +43,15 @@ def shared(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def cluster(
-    nothing_left: None, client: docker.DockerClient, cell: Cell, folder: Path, disk: Path
-) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster(client: docker.DockerClient, cell: Cell, folder: Path, disk: Path) -> Iterator[Cluster]:
     """The demo's two nodes, which share the folders of events and checkpoints."""
-    del nothing_left
     if not cell.versions["openrlhf"].startswith("0.11."):
         pytest.skip("this release saves no checkpoint on request")
     mounts = {str(disk): {"bind": CHECKPOINTS, "mode": "rw"}, str(folder): {"bind": EVENTS, "mode": "rw"}}
     environment = demo.ENVIRONMENT | {"RLHF_STACK_EVENTS": EVENTS}
     with Cluster(client, cell.tag, demo.NODES, environment, options={"volumes": mounts}) as running:
-        demo.prepare(running, STEPS, seed=0)
+        demo.prepare(running, max(STEPS.values()), seed=0)
         yield running
 
 
@@ -83,13 +80,24 @@ def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
     """`checkpoint` saves while the run goes on; SIGTERM to `submit` saves later; the next run continues.
 
     Its steps have the rewards of a run that nobody disturbed, and its last weights are those, bit for bit.
+    In the undisturbed run each engine is on one node and has the trainer's weights; in the layout hybrid both
+    nodes have an engine on the GPUs of the trainer's ranks.
     """
-    training = demo.command(cluster, layout, STEPS, seed=0)
+    for file in folder.glob("*.jsonl"):
+        file.unlink()
+    last = STEPS[layout]
+    training = demo.command(cluster, layout, last, seed=0)
     printed: list[str] = []
 
     def submit(name: str) -> int:
-        saved = ["--ckpt.path", f"{CHECKPOINTS}/{name}", "--ckpt.save_steps", "100", "--ckpt.load_enable"]
-        words = [*training, *saved, "--ckpt.output_dir", f"{CHECKPOINTS}/{name}/trained"]
+        saved = [
+            "--ckpt.path",
+            f"{CHECKPOINTS}/{layout}/{name}",
+            "--ckpt.save_steps",
+            "100",
+            "--ckpt.load_enable",
+        ]
+        words = [*training, *saved, "--ckpt.output_dir", f"{CHECKPOINTS}/{layout}/{name}/trained"]
         shell = ["sh", "-c", SUBMIT + " ".join(f"'{word}'" for word in words)]
         return cluster.follow(shell, printed.append, timeout=SECONDS)
 
@@ -111,14 +119,24 @@ def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
     assert before == list(range(1, len(before) + 1))
     said = [line for line in printed if line.startswith("rlhf-stack:")]
     assert any(line.endswith(f"from the checkpoint of step {before[-1]}") for line in said), (before, said)
-    assert len(before) < STEPS, "the run had ended before it was preempted"
+    assert len(before) < last, "the run had ended before it was preempted"
     assert submit("preempted") == 0, printed[-20:]
-    assert steps(folder) == list(range(1, STEPS + 1))
+    assert steps(folder) == list(range(1, last + 1))
     assert [event["step"] for event in events.read(folder) if event["event"] == "preemption"] == [
         on_request["step"],
         before[-1],
     ]
+    resumed = len(events.read(folder))
     assert submit("undisturbed") == 0, printed[-20:]
     both = rewards(folder)
-    assert both[:STEPS] == both[STEPS:]
-    assert weights(disk / "preempted" / "trained") == weights(disk / "undisturbed" / "trained")
+    assert both[:last] == both[last:]
+    trained = [weights(disk / layout / name / "trained") for name in ("preempted", "undisturbed")]
+    assert trained[0] == trained[1]
+    undisturbed = events.read(folder)[resumed:]
+    engines = [event for event in undisturbed if event["event"] == "engine"]
+    assert not any(event["straddles"] for event in engines)
+    nodes = {rank["node_id"] for event in engines for rank in event["ranks"]}
+    assert len(nodes) == len(engines) == (2 if layout == "hybrid" else 1)
+    verified = [event for event in undisturbed if event["event"] == "verify"]
+    assert [event["equal"] for event in verified] == [True] * last
+    assert all(event["parameters"] for event in verified)
