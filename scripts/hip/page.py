@@ -32,11 +32,13 @@ def text(matrix: Matrix, page: str, root: Path = COMMITTED) -> str:
 
 
 def keep(record: Record, local: Path = RECORDS, root: Path = COMMITTED) -> None:
-    """Add a record and the report that it counts to the committed ones."""
+    """Add the attempts up to a record, and the reports that they count, to the committed ones."""
     source, target = (records.folder_of(record.cell, record.inputs, one) for one in (local, root))
     (target / "evidence").mkdir(parents=True, exist_ok=True)
-    for name in (records.file_name(record), *(f"evidence/{name}" for name in record.evidence)):
-        shutil.copyfile(source / name, target / name)
+    for attempt in records.read(record.cell, record.inputs, (local, root)):
+        for name in (records.file_name(attempt), *(f"evidence/{name}" for name in attempt.evidence)):
+            if (source / name).exists():
+                shutil.copyfile(source / name, target / name)
 
 
 def _tables(matrix: Matrix, cell: Cell, record: Record, root: Path) -> Iterator[str]:
