@@ -30,6 +30,8 @@ FOLDER = ROOT / "build" / "hip"
 HERE = ROOT / "scripts" / "hip"
 TRANSLATOR = ("torch_for_rocm.py", "symbols.py")
 TARGET = "compiled"
+# What compiling depends on, of the build context; BuildKit keeps wheels by the same files.
+COMPILED = ("tools/build-source", "sources/**/*", "requirements/*")
 STAGE = f"""FROM scratch AS {TARGET}
 COPY --from=vllm-source /wheels /
 COPY --from=openrlhf-source /wheels /
@@ -74,7 +76,7 @@ def digest(matrix: Matrix, cell: Cell) -> str:
     for root in (toolchain_root(matrix, toolchain) for toolchain in proof.toolchains):
         with tempfile.TemporaryDirectory() as temporary:
             folder = lay_out(matrix, cell, torch_digest(cell, proof, root), Path(temporary, "context"))
-            files = [path for path in folder.rglob("*") if path.is_file() and path.name != "uv"]
+            files = [file for place in COMPILED for file in sorted(folder.glob(place)) if file.is_file()]
             content = {str(path.relative_to(folder)): sha256_file(path) for path in files}
         everything.append([root.name, root.recipe, rootfs.roots(cell)[0].recipe, content])
     return sha256(msgspec.json.encode(everything, order="sorted"))
