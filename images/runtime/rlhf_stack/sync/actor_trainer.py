@@ -9,13 +9,15 @@ from functools import wraps
 from typing import Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start
 from rlhf_stack.sync.backend import check_backend, requested_backend
 from rlhf_stack.sync.encoding import refuse_changed
-from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus
+from rlhf_stack.sync.errors import SyncError
+from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus, leave_group
 from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.sync.sending import send
-from rlhf_stack.sync.trainer import own_group, shares_gpus, synced_names, uses_ray_collectives
+from rlhf_stack.sync.trainer import shares_gpus, synced_names, uses_ray_collectives
 
 
 def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
@@ -40,6 +42,30 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
     return formed
 
 
+def send_to_same_gpus(trainer: Any) -> None:
+    """Let every rank send to the engine worker on its GPU; rank 0 raises the `SyncError` of any of them.
+
+    The other ranks go on to the end of the sync, where all of them meet.
+    """
+    import torch.distributed as dist
+
+    failure: Exception | None = None
+    try:
+        if not hasattr(trainer, "_model_update_group"):
+            join_workers_of_same_gpus(trainer)
+        send(trainer, synced_names(trainer))
+    except (SyncError, PeerError) as error:
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, str(failure) if failure else None)
+    reasons = [reason for reason in failures if reason]
+    if not reasons:
+        return
+    leave_group(trainer)  # what a worker has read of a sync that failed is unknown
+    if dist.get_rank() == 0:
+        raise failure or SyncError(reasons[0])
+
+
 def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """Decorate ``broadcast_to_vllm``, which every rank calls: send in buckets, record, verify on request."""
 
@@ -53,10 +79,11 @@ def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
                 refuse_changed("this run sends its weights by Ray's collectives")
                 method(trainer)
                 return
-            if shares_gpus(arguments) and own_group(trainer) is None:
-                join_workers_of_same_gpus(trainer)
             devices.empty_cache()
-            send(trainer, synced_names(trainer))
+            if shares_gpus(arguments):
+                send_to_same_gpus(trainer)
+            else:
+                send(trainer, synced_names(trainer))
             if dist.get_rank() == 0 and getattr(arguments.vllm, "enable_prefix_caching", False):
                 resets = [engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines]
                 wait_for_engine_results(resets, "the engines to reset their prefix caches")

@@ -10,8 +10,8 @@ from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.joining import join_engines
-from rlhf_stack.sync.trainer import own_group, shares_gpus, uses_ray_collectives
+from rlhf_stack.sync.joining import join_engines, leave_group
+from rlhf_stack.sync.trainer import shares_gpus, uses_ray_collectives
 
 
 def form_group_again(trainer: Any, engines: Sequence[Any]) -> None:
@@ -37,9 +37,7 @@ def form_group_again(trainer: Any, engines: Sequence[Any]) -> None:
             [engine.leave_weight_group.remote() for engine in engines],
             "the engines to leave the weight-sync group",
         )
-    if (group := own_group(trainer)) is not None:
-        group.close()
-        trainer._model_update_group = None
+    leave_group(trainer)
     if is_root and not shares_gpus(arguments):
         join_engines(trainer)
 

@@ -84,6 +84,10 @@ class Offer:
         self._listener.bind(self.address)
         self._listener.listen(1)
 
+    def withdraw(self) -> None:
+        """Close the socket: there is no worker."""
+        self._listener.close()
+
     def accept(self) -> "SameGpuGroup":
         """Wait for the worker; return the trainer's group."""
         self._listener.settimeout(env_vars.sync_timeout())

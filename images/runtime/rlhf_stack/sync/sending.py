@@ -10,7 +10,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.buckets import Bucket, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
-from rlhf_stack.sync.encoding import CHANGED
+from rlhf_stack.sync.encoding import CHANGED, FULL
 from rlhf_stack.sync.engine_parameters import engine_parameters
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
@@ -42,7 +42,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
     content = [astuple(spec) for spec in specs]
     start = time.monotonic()
     with ExitStack() as stack:
-        group: WeightGroup | None = trainer._model_update_group if is_root else own_group(trainer)
+        group, encoding = own_group(trainer), FULL
         if group is not None:
             stack.enter_context(group.syncing())
             encoding = group.encodings.select(content, total_bytes(specs))
@@ -71,9 +71,10 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             raise failure
         if group is not None:
             sender.finish()
-        if is_root and group is not None:
-            what = f"the engines to load {buckets[-1].title} over {group.name}"
-            group.answers = wait_for_engine_results(answers, what)
+        if is_root:
+            results = wait_for_engine_results(answers, f"the engines to load {buckets[-1].title}")
+            if group is not None:
+                group.answers = results
         if group is not None:
             group.encodings.ended(content, time.monotonic() - start, sender.sent)
     return []
