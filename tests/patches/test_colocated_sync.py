@@ -27,7 +27,8 @@ class Engine:
 
 own_ray(num_cpus=3, num_gpus=2)
 shared = {"num_gpus": 0.5, "num_cpus": 0}
-trainer, engine = (ray.remote(kind).options(**shared).remote() for kind in (Trainer, Engine))
+kinds = ray.remote(Trainer), ray.remote(Engine)
+trainer, engine = (kind.options(**shared).remote() for kind in kinds)
 gpu, worker = ray.get(trainer.gpu.remote()), ray.get(engine.worker_gpu.remote())
 other = ray.get(ray.remote(Trainer).options(num_gpus=1, num_cpus=0).remote().gpu.remote())
 ray.shutdown()

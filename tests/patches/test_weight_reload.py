@@ -6,20 +6,25 @@ EXPERTS = """
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module
 
 packed = []
-kernel = types.SimpleNamespace(
-    fused_experts=types.SimpleNamespace(process_weights_after_loading=lambda layer: packed.append(layer))
+kernel = stub(
+    "the kernel of experts",
+    fused_experts=types.SimpleNamespace(process_weights_after_loading=lambda layer: packed.append(layer)),
 )
-module.convert_to_unquantized_kernel_format = lambda *_, w13_weight, w2_weight, **__: (w13_weight, w2_weight)
-module.replace_parameter = lambda *_, **__: None
-module.make_unquantized_moe_kernel = lambda **_: kernel
-method = types.SimpleNamespace(
+replace(
+    module,
+    convert_to_unquantized_kernel_format=lambda *_, w13_weight, w2_weight, **__: (w13_weight, w2_weight),
+    replace_parameter=lambda *_, **__: None,
+    make_unquantized_moe_kernel=lambda **_: kernel,
+)
+method = stub(
+    "the method of the experts' layer",
     moe_kernel=None,
     moe=None,
     unquantized_backend=module.UnquantizedMoeBackend.CPU,
     experts_cls=object,
     get_fused_moe_quant_config=lambda layer: object(),
 )
-layer = types.SimpleNamespace(moe_config=None, _expert_routing_tables=lambda: None)
+layer = stub("the experts' layer", moe_config=None, _expert_routing_tables=lambda: None)
 for _ in ("the first load", "a reload"):
     module.UnquantizedFusedMoEMethod._setup_kernel(method, layer, None, None)
 assert len(packed) == 2, f"the weights of experts were packed {len(packed)} times in 2 loads"
@@ -31,7 +36,8 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 weight = torch.nn.Parameter(torch.ones(4, 2))
-layer = types.SimpleNamespace(
+layer = stub(
+    "a layer of MLA",
     impl=types.SimpleNamespace(process_weights_after_loading=lambda dtype: None),
     is_amx_bmm_enabled=True,
     kv_b_proj=types.SimpleNamespace(weight=weight),

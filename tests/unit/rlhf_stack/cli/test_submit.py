@@ -1,6 +1,7 @@
 """rlhf_stack.cli.commands.submit: the runtime environment of a job."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from rlhf_stack.cli.commands import submit
@@ -9,6 +10,7 @@ from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.recovery.job import Ended
+from rlhf_stack.telemetry import run_log
 
 HERE = {
     "PATH": "/bin",
@@ -67,6 +69,15 @@ def test_a_jobs_code_is_never_one_of_submit_itself(
     assert main(["submit", "--", "ls"]) == expected
 
 
+@pytest.fixture
+def _messages_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Configure the process's log again after the test, by the variables that it had."""
+    yield
+    monkeypatch.undo()
+    run_log.configure_messages()
+
+
+@pytest.mark.usefixtures("_messages_as_before")
 @pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 1), ("error", 0)])
 def test_the_log_format_applies_to_the_command_and_its_job(
     level: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

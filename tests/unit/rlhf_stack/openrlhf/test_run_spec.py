@@ -201,8 +201,6 @@ def test_rank_batch_is_at_most_the_batch_of_a_step() -> None:
         ({"ds__load_in_4bit": True}, "--ds.load_in_4bit"),
         ({"ds__tensor_parallel_size": 2}, "--ds.tensor_parallel_size > 1"),
         ({"vllm__sync_with_ray": True}, "--vllm.sync_with_ray"),
-        ({"train__colocate_all": True}, "--train.colocate_all over nccl"),
-        ({"train__colocate_all": True, "vllm__sync_backend": "auto"}, "--train.colocate_all over nccl"),
     ],
 )
 def test_lora_is_refused_where_engines_cannot_load_it(changes: dict[str, Any], reason: str) -> None:
@@ -215,8 +213,8 @@ def test_lora_is_refused_where_engines_cannot_load_it(changes: dict[str, Any], r
 
 def test_lora_is_accepted_where_its_weights_are_merged() -> None:
     lora = {"ds__lora": SimpleNamespace(rank=8)}
-    gloo = {"train__colocate_all": True, "vllm__sync_backend": "gloo"}
-    assert run_of("0.11.2", sections(**lora, **gloo)).lora == 8
+    for shared in ({"vllm__sync_backend": "gloo"}, {"vllm__sync_backend": "nccl"}, {}):
+        assert run_of("0.11.2", sections(**lora, train__colocate_all=True, **shared)).lora == 8
     assert run_of("0.5.1", flat(lora_rank=8)).lora == 8
     with pytest.raises(UserError, match="LoRA does not work with --load_in_4bit"):
         run_of("0.5.1", flat(lora_rank=8, load_in_4bit=True))
