@@ -58,7 +58,7 @@ class InstrumentedWorker(WorkerMixin, startup.InstrumentedStartup, Base):  # typ
         super().start_weight_update()
 
     def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
-        """Receive and load the trainer's ``parameters``; after an error the next sync starts anew."""
+        """Receive and load the trainer's ``parameters``; after an error the next sync can begin."""
         transfer = self.weight_transfer_engine
         self.start_weight_update()
         try:

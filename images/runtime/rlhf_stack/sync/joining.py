@@ -1,4 +1,4 @@
-"""Formation of the sync group of a run: the trainer listens, and the engines' workers are told where."""
+"""Formation of the sync group of a run: the trainer listens, and the workers of the engines connect to it."""
 
 import socket
 from collections.abc import Sequence

@@ -150,6 +150,6 @@ def test_every_patch_of_this_repository_can_be_read_and_has_its_test() -> None:
 
 
 def test_the_command_lists_the_patches() -> None:
-    listed = CliRunner().invoke(APP, ["patches", "list"])
+    listed = CliRunner().invoke(APP, ["patches", "list"], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
     assert "openrlhf" in listed.output
