@@ -13,8 +13,9 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync import delta
 from rlhf_stack.sync.buckets import plan_buckets, total_bytes
 from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT
+from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import new_sender, parameter_spec
+from rlhf_stack.sync.sending import new_sender
 from test_buckets import (
     FOUR_NODES,
     ONE_NODE,
