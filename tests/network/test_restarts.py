@@ -22,6 +22,10 @@ STEPS = 6
 STEP_OF_THE_FAULT = 2
 SECONDS = 900  # for what takes two minutes on a quiet machine
 EVENTS = "/events"
+NODES = {
+    "0.11": 4,
+    "0.5": 5,
+}  # two engines and two ranks of the actor; in 0.5 also the critic and reward model
 ENGINES = {"0.11": "--vllm.num_engines", "0.5": "--vllm_num_engines"}
 SUBMIT = ("rlhf-stack", "submit", "--json", "--restarts", "2", "--min-nodes", "4", "--node-wait", "5")
 
@@ -48,7 +52,8 @@ def disk(nothing_left: None, client: docker.DockerClient) -> Iterator[Volume]:
 @pytest.fixture
 def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
     """A head without a GPU, and a node with one GPU for each rank and for two engines."""
-    names = ("one", "two", "three", "four", "five")[: run_of(cell).gpus + 1]
+    count = next(count for release, count in NODES.items() if cell.versions["openrlhf"].startswith(release))
+    names = ("one", "two", "three", "four", "five")[:count]
     nodes = (ContainerNode("head", gpus=0), *(ContainerNode(name, gpus=1) for name in names))
     mounts = {
         str(disk.name): {"bind": CHECKPOINTS, "mode": "rw"},
