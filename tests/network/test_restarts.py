@@ -22,12 +22,16 @@ STEPS = 6
 STEP_OF_THE_FAULT = 2
 SECONDS = 900  # for what takes two minutes on a quiet machine
 EVENTS = "/events"
-NODES = {
-    "0.11": 4,
-    "0.5": 5,
-}  # two engines and two ranks of the actor; in 0.5 also the critic and reward model
-ENGINES = {"0.11": "--vllm.num_engines", "0.5": "--vllm_num_engines"}
+# By release of OpenRLHF: the option for engines, and a node for each of two, for each rank of the actor and,
+# in 0.5, for the critic and reward model.
+RELEASES = {"0.11": ("--vllm.num_engines", 4), "0.5": ("--vllm_num_engines", 5)}
 SUBMIT = ("rlhf-stack", "submit", "--json", "--restarts", "2", "--min-nodes", "4", "--node-wait", "5")
+
+
+def of_release(cell: Cell) -> tuple[str, int]:
+    """Return the entry of `RELEASES` for the cell's OpenRLHF."""
+    version = cell.versions["openrlhf"]
+    return next(entry for release, entry in RELEASES.items() if version.startswith(release))
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def disk(nothing_left: None, client: docker.DockerClient) -> Iterator[Volume]:
 @pytest.fixture
 def cluster(client: docker.DockerClient, cell: Cell, disk: Volume, folder: Path) -> Iterator[Cluster]:
     """A head without a GPU, and a node with one GPU for each rank and for two engines."""
-    count = next(count for release, count in NODES.items() if cell.versions["openrlhf"].startswith(release))
+    _, count = of_release(cell)
     names = ("one", "two", "three", "four", "five")[:count]
     nodes = (ContainerNode("head", gpus=0), *(ContainerNode(name, gpus=1) for name in names))
     mounts = {
@@ -84,7 +88,7 @@ def test_a_run_that_loses_a_node_continues_from_its_checkpoint_with_fewer_engine
 ) -> None:
     """No human acts after the node is killed; the last weights of trainer and engine are equal."""
     run = run_of(cell)
-    engines = next(flag for release, flag in ENGINES.items() if cell.versions["openrlhf"].startswith(release))
+    engines, _ = of_release(cell)
     command = [*demo.command(cluster, run.layout, STEPS, seed=0), *run.arguments, engines, "2"]
     printed: list[str] = []
 
