@@ -1,13 +1,34 @@
-"""torch's AdamW, which replaces DeepSpeed's if that is not compiled, computes equal parameters."""
+"""Adam: torch's, which replaces DeepSpeed's if that is not compiled, and one that was continued."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 STEPS = 50
 ARGUMENTS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+CONTINUED = f"""
+import sys
+import torch
+from rlhf_stack.compat import adam_history, deepspeed_ops
+
+path, first, last, offload = sys.argv[1], *map(int, sys.argv[2:])
+parameter = torch.nn.Parameter(torch.zeros(4096))
+optimizer = deepspeed_ops.adam_class(bool(offload))([parameter], **{ARGUMENTS})
+if first:
+    values, state = torch.load(path)
+    parameter.data.copy_(values)
+    optimizer.load_state_dict(state)
+    adam_history.replay_steps(optimizer)
+for step in range(first, last):
+    parameter.grad = torch.randn(4096, generator=torch.Generator().manual_seed(step))
+    optimizer.step()
+torch.save((parameter.data, optimizer.state_dict()), path)
+"""
 
 
 def trained(optimizer_class: Callable[..., Any], seed: int) -> list[Any]:
@@ -46,3 +67,24 @@ def test_torch_s_adamw_equals_deepspeed_s(
     torch.testing.assert_close(of_torch, of_deepspeed, rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(of_torch, trained(substitute, seed=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["fused_adam", "cpu_adam"])
+def test_a_continued_optimizer_equals_the_undisturbed_one(
+    offload: bool, cell: dict[str, Any], tmp_path: Path
+) -> None:
+    """From a checkpoint, in a new process, the parameters are equal bit for bit."""
+    import torch
+
+    if cell["accelerator"]["kind"] != "cpu":
+        pytest.skip("DeepSpeed's operator needs a GPU in this image")
+
+    def train(file: str, first: int, last: int) -> Any:
+        path = tmp_path / file
+        command = [sys.executable, "-c", CONTINUED, str(path), str(first), str(last), str(int(offload))]
+        subprocess.run(command, check=True, timeout=300)
+        return torch.load(path)[0]
+
+    undisturbed = train("undisturbed", 0, 8)
+    assert not torch.equal(train("continued", 0, 5), undisturbed)
+    assert torch.equal(train("continued", 5, 8), undisturbed)

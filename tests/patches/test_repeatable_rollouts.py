@@ -97,8 +97,10 @@ def seed_of(module, trainer, *arguments):
         torch.manual_seed(before)
         buffer = some(items=[some(sequences=torch.tensor([5]))], sample_batch_size=1, collate_fn=None)
         args = some(train=some(dynamic_batch_enable=False), ds=some(tensor_parallel_size=1))
+        optimizer = torch.optim.SGD([torch.zeros(1)])
         rank = some(
-            replay_buffer=buffer, args=args, strategy=some(ring_attn_group=None), dataloader_pin_memory=False
+            replay_buffer=buffer, args=args, strategy=some(ring_attn_group=None), dataloader_pin_memory=False,
+            actor_optim=optimizer, critic_optim=optimizer,
         )
         replace(module, DataLoader=loader)
         try:

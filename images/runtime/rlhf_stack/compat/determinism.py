@@ -7,7 +7,7 @@ prompts. This costs throughput: vLLM samples requests that have their own genera
 
 A checkpoint of OpenRLHF has no state of a generator. So that a run that was continued or that lost an engine
 is the same run, the seed of a request follows from the step and the prompt and not from its engine, and the
-order in which a rank trains its samples follows from these samples.
+order in which a rank trains its samples follows from these samples. The optimiser's: see `adam_history`.
 """
 
 import copy
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlhf_stack.compat import adam_history
 from rlhf_stack.config import env_vars
 
 WAIT_SECONDS = 10.0
@@ -95,11 +96,16 @@ def seed_prompt(prompt: str, parameters: Any) -> Any:
     return seeded
 
 
-def seed_training(replay_buffer: Any) -> None:
-    """Seed the order in which this rank trains the samples of ``replay_buffer``, from these samples."""
+def seed_training(replay_buffer: Any, optimizer: Any) -> None:
+    """Seed the order in which this rank trains the samples of ``replay_buffer``, from these samples.
+
+    An ``optimizer`` from a checkpoint gets the state that it has in the undisturbed run.
+    """
     if not env_vars.flag(env_vars.REPEATABLE):
         return
     import torch
+
+    adam_history.replay_steps(optimizer)
 
     texts = [repr(item.sequences.tolist()).encode() for item in replay_buffer.items]
     torch.manual_seed(_seed(b" ".join(texts)))
