@@ -4,7 +4,8 @@ The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes``, ``rlhf_s
 ``rlhf_stack_sync_gigabytes_per_second`` of the last sync and ``rlhf_stack_mixed_answers`` since the previous
 one with the tag ``backend``; and with the tag
 ``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
-and ``rlhf_stack_engine_restart_seconds`` of the last restart. ``rlhf_stack_recovery_seconds`` is of the run.
+and ``rlhf_stack_engine_restart_seconds`` of the last restart. ``rlhf_stack_recovery_seconds`` and
+``rlhf_stack_weight_version`` are of the run.
 Ray exports each with the prefix ``ray_``.
 """
 
@@ -37,10 +38,11 @@ RESTART_METRICS = {
     "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
     "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last restart to its weights.", "engine"),
 }
-RECOVERY_METRICS = {
+RUN_METRICS = {
     "rlhf_stack_recovery_seconds": ("Seconds in which the run has waited for lost engines.", "run"),
+    "rlhf_stack_weight_version": ("Version of the weights that all engines have.", "run"),
 }
-METRICS = {**SYNC_METRICS, **RESTART_METRICS, **RECOVERY_METRICS}
+METRICS = {**SYNC_METRICS, **RESTART_METRICS, **RUN_METRICS}
 
 Answers = Sequence[Mapping[str, Any]]
 
@@ -74,10 +76,12 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         encodings = getattr(group, "encodings", None)
         sent = encodings.sent if encodings else size
         rates = report_sync(index, backend, size, seconds, getattr(group, "answers", []), sent)
+        version = weight_version(trainer)
+        set_metric("rlhf_stack_weight_version", version, "run")
         events.emit(
             "sync",
             index=index,
-            version=weight_version(trainer),
+            version=version,
             backend=backend,
             bytes=size,
             sent=sent,

@@ -27,6 +27,7 @@ ray_node_gram_available{GpuIndex="0",ip="10.0.0.2"} 3072.0
 ray_node_gram_used{GpuIndex="1",ip="10.0.0.2"} NaN
 ray_rlhf_stack_engine_restarts{engine="0"} 3.0
 ray_rlhf_stack_recovery_seconds{run="run"} 12.5
+ray_rlhf_stack_weight_version{run="run"} 6.0
 odd line
 """
 EVENTS: list[dict[str, Any]] = [
@@ -34,7 +35,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "phase", "name": "models up"},
     {"event": "engine", "engine": 0, "ranks": [{"rank": 0, "host": "a", "gpu": "GPU-1"}], "straddles": False},
     {"event": "engine", "engine": 2, "ranks": [{"rank": 0, "host": "b", "gpu": "GPU-2"}], "straddles": False},
-    {"event": "sync", "index": 0, "backend": "gloo", "gigabytes_per_second": 1.5},
+    {"event": "sync", "index": 0, "version": 7, "backend": "gloo", "gigabytes_per_second": 1.5},
     {"event": "step", "step": 7, "reward": 0.25},
     {"event": "engine restart", "engine": 2, "restarts": 2},
     {"event": "recovered", "seconds": 12.5},
@@ -56,7 +57,7 @@ def test_samples_have_their_tags_and_their_node() -> None:
         {"component": "core_worker", "engine": "0", "version": "2.55.0"},
         300.0,
     )
-    assert len(SAMPLES) == 8
+    assert len(SAMPLES) == 9
 
 
 def test_the_state_of_a_run() -> None:
@@ -68,6 +69,7 @@ def test_the_state_of_a_run() -> None:
         (2, None, None),
     ]
     assert ([one.restarts for one in now.engines], now.lost_seconds) == ([3, 0, 2], 30.5)
+    assert now.weight_version == 7
     assert now.engines[0].places == ("a GPU-1",)
     assert [(gpu.node, gpu.index, gpu.used, gpu.total) for gpu in now.gpus] == [
         ("10.0.0.2", "0", 1 << 30, 4 << 30)
@@ -77,9 +79,9 @@ def test_the_state_of_a_run() -> None:
     ]
 
 
-def test_without_events_the_sync_rate_comes_from_metrics() -> None:
+def test_without_events_sync_rate_and_version_come_from_metrics() -> None:
     now = state.run_state([], SAMPLES, {})
-    assert (now.phase, now.step, now.sync) == (None, None, 2.5)
+    assert (now.phase, now.step, now.sync, now.weight_version) == (None, None, 2.5, 6)
 
 
 def test_without_data_the_state_is_unknown() -> None:
@@ -113,7 +115,7 @@ def exporter() -> Iterator[int]:
 def test_an_unresponsive_node_exports_nothing(exporter: int) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as closed:
         port = closed.server_address[1]
-    assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 8
+    assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 9
     assert metrics.scrape([], 5.0) == []
 
 

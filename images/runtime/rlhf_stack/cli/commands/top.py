@@ -11,9 +11,9 @@ agents, and pending placement groups with their reason from Ray. For anything el
 Exit code 0; with --once or --json, 1 if a placement group is pending.
 
 --json prints rlhf-stack/top/1 once: `phase`, `step`, `reward`, `sync` (GB/s), `engines` (index, places: node
-and GPU, tokens_per_second, ratio to the median, restarts), `lost_seconds` (waits for lost engines), `gpus`
-(node, index, used and total bytes) and `waiting` (pending placement groups: id, bundles, reason); unknown
-values are null or empty.
+and GPU, tokens_per_second, ratio to the median, restarts), `lost_seconds` (waits for lost engines),
+`weight_version`, `gpus` (node, index, used and total bytes) and `waiting` (pending placement groups: id,
+bundles, reason); unknown values are null or empty.
 """
 
 import argparse
@@ -93,8 +93,9 @@ def _tables(now: RunState) -> Any:
     sync = f"{now.sync:.2f} GB/s" if now.sync is not None else UNKNOWN
     reward = f", reward {now.reward:.3f}" if now.reward is not None else ""
     step = UNKNOWN if now.step is None else str(now.step)
+    version = f", weights of version {now.weight_version}" if now.weight_version is not None else ""
     lost = f", {now.lost_seconds:.0f} s lost by restarts of engines" if now.lost_seconds else ""
-    parts: list[Any] = [f"phase {now.phase or UNKNOWN}, step {step}{reward}, last sync {sync}{lost}"]
+    parts: list[Any] = [f"phase {now.phase or UNKNOWN}, step {step}{reward}, last sync {sync}{version}{lost}"]
     table = Table("engine", "GPUs", "tokens/s", "of median", "restarts")
     for engine in now.engines:
         table.add_row(

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_stack.diagnostics.monitor.metrics import Sample
 
 RESTARTS = "ray_rlhf_stack_engine_restarts"
+VERSION = "ray_rlhf_stack_weight_version"
 RECOVERY = "ray_rlhf_stack_recovery_seconds"
 TOKENS = "ray_rlhf_stack_engine_tokens_per_second"
 SYNC_RATE = "ray_rlhf_stack_sync_gigabytes_per_second"
@@ -52,7 +53,7 @@ class PendingGroup:
 class RunState:
     """The current state of a run; None or empty if unknown. ``sync`` in GB/s.
 
-    ``lost_seconds`` are those in which it has waited for lost engines.
+    ``lost_seconds`` are those in which it has waited for lost engines; all engines have ``weight_version``.
     """
 
     phase: str | None
@@ -63,6 +64,7 @@ class RunState:
     gpus: tuple[GpuMemory, ...]
     waiting: tuple[PendingGroup, ...]
     lost_seconds: float = 0.0
+    weight_version: int | None = None
 
 
 def run_state(
@@ -73,6 +75,8 @@ def run_state(
         [one for one in events if one["event"] == kind] for kind in ("phase", "step", "sync")
     )
     rates = [sample.value for sample in samples if sample.name == SYNC_RATE]
+    versions = [sample.value for sample in samples if sample.name == VERSION]
+    version = syncs[-1].get("version") if syncs else max(versions, default=None)
     event_rate = syncs[-1].get("gigabytes_per_second") if syncs else None
     return RunState(
         phase=str(phases[-1]["name"]) if phases else None,
@@ -87,6 +91,7 @@ def run_state(
             *(sample.value for sample in samples if sample.name == RECOVERY),
             0.0,
         ),
+        weight_version=None if version is None else int(version),
     )
 
 
