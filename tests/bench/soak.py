@@ -36,7 +36,7 @@ from scripts.testing import demo
 from scripts.testing.cluster import Cluster, ContainerNode
 from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
-from tests.faults.injecting import Site, by_address, cut_link, processes, restore_link
+from tests.faults.injecting import Site, by_address, cut_link, pause, processes, restore_link
 from tests.faults.runs import CHECKPOINTS, run_of
 from tests.faults.trial import EVENTS, left_behind
 from tests.network import links, remote
@@ -49,6 +49,7 @@ NODES = (
 LAYOUT = (
     *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "1"),
     *("--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "1"),
+    *("--rollout.max_new_tokens", "100", "--actor.adam.lr", "1e-3"),  # it still learns after 200 steps
 )
 ENVIRONMENT = {
     "RLHF_STACK_EVENTS": EVENTS,
@@ -66,6 +67,7 @@ ENGINE, TRAINER = "VLLM::EngineCore", "ray::PolicyModelActor"
 # The kinds of faults, by how often they occur: most of a large cluster's are lost processes of engines.
 KINDS = {"engine killed": 5, "node killed": 2, "node paused": 2, "link cut": 2, "trainer killed": 1}
 MOST_HOURS = 12
+POLL = 2.0
 SLOWEST = 2.5  # times the undisturbed run, the aim
 
 
@@ -106,12 +108,13 @@ class Disturber(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Inject a fault after each pause; the first one after the first step."""
+        """Inject a fault after each pause."""
         try:
-            while not self._end.wait(self._random.uniform(*BETWEEN)):
+            while not self._wait(self._random.uniform(*BETWEEN)):
                 kinds = self._random.choices(list(KINDS), weights=list(KINDS.values()))
                 self._inject(kinds[0], self._random.randrange(1, len(NODES) - 1))
         except BaseException as error:  # raised by `stop`
+            print(f"  {self._now():5.0f} s: no more faults: {error}", file=sys.stderr, flush=True)
             self.error = error
 
     def stop(self) -> None:
@@ -138,24 +141,29 @@ class Disturber(threading.Thread):
         elif kind == "node killed":
             node.kill()
             self._end.wait(down)
+            node.start()
         elif kind == "node paused":
-            node.pause()
-            self._end.wait(lasts)
+            pause(node)
+            self._wait(lasts)
             node.unpause()
         else:
             site = Site(self._cluster, "", node, dict(self._addresses)[node], (), "")
             cut_link(site)
-            self._end.wait(lasts)
+            self._wait(lasts)
             restore_link(site)
-        self._start_ended_nodes()
         fault.seconds = self._now() - fault.began
 
-    def _start_ended_nodes(self) -> None:
-        """Start nodes that have ended, as Ray ends one that it had declared dead when it comes back."""
-        for container in self._cluster.containers:
-            container.reload()
-            if container.status == "exited":
-                container.start()
+    def _wait(self, seconds: float) -> bool:
+        """Wait, and meanwhile start nodes that end: Ray ends one that it had declared dead. True: stop."""
+        until = time.monotonic() + seconds
+        while not self._end.wait(min(POLL, max(0.0, until - time.monotonic()))):
+            for container in self._cluster.containers:
+                container.reload()
+                if container.status == "exited":
+                    container.start()
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def _now(self) -> float:
         return time.monotonic() - self._began

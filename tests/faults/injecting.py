@@ -28,6 +28,7 @@ SLACK = tuple(MEGABYTE * size for size in (32, 64, 128, 256, 512))
 OVERFLOW = 64 * MEGABYTE
 UNLIMITED = 1 << 40
 KILL_SECONDS = 60.0
+PAUSE_SECONDS = 60.0
 POLL_SECONDS = 0.1
 REJOIN_SECONDS = 180.0
 ATTEMPT_SECONDS = 10.0
@@ -97,6 +98,19 @@ def restore_link(site: Site) -> None:
     """Undo `cut_link`."""
     for node in site.running:
         links.unblock(node)
+
+
+def pause(node: Container) -> None:
+    """Pause ``node``; the freezer of cgroups refuses while a process starts or ends, and is tried again."""
+    end = time.monotonic() + PAUSE_SECONDS
+    while True:
+        try:
+            node.pause()
+            return
+        except docker.errors.APIError as error:
+            if "unable to freeze" not in str(error) or time.monotonic() > end:
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def slow_down(site: Site) -> None:
@@ -186,7 +200,7 @@ FAULTS = {
     "node killed": Fault(lambda site: site.node.kill()),
     "process killed": Fault(kill_process),
     "link cut": Fault(cut_link, restore_link),
-    "node paused": Fault(lambda site: site.node.pause(), lambda site: site.node.unpause()),
+    "node paused": Fault(lambda site: pause(site.node), lambda site: site.node.unpause()),
     "disk of the checkpoints full": replace(fill(CHECKPOINTS), expected_nodes=lambda site: site.ranks),
     "head restarted": Fault(
         lambda site: site.cluster.head.restart(timeout=0), expected_nodes=lambda _: [remote.SERVER]
