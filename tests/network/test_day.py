@@ -173,7 +173,7 @@ def test_the_run_trains_to_its_end_and_is_observed(
     assert result["weights_equal"]
     assert observer.top["sync"] > 0
     assert len(observer.top["engines"]) == len(result["engines"])
-    assert diagnosis.errors(observer.doctor, cell) == []
+    assert diagnosis.errors(observer.doctor) == []
     assert diagnosis.addresses(observer.doctor) == {node["address"] for node in cluster.addresses}
 
 

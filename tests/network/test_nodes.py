@@ -46,12 +46,12 @@ def test_nodes_have_their_own_addresses(start: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_doctor_queries_every_node(start: Callable[..., Cluster], cell: Cell) -> None:
+def test_doctor_queries_every_node(start: Callable[..., Cluster]) -> None:
     """doctor finds no error and no difference between the nodes."""
     cluster = start()
     command = ["sh", "-c", "rlhf-stack doctor --json --timeout 120 || test $? -ne 2"]
     report = json.loads(cluster.output(cluster.head, command))
-    assert diagnosis.errors(report, cell) == []
+    assert diagnosis.errors(report) == []
     assert diagnosis.addresses(report) == {node["address"] for node in cluster.addresses}
     assert [f["severity"] for f in report["findings"] if f["id"] == "env-nodes"] == ["ok"]
 

@@ -32,6 +32,14 @@ def about(folder: Path = ABOUT) -> About:
     return About()
 
 
+def stand_in_defaults(folder: Path = ABOUT) -> dict[str, str]:
+    """Return the env defaults of a stand-in, which may name files of the cell that it lacks; else nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
+        return {item["name"]: item["value"] for item in cell["env"]} if cell["stand_in"] else {}
+    return {}
+
+
 def description(folder: Path = ABOUT) -> str:
     """Return one line with release, cell and digest; outside of an image, with the version of this package.
 

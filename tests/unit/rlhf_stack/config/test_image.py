@@ -27,6 +27,13 @@ def test_outside_of_an_image_it_is_that_of_the_package(tmp_path: Path, content: 
     assert image.description(tmp_path).endswith("not in an image of the stack")
 
 
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"stand_in": null, "env": [{}]}'])
+def test_other_images_have_no_defaults_of_a_stand_in(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "cell.json").write_text(content)
+    assert image.stand_in_defaults(tmp_path) == {}
+
+
 def test_the_option_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -7,13 +7,16 @@ import re
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.cli.main import main
+from rlhf_stack.config import image
 from rlhf_stack.diagnostics.doctor import checks, collect, comparison, libraries
 from rlhf_stack.diagnostics.doctor.facts import (
     Disk,
@@ -30,6 +33,8 @@ from rlhf_stack.diagnostics.doctor.facts import (
 )
 from rlhf_stack.known_bad.finding import Finding, worst
 
+from scripts.matrix.load import find, load
+from scripts.matrix.model import STAND_IN
 from tests.unit.rlhf_stack.diagnostics.facts import GIB, GPU_NODE
 
 HEALTHY = dataclasses.replace(
@@ -90,6 +95,7 @@ def test_a_healthy_node_passes_every_check() -> None:
         (CUDA | {"resources": {"GPU": 8.0}, "driver": "570.86.10"}, [("driver", "error")]),
         (CUDA | {"resources": {"GPU": 8.0}, "attention": ""}, [("attention", "note")]),
         ({"missing_library": "/no/libnccl.so.2"}, [("nccl", "error")]),
+        ({"missing_library": "/no/librccl.so", "expected_missing": True}, [("nccl", "note")]),
         ({"libraries": (ONE, TWO)}, [("nccl", "warning")]),
         ({"libraries": (ONE, TWO), "variables": {"NCCL_CUMEM_ENABLE": "0"}}, [("nccl", "note")]),
         ({"libraries": (ONE, dataclasses.replace(ONE, user="engine"))}, []),
@@ -269,6 +275,29 @@ def test_the_facts_of_this_machine_can_be_collected() -> None:
     assert found.versions["python"]
     assert "lo" in found.interfaces
     assert found.disks
+
+
+RCCL = "/opt/venv/lib/python3.11/site-packages/torch/lib/librccl.so"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value", "severity"),
+    [
+        (STAND_IN, RCCL, "note"),
+        (STAND_IN, "/a/librccl.so", "error"),
+        (STAND_IN, sys.executable, None),
+        ("", RCCL, "error"),
+    ],
+)
+def test_only_a_stand_in_may_lack_the_library_of_its_own_default(
+    suffix: str, value: str, severity: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = find(load(), f"ray2.55.0-vllm0.29.0-rocm7{suffix}")
+    (tmp_path / image.CELL).write_bytes(msgspec.json.encode(cell))
+    monkeypatch.setattr(image, "stand_in_defaults", partial(image.stand_in_defaults, tmp_path))
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", value)
+    found = [one for one in checks.libraries(collect.collect_facts()) if "VLLM_NCCL_SO_PATH" in one.what]
+    assert [one.severity for one in found] == ([severity] if severity else [])
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -126,13 +126,20 @@ def attention(node: NodeFacts) -> Iterator[Finding]:
 
 def libraries(node: NodeFacts) -> Iterator[Finding]:
     """Compare the NCCL of trainer and engine, which join one process group for the weight sync."""
-    if node.missing_library:
+    if node.expected_missing:
+        yield Finding(
+            "nccl",
+            NOTE,
+            "this image is a stand-in for tests, without the library of the default VLLM_NCCL_SO_PATH",
+            node.missing_library,
+        )
+    elif node.missing_library:
         yield Finding(
             "nccl",
             ERROR,
             "VLLM_NCCL_SO_PATH names no file",
             node.missing_library,
-            "unset it, or set it to the path of a libnccl.so.2",
+            "unset it, or set it to the path of a libnccl.so.2, on AMD GPUs of a librccl.so",
         )
     by_user = {library.user: library for library in node.libraries}
     if len(by_user) < 2:

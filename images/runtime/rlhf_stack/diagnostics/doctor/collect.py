@@ -20,7 +20,7 @@ from rlhf_stack.accelerator import rocm
 from rlhf_stack.cleanup import process_table, stale_resources
 from rlhf_stack.cleanup.process_table import Process
 from rlhf_stack.compat import attention_provider, deepspeed_ops
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.diagnostics.doctor import libraries
 from rlhf_stack.diagnostics.doctor.collect_rdma import collect_rdma
@@ -80,6 +80,7 @@ def collect_facts() -> NodeFacts:
         rdma=collect_rdma(),
         gpu_report=collect_gpu_report(_nvidia_gpus()),
         attention=attention_provider.provider(),
+        expected_missing=bool(missing) and image.stand_in_defaults().get(ENGINE_LIBRARY) == missing,
     )
 
 

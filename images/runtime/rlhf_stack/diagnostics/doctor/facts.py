@@ -160,6 +160,7 @@ class NodeFacts:
     rdma: Rdma = field(default_factory=Rdma)
     gpu_report: GpuReport = field(default_factory=GpuReport)
     attention: str = ""
+    expected_missing: bool = False  # ``missing_library`` is the default of a stand-in, which lacks it
 
 
 @dataclass(frozen=True)
