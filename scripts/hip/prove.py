@@ -64,19 +64,26 @@ def prove(matrix: Matrix, cell: Cell, again: bool) -> tuple[int, records.Record 
 
     What passed before with the same inputs is not repeated.
     """
-    proof = recipes.proof_of(matrix, cell)
     emulator = execution.checkout() if execution.is_named() else None
-    tested = Subject(cell.id, ",".join(proof.toolchains), recipes.digest(matrix, cell))
+    tested = subject(matrix, cell)
     if not again and (before := credit.passed_before(tested, SUITE)):
         return 0, before
     with credit.recording(tested, SUITE) as tally:
-        found = {name: _compiled(matrix, cell, name, emulator) for name in proof.toolchains}
+        toolchains = recipes.proof_of(matrix, cell).toolchains
+        found = {name: _compiled(matrix, cell, name, emulator) for name in toolchains}
         report = Report(found, sha256_file(emulator / execution.EMULATOR) if emulator else "")
         tally.attach(msgspec.json.format(msgspec.json.encode(report), indent=1), ".json")
         for name, one in found.items():
             _count(tally, name, one)
     show(report)
     return min(1, tally.code or len(tally.failures)), tally.record
+
+
+def subject(matrix: Matrix, cell: Cell) -> Subject:
+    """Return what the suite runs on, named by the inputs digest too: a toolchain has no id as an image."""
+    inputs = recipes.digest(matrix, cell)
+    toolchains = ",".join(recipes.proof_of(matrix, cell).toolchains)
+    return Subject(cell.id, f"{inputs[: records.DIGITS]} by {toolchains}", inputs)
 
 
 def _compiled(matrix: Matrix, cell: Cell, toolchain: str, emulator: Path | None) -> Compiled:

@@ -4,6 +4,7 @@ They differ from a build of the cell in two inputs: the builder root is that of 
 wheel made by `torch_for_rocm`. BuildKit keeps what was compiled by the digest of everything it is built from.
 """
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from scripts.images.rootfs import Root
 from scripts.locking import exclusive_lock
 from scripts.locks import index_config, lockfile
 from scripts.matrix.load import Cell, Matrix, expand, stand_ins
-from scripts.matrix.model import STAND_IN, CompileProof, named
+from scripts.matrix.model import STAND_IN, CompileProof, named, targets
 from scripts.patches.pristine import fetch_pristine
 from scripts.patches.wheel_files import WheelFile, write_wheel
 from scripts.paths import ROOT
@@ -32,6 +33,7 @@ TRANSLATOR = ("torch_for_rocm.py", "symbols.py")
 TARGET = "compiled"
 # What compiling depends on, of the build context; BuildKit keeps wheels by the same files.
 COMPILED = ("tools/build-source", "sources/**/*", "requirements/*")
+SOURCE_STAGE = re.compile(r"^FROM \S+ AS \S+-source$.*?(?=^FROM )", re.MULTILINE | re.DOTALL)
 STAGE = f"""FROM scratch AS {TARGET}
 COPY --from=vllm-source /wheels /
 COPY --from=openrlhf-source /wheels /
@@ -70,15 +72,16 @@ def toolchain_root(matrix: Matrix, toolchain: str) -> Root:
 
 
 def digest(matrix: Matrix, cell: Cell) -> str:
-    """Return the sha256 of all that the wheels of a cell's toolchains are built from; it needs no Docker."""
+    """Return the sha256 of all that a cell's wheels are built from, and its GPUs; it needs no Docker."""
     proof = proof_of(matrix, cell)
-    everything = []
+    everything: list[object] = [targets(cell.accelerator)]
     for root in (toolchain_root(matrix, toolchain) for toolchain in proof.toolchains):
         with tempfile.TemporaryDirectory() as temporary:
             folder = lay_out(matrix, cell, torch_digest(cell, proof, root), Path(temporary, "context"))
             files = [file for place in COMPILED for file in sorted(folder.glob(place)) if file.is_file()]
             content = {str(path.relative_to(folder)): sha256_file(path) for path in files}
-        everything.append([root.name, root.recipe, rootfs.roots(cell)[0].recipe, content])
+            stages = SOURCE_STAGE.findall((folder / "Dockerfile").read_text(encoding="utf-8"))
+        everything.append([root.name, root.recipe, rootfs.roots(cell)[0].recipe, content, stages])
     return sha256(msgspec.json.encode(everything, order="sorted"))
 
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scripts.errors import UserError
@@ -42,6 +43,29 @@ def test_the_digest_follows_the_recipe_and_the_toolchain(
     for name in recipes.TRANSLATOR:
         (tmp_path / name).write_text("")
     assert recipes.digest(matrix, cell) != before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "counts"),
+    [("/opt/tools/build-source /wheels\n", "true\n", True), ("EXPOSE 6379", "EXPOSE 6380", False)],
+)
+def test_of_the_dockerfile_only_the_stages_that_compile_count(
+    old: str, new: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, written = load(), context.dockerfile
+    cell = find(matrix, CELL)
+    before = recipes.digest(matrix, cell)
+    monkeypatch.setattr(context, "dockerfile", lambda *given: written(*given).replace(old, new))
+    assert (recipes.digest(matrix, cell) != before) == counts
+
+
+def test_another_gpu_is_another_input() -> None:
+    matrix = load()
+    cell = find(matrix, CELL)
+    assert cell.accelerator.gpus
+    gpus = msgspec.structs.replace(cell.accelerator.gpus, architectures=("gfx942",))
+    other = msgspec.structs.replace(cell, accelerator=msgspec.structs.replace(cell.accelerator, gpus=gpus))
+    assert recipes.digest(matrix, other) != recipes.digest(matrix, cell)
 
 
 @pytest.mark.parametrize("cell", ["ray2.55.0-vllm0.29.0-cpu", f"{CELL}-stand-in"])

@@ -1,0 +1,35 @@
+"""A pass of the suite counts for the inputs that were compiled, and for no others."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from scripts.hip import inspection, prove, recipes
+from scripts.hip.inspection import Package
+from scripts.hip.prove import Compiled
+from scripts.matrix.load import find, load
+from scripts.testing import credit, records
+
+CELL = "ray2.12.0-vllm0.4.2-rocm6.1"
+PACKAGE = Package("v.whl", "0" * 64, 1, {"gfx90a": 9}, {"gfx90a": 351}, 26624, (), {}, {}, ())
+
+
+def test_a_pass_on_other_inputs_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, compiled = "", list[str]()
+
+    def compile_(*_: object) -> Compiled:
+        compiled.append(inputs)
+        return Compiled("HIP version: 5.7", dict.fromkeys(inspection.EXPECTED, PACKAGE), ())
+
+    for name in ("passed_before", "recording"):
+        function = partial(getattr(credit, name), roots=(tmp_path,), shared=tmp_path / "shared")
+        monkeypatch.setattr(credit, name, function)
+    monkeypatch.setattr(records, "revision", lambda: "c" * 40)
+    monkeypatch.setattr(prove, "_compiled", compile_)
+    monkeypatch.setattr(recipes, "digest", lambda *_: inputs)
+    for inputs in ("a" * 64, "f" * 64, "a" * 64):
+        code, record = prove.prove(load(), find(load(), CELL), again=False)
+        assert record
+        assert (code, record.inputs, record.image) == (0, inputs, f"{inputs[:12]} by hip5.7")
+    assert compiled == ["a" * 64, "f" * 64]
