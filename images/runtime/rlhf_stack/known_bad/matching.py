@@ -162,7 +162,10 @@ def _holds(row: Row, versions: Mapping[str, str], environment: Environment) -> b
         return False
     if row.fixed_by and set(row.fixed_by) <= set(environment.patches):
         return False
-    if not all(_within(versions.get(name), row, name) for name in row.packages):
+    if (
+        not all(_within(versions.get(name), row, name) for name in row.packages)
+        or versions.keys() & row.absent
+    ):
         return False
     if row.variables and environment.variables is None:
         return False

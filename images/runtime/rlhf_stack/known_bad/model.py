@@ -1,6 +1,7 @@
 """A row of the known-bad database, read from TOML and validated.
 
-``packages``: version specifiers by name, which all must hold; "python" and "glibc" are names too.
+``packages``: version specifiers by name, which all must hold; "python" and "glibc" are names too. ``absent``:
+names of packages; if one is installed, the row does not apply.
 ``variables``: conditions on environment variables: "set", "unset", "=value", "!=value" or "~pattern".
 ``differ``: two packages or variables that are both present and not equal. ``when``: a condition in words that
 cannot be checked.
@@ -32,7 +33,7 @@ ACCELERATORS = ("cpu", "cuda", "rocm")
 CONDITION = re.compile(r"set|unset|!?=.*|~.+")
 NAME = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 REQUIRED = ("id", "kind", "severity", "title", "cause", "remedy", "symptoms", "sources", "shown")
-CONDITIONS = ("packages", "variables", "differ", "accelerator", "when", "fixed_by", "unsolvable")
+CONDITIONS = ("packages", "absent", "variables", "differ", "accelerator", "when", "fixed_by", "unsolvable")
 IN_A_LOG = ("context", "no_symptom", "instead_of", "consequence")
 KEYS = REQUIRED + CONDITIONS + IN_A_LOG
 
@@ -55,6 +56,7 @@ class Row:
     sources: tuple[str, ...]
     shown: str
     packages: Mapping[str, SpecifierSet] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
     differ: tuple[str, ...] = ()
     accelerator: str | None = None
@@ -112,6 +114,7 @@ def _row(entry: dict[str, Any]) -> Row:
     values["unsolvable"] = tuple(entry.get("unsolvable", {}).get("requirements", ()))
     for name in ("sources", "differ", "fixed_by", "instead_of"):
         values[name] = tuple(entry.get(name, ()))
+    values["absent"] = frozenset(entry.get("absent", ()))
     row = Row(**values)
     for wrong, message in _validation_errors(row):
         if wrong:

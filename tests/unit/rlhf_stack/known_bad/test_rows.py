@@ -16,7 +16,8 @@ from rlhf_stack.known_bad.finding import Finding
 from rlhf_stack.known_bad.model import read
 
 from scripts.locks import lockfile
-from scripts.matrix.load import Cell, expand, load
+from scripts.matrix.load import Cell, expand, find, load
+from scripts.matrix.model import STAND_IN
 from scripts.patches.series import Series, load_all, series_of
 
 ROWS = known_bad.load()
@@ -233,15 +234,24 @@ def test_rows_that_the_versions_exclude_are_omitted() -> None:
     assert known_bad.explain(ROWS, text, {"vllm": "0.11.0"}) == []
 
 
+def versions_of(cell: Cell) -> dict[str, str]:
+    """Return what a lock pins; without one, what that of the stand-in does, and what the cell has instead."""
+    if lockfile.path(cell).exists():
+        return known_bad.freeze(lockfile.path(cell).read_text(encoding="utf-8"))
+    lock = lockfile.path(find(load(), cell.id + STAND_IN)).read_text(encoding="utf-8")
+    declared = [one.requirement for one in cell.packages] + [one.requirement for one in cell.requirements]
+    own = known_bad.freeze("\n".join(declared))
+    recipes = {build.recipe: "1" for build in cell.build_from_source if build.recipe}
+    excluded = {one.name for one in cell.excluded}
+    return {name: of for name, of in known_bad.freeze(lock).items() if name not in excluded} | own | recipes
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_our_own_cells_have_no_error(cell: Cell) -> None:
     """The cells are judged as shipped: by lock, env defaults and patches."""
-    if not lockfile.path(cell).exists():
-        pytest.skip("this cell has no lock")
-    versions = known_bad.freeze(lockfile.path(cell).read_text(encoding="utf-8"))
     present = names_of(series_of(cell))
     environment = Environment(
-        versions | {"python": cell.python},
+        versions_of(cell) | {"python": cell.python},
         {setting.name: setting.value for setting in cell.env},
         cell.accelerator.kind,
         present,
@@ -306,6 +316,12 @@ def test_a_row_is_fixed_only_by_all_its_patches() -> None:
     fixed = row(fixed_by=("a", "b"))
     assert known_bad.judge([fixed], Environment({"pkg": "1"}, {}, None, {"a", "b", "c"})) == []
     assert ids(known_bad.judge([fixed], Environment({"pkg": "1"}, {}, None, {"a"}))) == ["a-row"]
+
+
+def test_a_row_holds_only_without_the_packages_that_must_be_absent() -> None:
+    without = row(absent=frozenset({"other"}))
+    assert ids(known_bad.judge([without], Environment({"pkg": "1"}))) == ["a-row"]
+    assert known_bad.judge([without], Environment({"pkg": "1", "Other": "2"})) == []
 
 
 def test_an_unchecked_condition_makes_an_error_a_warning() -> None:
