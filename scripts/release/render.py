@@ -195,6 +195,7 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
         "tested": cell.tested,
         "env": [(f"`{item.name}={item.value}`", item.reason, item.source) for item in cell.env],
         "status": status(cell, known),
+        "recipe_only": bool(cell.sources),
         "facts": measured,
     }
     if measured is None:

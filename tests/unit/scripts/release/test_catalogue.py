@@ -138,6 +138,13 @@ def test_missing_markers_are_an_error() -> None:
         render.fill("no markers", CELLS, {})
 
 
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_without_an_image_the_page_says_only_of_a_recipe_what_was_shown(cell: Cell) -> None:
+    text = render.page([cell], {})
+    assert (f"\nShown: {cell.tested.verified}.\n" in text) == bool(cell.sources)
+    assert ("by documented rules" in text) == (cell.accelerator.kind == "rocm")
+
+
 def test_the_page_has_the_facts_of_each_image(store: Store) -> None:
     store.run(measured(CELL), "patches")
     known = with_results(store)
