@@ -17,7 +17,7 @@ class Trainer:
 
     def report(self):
         worker = {"rank": 1, "who": "rank 1 on 10.0.0.2", "seconds": 2.0, "loading": 0.5, "waiting": 1.5}
-        answers = [{"ranks": [worker], "work": Work(900, 3.0)}]
+        answers = {0: {"ranks": [worker], "work": Work(900, 3.0)}}
         return report.report_sync(0, "gloo", 5_000_000_000, 2.0, answers, 50_000_000)
 
 

@@ -21,7 +21,9 @@ class Trainer:
 
     def report(self):
         worker = {"rank": 1, "who": "rank 1 on 10.0.0.2", "seconds": 2.0, "loading": 0.5, "waiting": 1.5}
-        answers = [{"ranks": [worker], "work": Work(tokens, 3.0)} for tokens in (900, 300)]
+        answers = {
+            index: {"ranks": [worker], "work": Work(tokens, 3.0)} for index, tokens in ((0, 900), (1, 300))
+        }
         return report.report_sync(0, "gloo", 5_000_000_000, 2.0, answers, 5_000_000_000)
 
 

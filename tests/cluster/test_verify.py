@@ -90,12 +90,13 @@ def test_equal_weights_are_recorded_as_equal(alone):
 def test_a_difference_names_parameter_engine_rank_and_node(alone):
     models = [[Half(0), Half(1)], [Half(0), Half(1)]]
     one = trainer([engine(ranks) for ranks in models])
+    one.engine_indices = [0, 2]  # engine 1 is lost
     send(one, models)
     models[1][1].rows.data[0, 0] += 1
     with pytest.raises(SyncMismatch) as raised, recorded_sync(one):
         pass
     assert "1 of 1 parameters differ" in str(raised.value)
-    assert "weight: engine 1, rank 1 on 10.0.0.2" in str(raised.value)
+    assert "weight: engine 2, rank 1 on 10.0.0.2" in str(raised.value)
     (recorded,) = [event for event in events.read(alone) if event["event"] == "verify"]
     assert recorded["equal"] is False
     assert recorded["mismatched"] == ["weight"]

@@ -20,7 +20,7 @@ def method(name):
 
 @stub("the sync group")
 class Group:
-    name, device, answers, in_place, kept = "gloo", torch.device("cpu"), [], True, None
+    name, device, answers, in_place, kept = "gloo", torch.device("cpu"), {}, True, None
     encodings = Encodings(Reach(nodes=0, room=0), "off")
 
     class buffers:

@@ -48,7 +48,7 @@ class _Loopback:
 
     def __init__(self, device: Any) -> None:
         self.device, self.buffers = device, Buffers(device, pinned=False)
-        self.answers: list[dict[str, Any]] = []
+        self.answers: dict[int, dict[str, Any]] = {}
         self.kept: Kept | None = None
         self.encodings = Encodings(Reach(0, 0), "off")
         self.sent: list[list[torch.Tensor]] = []

@@ -137,7 +137,7 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
     if not (is_group_broken or back or team.engines != team.grouped):
         return
     run_log.info(f"a new weight-sync group is formed with {len(team.engines)} engines")
-    wait_for_sync(actor_group.async_run_method("form_weight_group", list(team.engines)), team.engines)
+    wait_for_sync(actor_group.async_run_method("form_weight_group", team.usable), team.engines)
     team.grouped = list(team.engines)
     seconds = time.monotonic() - begun
     _lost_seconds.append(seconds)

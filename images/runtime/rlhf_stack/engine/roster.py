@@ -32,6 +32,11 @@ class Roster:
         self.lost: dict[int, float] = {}  # since when, on the monotonic clock
         self.grouped = list(engines)  # the members of the weight-sync group
 
+    @property
+    def usable(self) -> dict[int, Any]:
+        """The engines in the list, by their indices."""
+        return {index: handle for index, handle in self.handles.items() if index not in self.lost}
+
     def index_of(self, handle: Any) -> int:
         """Return the index of an engine."""
         return next(index for index, other in self.handles.items() if other is handle)
@@ -85,7 +90,7 @@ class Roster:
                     self.put_back(index, handle)
 
     def _update(self) -> None:
-        self.engines[:] = [handle for index, handle in self.handles.items() if index not in self.lost]
+        self.engines[:] = self.usable.values()
 
 
 _rosters: dict[int, Roster] = {}  # by the identity of the list, to which the roster refers

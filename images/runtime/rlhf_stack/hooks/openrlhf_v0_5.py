@@ -1,5 +1,6 @@
 """What the patches of OpenRLHF 0.5.1 call. torch, ray and vllm are imported when a function needs them."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,18 +26,15 @@ from rlhf_stack.engine.startup import join as join_engine_startup
 from rlhf_stack.engine.startup import step as engine_startup_step
 from rlhf_stack.engine.startup import wait_for_engine_startup
 from rlhf_stack.engine.worker_extension import use_worker_class, worker_class
+from rlhf_stack.openrlhf import run_groups
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
-from rlhf_stack.openrlhf.run_groups import (
-    claim_engine_group,
-    claim_role_group,
-    reserve_run,
-    wait_for_role_group,
-)
+from rlhf_stack.openrlhf.run_groups import claim_engine_group, claim_role_group, wait_for_role_group
 from rlhf_stack.placement import rank_bundles
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import send as send_weights
 from rlhf_stack.sync import wait_for_engine_results, wait_for_sync
 from rlhf_stack.sync.report import with_recorded_sync
+from rlhf_stack.telemetry import run_log
 from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
@@ -97,3 +95,11 @@ def prepare_weight_sync(backend: str, engines: Sequence[Any]) -> None:
     """Refuse an unusable sync backend, then wait until every engine is up, before the rendezvous starts."""
     sync.check_backend(backend, with_ray=False)
     sync.wait_for_engine_start(engines)
+
+
+def reserve_run(args: Any) -> dict[str, Any]:
+    """See `run_groups.reserve_run`; logs a warning for each variable that this release cannot honour."""
+    for name in (env_vars.ENGINE_RESTARTS, env_vars.MIN_ENGINES, env_vars.CHECK_COTENANCY):
+        if (value := os.environ.get(name, "0")) not in ("", "0"):
+            run_log.warning(f"{name}={value} has no effect: it needs OpenRLHF 0.11.2")
+    return run_groups.reserve_run(args)

@@ -48,7 +48,10 @@ class RegionDigest:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference from the trainer's parameter; ``rank`` is None for elements that no rank holds."""
+    """A difference from the trainer's parameter in the engine at a position of the trainer's list.
+
+    ``rank`` is None for elements that no rank holds.
+    """
 
     name: str
     engine: int

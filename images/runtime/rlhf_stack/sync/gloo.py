@@ -70,7 +70,7 @@ class GlooGroup:
         import torch.distributed as dist
 
         self.rank, self.describe, self._members = members.rank, members.describe, members
-        self.answers: list[dict[str, Any]] = []
+        self.answers: dict[int, dict[str, Any]] = {}
         self.device = torch.device("cpu")
         self.kept: Kept | None
         leaders, shared, self.kept = share_node_buffers(members)

@@ -31,7 +31,7 @@ class WeightGroup(Protocol):
     device: Any  # of the tensors that `start` takes
     buffers: "Buffers"
     in_place: bool  # whether `start` accepts memory other than `buffers`
-    answers: list[dict[str, Any]]  # the engines' results of the last sync (rank 0)
+    answers: dict[int, dict[str, Any]]  # the engines' results of the last sync (rank 0)
     encodings: Encodings  # of its syncs (rank 0)
     kept: Kept | None  # None: this backend cannot send changed elements
 

@@ -62,7 +62,7 @@ class StreamGroup:
 
         refuse_changed("this group is NCCL's")
         self.rank, self.describe, self._members = members.rank, members.describe, members
-        self.answers: list[dict[str, Any]] = []
+        self.answers: dict[int, dict[str, Any]] = {}
         self.encodings = Encodings(Reach(0, 0), "off")  # finding changed elements takes longer than NCCL
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.buffers = Buffers(self.device, pinned=False)

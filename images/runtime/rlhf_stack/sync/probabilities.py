@@ -12,6 +12,7 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.errors import SyncError, SyncMismatch
+from rlhf_stack.sync.trainer import engine_indices
 from rlhf_stack.telemetry import events
 
 COUNT = 24  # tokens
@@ -32,7 +33,8 @@ def verify_probabilities(trainer: Any, index: int, is_root: bool) -> None:
     answers = wait_for_engine_results(references, "the engines' log-probabilities")
     found = [mean_difference(expected, answer) for answer in answers]
     events.emit("verify probabilities", index=index, differences=found, tolerance=TOLERANCE)
-    differing = {engine: f"{value:.3g}" for engine, value in enumerate(found) if not value <= TOLERANCE}
+    by_engine = zip(engine_indices(trainer), found, strict=True)
+    differing = {engine: f"{value:.3g}" for engine, value in by_engine if not value <= TOLERANCE}
     if differing:
         raise SyncMismatch(
             f"after sync {index} engines compute other log-probabilities than the trainer: the mean "

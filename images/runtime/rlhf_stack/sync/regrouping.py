@@ -1,6 +1,6 @@
 """A sync group that is formed again: with restarted engines, or without lost ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ from rlhf_stack.sync.joining import join_engines, leave_group
 from rlhf_stack.sync.trainer import shares_gpus, uses_ray_collectives
 
 
-def form_group_again(trainer: Any, engines: Sequence[Any]) -> None:
-    """Let this rank of OpenRLHF's ``ActorPPOTrainer`` leave its group, and rank 0 form one with ``engines``.
+def form_group_again(trainer: Any, engines: Mapping[int, Any]) -> None:
+    """Let this rank of OpenRLHF's ``ActorPPOTrainer`` leave its group, and rank 0 form one with ``engines``,
+    by their indices.
 
     All engines must be up; those of the former group that are among them leave it first. Ranks that share
     their GPUs with engine workers join them again at the next sync. `SyncError` if the weights are sent in a
@@ -31,10 +32,10 @@ def form_group_again(trainer: Any, engines: Sequence[Any]) -> None:
         )
     is_root = torch.distributed.get_rank() == 0
     if is_root:
-        trainer.vllm_engines = list(engines)
+        trainer.engine_indices, trainer.vllm_engines = list(engines), list(engines.values())
         arguments.vllm.num_engines = len(engines)
         wait_for_engine_results(
-            [engine.leave_weight_group.remote() for engine in engines],
+            [engine.leave_weight_group.remote() for engine in trainer.vllm_engines],
             "the engines to leave the weight-sync group",
         )
     leave_group(trainer)

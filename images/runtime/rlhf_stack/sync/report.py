@@ -11,7 +11,7 @@ Ray exports each with the prefix ``ray_``.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -44,7 +44,7 @@ RUN_METRICS = {
 }
 METRICS = {**SYNC_METRICS, **RESTART_METRICS, **RUN_METRICS}
 
-Answers = Sequence[Mapping[str, Any]]
+Answers = Mapping[int, Mapping[str, Any]]  # the engines' results of a sync, by engine
 
 _indices = itertools.count()
 
@@ -75,7 +75,7 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         group = own_group(trainer)
         encodings = getattr(group, "encodings", None)
         sent = encodings.sent if encodings else size
-        rates = report_sync(index, backend, size, seconds, getattr(group, "answers", []), sent)
+        rates = report_sync(index, backend, size, seconds, getattr(group, "answers", {}), sent)
         version = weight_version(trainer)
         set_metric("rlhf_stack_weight_version", version, "run")
         events.emit(
@@ -112,7 +112,7 @@ def report_sync(
 ) -> dict[str, Any]:
     """Log sync ``index`` of ``size`` bytes, set its metrics, and return further fields of its event.
 
-    ``answers`` are the engines' results of the sync, by engine; ``sent`` are its bytes on a link.
+    ``sent`` are its bytes on a link.
     """
     rate = size / seconds / GIGA
     peer = slowest_worker(answers)
@@ -125,15 +125,15 @@ def report_sync(
     set_metric("rlhf_stack_sync_bytes", size, backend)
     set_metric("rlhf_stack_sync_sent_bytes", sent, backend)
     set_metric("rlhf_stack_sync_gigabytes_per_second", rate, backend)
-    mixed = sum(int(answer.get("mixed", 0)) for answer in answers)
+    mixed = sum(int(answer.get("mixed", 0)) for answer in answers.values())
     set_metric("rlhf_stack_mixed_answers", mixed, backend)
-    _compare_engines([answer["work"] for answer in answers], answers)
+    _compare_engines(answers)
     return {"gigabytes_per_second": rate, "slowest": peer, "mixed_answers": mixed}
 
 
 def slowest_worker(answers: Answers) -> Mapping[str, Any] | None:
     """Return the engine worker with the longest sync by its own clock; None without answers."""
-    ranks = [rank for answer in answers for rank in answer["ranks"]]
+    ranks = [rank for answer in answers.values() for rank in answer["ranks"]]
     return max(ranks, key=lambda rank: float(rank["seconds"]), default=None)
 
 
@@ -154,13 +154,14 @@ def _gauge(name: str) -> Any:
     return Gauge(name, description=text, tag_keys=(tag,))
 
 
-def _compare_engines(works: Sequence[throughput.Work], answers: Answers) -> None:
+def _compare_engines(answers: Answers) -> None:
     """Set each engine's metric, and warn of engines that are much slower than the others."""
-    for index, work in enumerate(works):
+    works: dict[int, throughput.Work] = {index: answer["work"] for index, answer in answers.items()}
+    for index, work in works.items():
         set_metric("rlhf_stack_engine_tokens_per_second", work.rate, str(index))
     for index in throughput.slow_engines(works):
         workers = ", ".join(rank["who"] for rank in answers[index]["ranks"])
-        rates = ", ".join(f"{work.rate:.0f}" for work in works)
+        rates = ", ".join(f"{work.rate:.0f}" for work in works.values())
         run_log.warning(
             f"engine {index} generates {works[index].rate:.0f} tokens/s, less than half of the median "
             f"(all engines: {rates}); its workers are {workers}: does it straddle nodes, or share a GPU?"

@@ -134,7 +134,7 @@ class SameGpuGroup:
     gpu: str
     name: str = "ipc"
     in_place: bool = False
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     kept: Kept | None = None
 
     def __post_init__(self) -> None:

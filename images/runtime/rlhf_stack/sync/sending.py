@@ -1,8 +1,8 @@
 """The trainer's side of a sync: a bucket is packed while the previous one is in flight."""
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -10,44 +10,45 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.buckets import Bucket, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
-from rlhf_stack.sync.encoding import CHANGED, FULL
-from rlhf_stack.sync.engine_parameters import engine_parameters
+from rlhf_stack.sync.encoding import CHANGED
+from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
-from rlhf_stack.sync.trainer import gathered, is_sharded, own_group, weight_version
+from rlhf_stack.sync.trainer import engine_indices, gathered, is_sharded, own_group, weight_version
 
 if TYPE_CHECKING:
     import torch
 
 
-def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
     """Send ``parameters`` (names and tensors) of OpenRLHF's ``ActorPPOTrainer`` to its engines, in buckets.
 
     Adapters of LoRA are merged into the weights that are sent.
 
     Every trainer rank calls it with the same parameters: shards are gathered bucket by bucket. Rank 0 sends
-    to all engines, or each rank to the engine worker on its GPU. Returns the parameters that upstream must
-    send: none. `SyncError` if they do not arrive.
+    to all engines, or each rank to the engine worker on its GPU. `SyncError` if they do not arrive.
     """
     import torch
 
     sent = engine_parameters(trainer, parameters)
-    is_merged = any(each.layer is not None for each in sent)
-    is_root = torch.distributed.get_rank() == 0
     specs = [each.spec(trainer) for each in sent]
     limit = env_vars.sync_bucket()
     buckets = plan_buckets(specs, limit)
+    group = own_group(trainer)
+    if group is None:  # a rank that only helps to gather
+        for linked in linked_buckets(buckets):
+            with _gathered(trainer, sent, linked):
+                pass
+        return
+    is_root = torch.distributed.get_rank() == 0
     content = [astuple(spec) for spec in specs]
     start = time.monotonic()
-    with ExitStack() as stack:
-        group, encoding = own_group(trainer), FULL
-        if group is not None:
-            stack.enter_context(group.syncing())
-            encoding = group.encodings.select(content, total_bytes(specs))
-            in_place = not (is_merged or is_sharded(trainer))
-            sender = new_sender(group, encoding, buckets, in_place)
+    with group.syncing():
+        encoding = group.encodings.select(content, total_bytes(specs))
+        is_merged = any(each.layer is not None for each in sent)
+        sender = new_sender(group, encoding, buckets, not (is_merged or is_sharded(trainer)))
         if is_root:
             trainer.weight_version = version = weight_version(trainer) + 1
             answers = [
@@ -56,9 +57,8 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
             ]
         failure: SyncError | None = None
         for linked in linked_buckets(buckets):
-            indices = dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans)
-            with gathered(trainer, [source for index in indices for source in sent[index].sources]):
-                if group is not None and failure is None:
+            with _gathered(trainer, sent, linked) as indices:
+                if failure is None:
                     values = {index: sent[index].value() for index in indices}
                     try:
                         for number, bucket in linked:
@@ -69,15 +69,21 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> list[tuple[str,
                         failure = error  # this rank gathers with the other ranks to the end
         if failure is not None:
             raise failure
-        if group is not None:
-            sender.finish()
+        sender.finish()
         if is_root:
             results = wait_for_engine_results(answers, f"the engines to load {buckets[-1].title}")
-            if group is not None:
-                group.answers = results
-        if group is not None:
-            group.encodings.ended(content, time.monotonic() - start, sender.sent)
-    return []
+            group.answers = dict(zip(engine_indices(trainer), results, strict=True))
+        group.encodings.ended(content, time.monotonic() - start, sender.sent)
+
+
+@contextmanager
+def _gathered(
+    trainer: Any, sent: Sequence[EngineParameter], linked: Sequence[tuple[int, Bucket]]
+) -> Iterator[Sequence[int]]:
+    """Gather the parameters of which ``linked`` buckets have bytes; yield their indices in ``sent``."""
+    indices = list(dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans))
+    with gathered(trainer, [source for index in indices for source in sent[index].sources]):
+        yield indices
 
 
 def new_sender(

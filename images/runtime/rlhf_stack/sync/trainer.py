@@ -39,6 +39,12 @@ def own_group(trainer: Any) -> Any:
     return getattr(trainer, "_model_update_group", None)
 
 
+def engine_indices(trainer: Any) -> Sequence[int]:
+    """Return the index of each engine in the trainer's list: its first position, if others are lost too."""
+    indices: Sequence[int] = getattr(trainer, "engine_indices", range(len(trainer.vllm_engines)))
+    return indices
+
+
 def weight_version(trainer: Any) -> int:
     """Return the number of weight syncs that rank 0 has begun: the version of the weights of the last one."""
     return int(getattr(trainer, "weight_version", 0))

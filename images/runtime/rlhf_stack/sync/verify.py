@@ -9,7 +9,7 @@ from rlhf_stack.sync import actor_waits
 from rlhf_stack.sync.digest import Difference, RegionDigest, differences
 from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
 from rlhf_stack.sync.errors import SyncMismatch
-from rlhf_stack.sync.trainer import gathered, synced_names
+from rlhf_stack.sync.trainer import engine_indices, gathered, synced_names
 from rlhf_stack.telemetry import events, run_log
 
 MAX_LISTED = 5  # differences in the text of `SyncMismatch`
@@ -52,7 +52,7 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
         if rearranged and env_vars.sync_verification() != env_vars.PROBABILITIES:
             _warn_of_rearranged(len(rearranged), len(parameters))
         if found:
-            raise SyncMismatch(_message(index, len(parameters), names, found, trainer.vllm_engines))
+            raise SyncMismatch(_message(index, len(parameters), names, found, trainer))
 
 
 @functools.cache
@@ -68,9 +68,9 @@ def synced_parameters(trainer: Any) -> list[EngineParameter]:
     return engine_parameters(trainer, synced_names(trainer))
 
 
-def _message(index: int, total: int, names: list[str], found: list[Difference], engines: list[Any]) -> str:
+def _message(index: int, total: int, names: list[str], found: list[Difference], trainer: Any) -> str:
     nodes = actor_waits.wait_for_engine_results(
-        [engine.where.remote() for engine in engines], "the engines' nodes"
+        [engine.where.remote() for engine in trainer.vllm_engines], "the engines' nodes"
     )
     lines = [f"after sync {index} {len(names)} of {total} parameters differ between trainer and engines:"]
     for difference in found[:MAX_LISTED]:
@@ -78,9 +78,8 @@ def _message(index: int, total: int, names: list[str], found: list[Difference], 
         holders = ranks if difference.rank is None else [ranks[difference.rank]]
         addresses = ", ".join(sorted({str(rank["node"]) for rank in holders}))
         rank = "all ranks" if difference.rank is None else f"rank {difference.rank}"
-        lines.append(
-            f"{difference.name}: engine {difference.engine}, {rank} on {addresses}: {difference.what}"
-        )
+        engine = engine_indices(trainer)[difference.engine]
+        lines.append(f"{difference.name}: engine {engine}, {rank} on {addresses}: {difference.what}")
     if len(found) > MAX_LISTED:
         lines.append(f"and {len(found) - MAX_LISTED} more")
     return "\n  ".join(lines)

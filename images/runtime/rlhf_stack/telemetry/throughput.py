@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,9 @@ class Meter:
             self.end(tokens)
 
 
-def slow_engines(engines: Sequence[Work]) -> list[int]:
+def slow_engines(engines: Mapping[int, Work]) -> list[int]:
     """Return the engines below half of the median rate, ignoring those with less than a second of work."""
-    rates = {index: work.rate for index, work in enumerate(engines) if work.seconds >= MIN_SECONDS}
+    rates = {index: work.rate for index, work in engines.items() if work.seconds >= MIN_SECONDS}
     if len(rates) < 2:
         return []
     median = statistics.median(rates.values())

@@ -317,7 +317,7 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
     engines, group = [lost, left], MagicMock()
     restarts.wait_for_restarts(engines, group)
     assert engines == [left]
-    group.async_run_method.assert_called_once_with("form_weight_group", [left])
+    group.async_run_method.assert_called_once_with("form_weight_group", {1: left})
     restarts.wait_for_restarts(engines, group)
     assert wait.call_count == 1, "the group has no other members than before"
 

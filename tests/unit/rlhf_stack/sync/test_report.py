@@ -37,9 +37,8 @@ def test_a_sync_is_a_log_line_with_its_slowest_worker(
     capsys: pytest.CaptureFixture[str], gauges: dict[str, MagicMock]
 ) -> None:
     fine = Work(6000, 2.0)
-    fields = report.report_sync(
-        3, "gloo", 1_000_000_000, 0.5, [answer(0, [0.4, 0.3], fine), answer(1, [0.45, 0.2], fine)], 20_000_000
-    )
+    answers = {0: answer(0, [0.4, 0.3], fine), 2: answer(1, [0.45, 0.2], fine)}
+    fields = report.report_sync(3, "gloo", 1_000_000_000, 0.5, answers, 20_000_000)
     assert fields["gigabytes_per_second"] == 2.0
     assert fields["slowest"]["who"] == "rank 3 on 10.0.0.2"
     line = capsys.readouterr().out.strip()
@@ -50,17 +49,18 @@ def test_a_sync_is_a_log_line_with_its_slowest_worker(
     assert set(gauges) == set(report.SYNC_METRICS)
     gauges["rlhf_stack_sync_seconds"].set.assert_called_once_with(0.5, tags={"backend": "gloo"})
     gauges["rlhf_stack_sync_sent_bytes"].set.assert_called_once_with(20_000_000, tags={"backend": "gloo"})
-    gauges["rlhf_stack_engine_tokens_per_second"].set.assert_called_with(3000.0, tags={"engine": "1"})
+    gauges["rlhf_stack_engine_tokens_per_second"].set.assert_called_with(3000.0, tags={"engine": "2"})
 
 
 def test_a_sync_without_answers_is_a_log_line_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.report_sync(0, "ipc", 5_000_000, 0.5, [], 5_000_000)["slowest"] is None
+    assert report.report_sync(0, "ipc", 5_000_000, 0.5, {}, 5_000_000)["slowest"] is None
     assert capsys.readouterr().out.strip().endswith("5.0 MB in 0.50 s, 0.01 GB/s")
 
 
 def test_a_slow_engine_is_warned_of_with_its_workers(caplog: pytest.LogCaptureFixture) -> None:
-    answers = [answer(engine, [0.1, 0.1], Work(60000, 10.0)) for engine in range(3)]
-    answers.append(answer(3, [0.1, 0.1], Work(15000, 10.0)))
+    """By its index: engine 1 is lost."""
+    answers = {engine: answer(engine, [0.1, 0.1], Work(60000, 10.0)) for engine in (0, 2)}
+    answers[3] = answer(3, [0.1, 0.1], Work(15000, 10.0))
     report.report_sync(0, "gloo", 1, 1.0, answers, 1)
     (text,) = [record.message for record in caplog.records]
     assert "engine 3 generates 1500 tokens/s, less than half of the median" in text

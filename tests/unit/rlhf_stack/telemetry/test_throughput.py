@@ -78,8 +78,8 @@ def test_last_output_of_a_request_is_counted_and_all_are_yielded(fails: bool) ->
     ],
 )
 def test_engine_below_half_of_the_median_is_slow(rates: list[int], expected: list[int]) -> None:
-    assert slow_engines([Work(rate * 10, 10.0) for rate in rates]) == expected
+    assert slow_engines({index: Work(rate * 10, 10.0) for index, rate in enumerate(rates)}) == expected
 
 
 def test_engine_with_little_work_is_ignored() -> None:
-    assert slow_engines([Work(60000, 10.0), Work(60000, 10.0), Work(1, 0.5)]) == []
+    assert slow_engines({0: Work(60000, 10.0), 1: Work(60000, 10.0), 2: Work(1, 0.5)}) == []
