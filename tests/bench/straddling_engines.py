@@ -9,16 +9,13 @@ import sys
 import time
 
 import ray
-from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from ray.util.state import list_actors
-from rlhf_stack.engine import startup
+from rlhf_stack.certify.engines import DEADLINE, create, request
 from rlhf_stack.hooks import openrlhf_v0_11 as hooks
-from vllm import SamplingParams
 
 ENGINES, TENSOR_PARALLEL = 2, 2
-REQUESTS, TOKENS = 16, 64
-DEADLINE = 600
+REQUESTS = 16
 
 
 def main() -> None:
@@ -31,18 +28,7 @@ def main() -> None:
         ray.get(own.ready(), timeout=60)
         hooks.claim_engine_group = lambda *_: own  # both are called by the patched create_vllm_engines
         hooks.engine_bundles = get_bundle_indices
-    engines = vllm_engine.create_vllm_engines(
-        num_engines=ENGINES,
-        tensor_parallel_size=TENSOR_PARALLEL,
-        pretrain=model,
-        seed=0,
-        full_determinism=False,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        max_model_len=256,
-        gpu_memory_utilization=0.5,
-    )
-    startup.wait_for_engine_startup(engines)
+    engines = create(model, ENGINES, size=TENSOR_PARALLEL, cpu_memory=0.5)
     for other in engines[:index] + engines[index + 1 :]:
         end(other)
     print(json.dumps(measure(engines[index])))
@@ -55,7 +41,7 @@ def end(engine: ray.actor.ActorHandle) -> None:
     until = time.monotonic() + DEADLINE
     while remaining := workers & alive():
         if time.monotonic() > until:
-            sys.exit(f"{len(remaining)} workers are alive {DEADLINE} s after their engine was killed")
+            sys.exit(f"{len(remaining)} workers are alive {DEADLINE:g} s after their engine was killed")
         time.sleep(0.1)
 
 
@@ -66,9 +52,9 @@ def alive() -> set[tuple[str, int]]:
 
 def measure(engine: ray.actor.ActorHandle) -> dict[str, object]:
     """Send all requests to one engine at once, after two for warm-up; return its result."""
-    ray.get([generate(engine, number) for number in range(2)], timeout=DEADLINE)
+    ray.get([request(engine, number) for number in range(2)], timeout=DEADLINE)
     start = time.monotonic()
-    answers = ray.get([generate(engine, number) for number in range(REQUESTS)], timeout=DEADLINE)
+    answers = ray.get([request(engine, number) for number in range(REQUESTS)], timeout=DEADLINE)
     seconds = time.monotonic() - start
     where = ray.get(engine.where.remote(), timeout=DEADLINE)
     return {
@@ -76,12 +62,6 @@ def measure(engine: ray.actor.ActorHandle) -> dict[str, object]:
         "tokens": sum(len(answer.outputs[0].token_ids) for answer in answers),
         "seconds": seconds,
     }
-
-
-def generate(engine: ray.actor.ActorHandle, number: int) -> ray.ObjectRef:
-    """Send one request, with its own prompt."""
-    parameters = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
-    return engine.generate.remote([3 + number + position for position in range(16)], parameters)
 
 
 if __name__ == "__main__":

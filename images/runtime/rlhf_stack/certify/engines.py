@@ -88,22 +88,22 @@ def _engines(place: Place, most: int | None, asleep: bool = False) -> Iterator[t
                 ray.kill(engine)
 
 
-def create(model: str, count: int, asleep: bool = False) -> list[Any]:
-    """Start ``count`` engines of one GPU and wait for them."""
+def create(model: str, count: int, asleep: bool = False, size: int = 1, cpu_memory: float = 0.1) -> list[Any]:
+    """Start ``count`` engines of ``size`` GPUs and wait for them."""
     from openrlhf.trainer.ray import vllm_engine
 
     from rlhf_stack.engine import startup
 
     engines = vllm_engine.create_vllm_engines(
         num_engines=count,
-        tensor_parallel_size=1,
+        tensor_parallel_size=size,
         pretrain=model,
         seed=0,
         full_determinism=False,
         enable_prefix_caching=False,
         enforce_eager=True,
         max_model_len=256,
-        gpu_memory_utilization=0.3 if devices.is_gpu() else 0.1,
+        gpu_memory_utilization=0.3 if devices.is_gpu() else cpu_memory,
         vllm_enable_sleep=asleep,
     )
     startup.wait_for_engine_startup(engines)
@@ -206,14 +206,10 @@ def pin(_: object, core: int) -> None:
 def generate(engines: Sequence[Any]) -> list[float]:
     """The seconds until each engine has answered its requests; all start together."""
     import ray
-    from vllm import SamplingParams
 
-    parameters = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
     start = time.monotonic()
     pending = {
-        engine.generate.remote([3 + number + place for place in range(16)], parameters): index
-        for index, engine in enumerate(engines)
-        for number in range(REQUESTS)
+        request(engine, number): index for index, engine in enumerate(engines) for number in range(REQUESTS)
     }
     seconds = [0.0] * len(engines)
     while pending:
@@ -225,11 +221,18 @@ def generate(engines: Sequence[Any]) -> list[float]:
     return seconds
 
 
-def _generated(engine: Any) -> list[int]:
+def request(engine: Any, number: int) -> Any:
+    """Send an engine request ``number``, which has its own prompt; return the reference to its answer."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
-    return list(_call(engine.generate, list(range(3, 19)), parameters).outputs[0].token_ids)
+    return engine.generate.remote([3 + number + place for place in range(16)], parameters)
+
+
+def _generated(engine: Any) -> list[int]:
+    import ray
+
+    return list(ray.get(request(engine, 0), timeout=DEADLINE).outputs[0].token_ids)
 
 
 def _call(method: Any, *arguments: Any) -> Any:
