@@ -1,29 +1,31 @@
 """Weights sent in buckets between real processes, and the errors when a rank does not answer."""
 
-import multiprocessing
 import os
 import re
 import signal
 import time
-from dataclasses import astuple
-from math import prod
 
 import pytest
 import torch
-from ports import free_port
+from ranks import (
+    FOUR_NODES,
+    LIMIT,
+    ONE_NODE,
+    TWO_NODES,
+    WORLD,
+    Ranks,
+    arrive,
+    described,
+    errors_without,
+    random_bytes,
+    receive_all,
+    send,
+)
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import membership
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.engine_parameters import parameter_spec
-from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import BucketSender
 
-ONE_NODE, TWO_NODES, FOUR_NODES = "1111", "1122", "1234"  # the last part of each rank's address
-WORLD = 4
-LIMIT = 3 << 20
-FORK = multiprocessing.get_context("fork")
-torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 DTYPES = [
     torch.bfloat16,
     torch.float16,
@@ -38,13 +40,6 @@ DTYPES = [
 ]
 SHAPES = [(7, 5), (0,), (), (3,), (1 << 20,), (900, 1000), (1,), (5, 0, 2), ((4 << 20) + 5,)]
 NAMES = ["w", "w.w", "w.weight", "w.weight_scale", "w1", "w10", "w1.w"]
-
-
-def random_bytes(dtype, shape, generator):
-    """A tensor of any bit patterns, among them NaN and subnormal numbers; a bool has two."""
-    size, patterns = prod(shape) * dtype.itemsize, 2 if dtype == torch.bool else 256
-    content = torch.randint(0, patterns, (size,), dtype=torch.uint8, generator=generator)
-    return content.view(dtype).reshape(shape)
 
 
 def weights(dtype, seed=0):
@@ -71,86 +66,19 @@ def weights(dtype, seed=0):
     return list(zip(names, tensors, strict=True))
 
 
-def nothing(_):
-    """Do nothing with a bucket."""
-
-
-def send(group, parameters, in_place=True, before=nothing):
-    specs = [parameter_spec(name, tensor) for name, tensor in parameters]
-    with group.syncing():
-        sender = BucketSender(group, in_place)
-        for number, bucket in enumerate(plan_buckets(specs, LIMIT)):
-            before(number)
-            sender.send(number, bucket, [parameters[span.index][1] for span in bucket.spans])
-        sender.finish()
-
-
-def receive_all(group, parameters, load):
-    """Receive as an engine worker does; only the specs of ``parameters`` are used."""
-    content = [astuple(parameter_spec(name, tensor)) for name, tensor in parameters]
-    return receive(group, content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype)
-
-
-def as_bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def described(rank, nodes=ONE_NODE):
-    return f"rank {rank}{'' if rank else ' (the trainer)'} on 127.0.0.{nodes[rank]}"
-
-
-class Ranks:
-    """A process per rank, which reports what ``target`` returns or raises."""
-
-    def __init__(self, target, nodes=ONE_NODE):
-        self.results = FORK.Queue()
-        port = free_port()
-
-        def run(rank):
-            membership._own_address = lambda *_: f"127.0.0.{nodes[rank]}"
-            try:
-                group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), "gloo")
-                self.results.put((rank, target(rank, group)))
-            except Exception as error:
-                self.results.put((rank, error))
-            signal.pause()  # until it is killed, with its group
-
-        self.processes = [FORK.Process(target=run, args=(rank,), daemon=True) for rank in range(WORLD)]
-
-    def __enter__(self):
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def answers(self, count, seconds=60):
-        return dict(self.results.get(timeout=seconds) for _ in range(count))
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, FOUR_NODES])
 def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync(in_place, nodes):
     def exchange(rank, group):
-        equal = []
-        for number, dtype in enumerate(DTYPES):
-            sent = weights(dtype, seed=number)
-            if rank == 0:
-                send(group, sent, in_place)
-                continue
-            held = {}
-            receive_all(group, sent, lambda views, held=held: held.update((n, v.clone()) for n, v in views))
-            same = [torch.equal(as_bits(held[n]), as_bits(t)) and held[n].shape == t.shape for n, t in sent]
-            equal.append(len(held) == len(sent) and all(same))
-        return equal
+        parameters = [weights(dtype, seed=number) for number, dtype in enumerate(DTYPES)]
+        if rank == 0:
+            return [send(group, sent, in_place=in_place) > 0 for sent in parameters]
+        return [arrive(group, sent) for sent in parameters]
 
     with Ranks(exchange, nodes) as ranks:
-        found = ranks.answers(WORLD)
-    assert found == {0: []} | {rank: [True] * len(DTYPES) for rank in range(1, WORLD)}
+        found = ranks.answers()
+    assert found == dict.fromkeys(range(WORLD), [True] * len(DTYPES))
 
 
 @pytest.mark.timeout(60)
@@ -163,7 +91,7 @@ def test_the_ranks_of_a_node_share_memory_and_each_node_has_its_own():
 
     def identities(nodes):
         with Ranks(memory, nodes) as ranks:
-            found = ranks.answers(WORLD)
+            found = ranks.answers()
         return [found[rank] for rank in range(WORLD)]
 
     assert len(set(identities(ONE_NODE))) == 1
@@ -186,14 +114,14 @@ def test_a_process_holds_two_buckets_during_a_sync_and_none_after_it(nodes):
         during = []
         for _ in range(2):
             if rank == 0:
-                send(group, parameters, False, lambda _: during.append(held(group)[0]))
+                send(group, parameters, in_place=False, before=lambda _: during.append(held(group)[0]))
             else:
-                receive_all(group, parameters, lambda _: during.append(held(group)[0]))
+                receive_all(group, parameters, load=lambda _: during.append(held(group)[0]))
         group._members.exchange("all ranks have ended", "", time.monotonic() + 60)
         return max(during), held(group)
 
     with Ranks(exchange, nodes) as ranks:
-        assert ranks.answers(WORLD) == dict.fromkeys(range(WORLD), (2 * LIMIT, (0, 0)))
+        assert ranks.answers() == dict.fromkeys(range(WORLD), (2 * LIMIT, (0, 0)))
 
 
 @pytest.mark.timeout(60)
@@ -203,10 +131,10 @@ def test_a_worker_reports_its_loading_time():
     def exchange(rank, group):
         if rank == 0:
             return send(group, parameters)
-        return receive_all(group, parameters, lambda _: time.sleep(0.05 if rank == 2 else 0))
+        return receive_all(group, parameters, load=lambda _: time.sleep(0.05 if rank == 2 else 0))
 
     with Ranks(exchange) as ranks:
-        found = ranks.answers(WORLD)
+        found = ranks.answers()
     buckets = plan_buckets([parameter_spec(*one) for one in parameters], LIMIT)
     ends = [bucket for bucket in buckets if bucket.spans[-1].size < LIMIT]
     assert 0 < len(ends) < len(buckets)
@@ -221,10 +149,10 @@ def test_a_parameter_that_the_engine_would_round_is_refused(monkeypatch):
     parameters = [("w", torch.ones(4, dtype=torch.bfloat16)), ("b", torch.ones(4))]
 
     def exchange(rank, group):
-        return (send if rank == 0 else receive_all)(group, parameters, *([print] if rank else []))
+        return (send if rank == 0 else receive_all)(group, parameters)
 
     with Ranks(exchange) as ranks:
-        found = ranks.answers(WORLD)
+        found = ranks.answers()
     assert isinstance(found[0], sync.SyncError)
     for rank in range(WORLD):
         assert "b is float32 in the trainer and bfloat16 in the engine" in str(found[rank])
@@ -243,10 +171,10 @@ def test_every_rank_reports_the_error_of_a_rank_that_cannot_load(monkeypatch):
         if rank == 0:
             send(group, parameters)
         else:
-            receive_all(group, parameters, lambda views: load(rank, views))
+            receive_all(group, parameters, load=lambda views: load(rank, views))
 
     with Ranks(exchange) as ranks:
-        found = ranks.answers(WORLD, 120)
+        found = ranks.answers(seconds=120)
     assert isinstance(found[2], ValueError)
     for rank in (0, 1, 3):
         assert isinstance(found[rank], sync.SyncError)
@@ -261,24 +189,5 @@ def test_every_rank_reports_the_error_of_a_rank_that_cannot_load(monkeypatch):
 )
 def test_every_other_rank_names_the_lost_one(monkeypatch, nodes, victim, how):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "12")
-    parameters = [(f"w{index}", torch.ones(2 << 20, dtype=torch.uint8)) for index in range(100)]
-
-    def end():
-        os.kill(os.getpid(), how)
-
-    def exchange(rank, group):
-        if rank == 0:
-            send(group, parameters, before=lambda number: end() if victim == 0 and number == 50 else None)
-        else:
-            receive_all(
-                group, parameters, lambda views: end() if rank == victim and views[0][0] == "w50" else None
-            )
-
-    with Ranks(exchange, nodes) as ranks:
-        found = ranks.answers(WORLD - 1, 60)
-    assert set(found) == set(range(WORLD)) - {victim}
-    for rank, error in found.items():
-        assert isinstance(error, sync.SyncError)
-        assert str(error).startswith(f"weight sync, {described(rank, nodes)}")
-        assert f"{described(victim, nodes)} does not answer" in str(error)
-        assert re.search(r"gloo, bucket \d+ of 100 \(w\d+, 2097152 bytes\)", str(error)), error
+    for error in errors_without(victim, how, nodes, count=100):
+        assert re.search(r"gloo, bucket \d+ of 100 \(w\d+, 2097152 bytes\)", error), error

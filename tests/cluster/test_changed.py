@@ -4,31 +4,30 @@ import os
 import re
 import signal
 import time
-from dataclasses import astuple
 
 import pytest
 import torch
-from rlhf_stack import sync
-from rlhf_stack.config import env_vars
-from rlhf_stack.sync import delta
-from rlhf_stack.sync.buckets import plan_buckets, total_bytes
-from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT
-from rlhf_stack.sync.engine_parameters import parameter_spec
-from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import new_sender
-from test_buckets import (
+from ranks import (
     FOUR_NODES,
     ONE_NODE,
     TWO_NODES,
     WORLD,
     Ranks,
+    arrive,
     as_bits,
     described,
-    nothing,
+    errors_without,
     random_bytes,
+    receive_all,
+    send,
 )
+from rlhf_stack import sync
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import delta
+from rlhf_stack.sync.buckets import total_bytes
+from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT
+from rlhf_stack.sync.engine_parameters import parameter_spec
 
-LIMIT = 3 << 19
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.bool]
 STEPS = (FULL, KEPT, CHANGED, CHANGED, FULL, KEPT, CHANGED)
 
@@ -51,32 +50,6 @@ def weights(dtype, seed):
         of(1 << 16, 3)[100:, 1:3],
     ]
     return [(f"w{index}", tensor) for index, tensor in enumerate(tensors)]
-
-
-def send(group, parameters, encoding, in_place=True, before=nothing):
-    """Send as the trainer does; return the bytes on a link."""
-    specs = [parameter_spec(name, tensor) for name, tensor in parameters]
-    with group.syncing():
-        buckets = plan_buckets(specs, LIMIT)
-        sender = new_sender(group, encoding, buckets, in_place)
-        for number, bucket in enumerate(buckets):
-            before(number)
-            sender.send(number, bucket, [parameters[span.index][1] for span in bucket.spans])
-        sender.finish()
-    return sender.sent
-
-
-def receive_all(group, parameters, encoding, before=nothing):
-    """Receive as an engine worker does; return what arrived. Only the specs of ``parameters`` are used."""
-    content = [astuple(parameter_spec(name, tensor)) for name, tensor in parameters]
-    held = {}
-
-    def load(views):
-        before(views)
-        held.update((name, view.clone()) for name, view in views)
-
-    receive(group, content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype, encoding)
-    return held
 
 
 def trained(parameters, step):
@@ -105,14 +78,12 @@ def test_every_dtype_and_layout_stays_exact_sync_after_sync(nodes, in_place):
                     taken = send(group, sent, encoding, in_place)
                     found.append(taken < 0.05 * size if encoding == CHANGED else taken >= size)
                 else:
-                    held = receive_all(group, sent, encoding)
-                    same = [torch.equal(as_bits(held[n]), as_bits(t)) for n, t in sent]
-                    found.append(len(held) == len(sent) and all(same))
+                    found.append(arrive(group, sent, encoding))
                 trained(sent, step)
         return found
 
     with Ranks(exchange, nodes) as ranks:
-        found = ranks.answers(WORLD, 200)
+        found = ranks.answers(seconds=200)
     assert found == dict.fromkeys(range(WORLD), [True] * len(DTYPES) * len(STEPS))
 
 
@@ -131,7 +102,7 @@ def test_a_node_keeps_the_weights_once_and_only_while_changes_are_sent():
         return kept
 
     with Ranks(exchange, TWO_NODES) as ranks:
-        found = ranks.answers(WORLD)
+        found = ranks.answers()
     assert found == {rank: [0, 8, 8, 0] for rank in range(WORLD)}
 
 
@@ -149,7 +120,7 @@ def test_changes_to_weights_that_a_rank_does_not_keep_are_refused(monkeypatch):
                 group.kept.release()
 
     with Ranks(exchange, FOUR_NODES) as ranks:
-        found = ranks.answers(WORLD)
+        found = ranks.answers()
     for rank in range(WORLD):
         assert isinstance(found[rank], sync.SyncError)
         assert f"{described(3, FOUR_NODES)} keeps no weights to which changes could be" in str(found[rank])
@@ -168,31 +139,8 @@ def test_changes_to_weights_that_a_rank_does_not_keep_are_refused(monkeypatch):
 )
 def test_every_other_rank_names_one_that_is_lost_while_changes_are_sent(monkeypatch, nodes, victim, how):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "12")
-    parameters = [(f"w{index}", torch.ones(1 << 20, dtype=torch.uint8)) for index in range(60)]
-
-    def end():
-        os.kill(os.getpid(), how)
-
-    def exchange(rank, group):
-        for encoding, lost in ((KEPT, None), (CHANGED, victim)):
-            if rank == 0:
-                send(group, parameters, encoding, before=lambda n, lost=lost: n == 20 and lost == 0 and end())
-            else:
-                receive_all(
-                    group,
-                    parameters,
-                    encoding,
-                    lambda views, lost=lost: rank == lost and views[0][0] == "w20" and end(),
-                )
-
-    with Ranks(exchange, nodes) as ranks:
-        found = ranks.answers(WORLD - 1)
-    assert set(found) == set(range(WORLD)) - {victim}
-    for rank, error in found.items():
-        assert isinstance(error, sync.SyncError)
-        assert str(error).startswith(f"weight sync, {described(rank, nodes)}, gloo, ")
-        assert f"{described(victim, nodes)} does not answer" in str(error)
-        assert re.search(r"bucket \d+ of 60 \(w\d+|the size of the first message", str(error)), error
+    for error in errors_without(victim, how, nodes, count=60, encodings=(KEPT, CHANGED)):
+        assert re.search(r"bucket \d+ of 60 \(w\d+|the size of the first message", error), error
 
 
 @pytest.mark.timeout(90)
@@ -211,7 +159,7 @@ def test_every_rank_reports_a_message_that_cannot_be_applied(monkeypatch):
             send(group, parameters, encoding) if rank == 0 else receive_all(group, parameters, encoding)
 
     with Ranks(exchange, FOUR_NODES) as ranks:
-        found = ranks.answers(WORLD)
+        found = ranks.answers()
     assert isinstance(found[2], IndexError)
     for rank in (0, 1, 3):
         assert f"{described(2, FOUR_NODES)}: IndexError: element 7 of 3" in str(found[rank])

@@ -9,13 +9,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import WORLD, Ranks
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError
 from rlhf_stack.sync.engine_parameters import engine_parameters, parameter_spec
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.verify import synced_parameters
-from test_buckets import WORLD, Ranks
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -94,7 +94,7 @@ def test_engines_receive_the_merged_weights_bit_for_bit(monkeypatch):
         return held.keys() == expected.keys() and all(torch.equal(held[n], expected[n]) for n in held)
 
     with Ranks(exchange) as ranks:
-        found = ranks.answers(WORLD, 90)
+        found = ranks.answers(seconds=90)
     assert found == {0: None} | dict.fromkeys(range(1, WORLD), True)
 
 
