@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 # Packages with their own kernels, as the catalogue lists them; torch reports its own architectures.
 COMPILED = ("vllm", "vllm_flash_attn", "xformers", "flash_attn")
+BESIDE = Path("/opt/rlhf-stack")  # other versions of packages, such as vLLM 0.4.2's NCCL
 SHARED = re.compile(r"\.so(\.[0-9]+)*$")
 CODE_OBJECTS = (".co", ".hsaco")  # AMD's libraries load these from folders
 
@@ -139,14 +140,14 @@ def by_number(names: "set[str]") -> "list[str]":
     return sorted(names, key=lambda name: (name.partition("_")[0], len(name), name))
 
 
-def libraries(site: Path) -> "dict[str, set[str]]":
-    """Return the architectures of each file below ``site`` that has GPU code, by path.
+def libraries(site: Path, beside: Path = BESIDE) -> "dict[str, set[str]]":
+    """Return the architectures of each file that has GPU code, by its path below ``site`` or from the root.
 
     Code objects of one folder count as one library, ``folder/*.co``. Raises `UnreadableError` with the path.
     """
     found: dict[str, set[str]] = {}
-    for path in sorted(site.rglob("*")):
-        name = path.relative_to(site)
+    for path in (*sorted(site.rglob("*")), *sorted(beside.rglob("*"))):
+        name = path.relative_to(site) if path.is_relative_to(site) else path
         if path.is_symlink() or not path.is_file() or not path.stat().st_size:
             continue
         if path.suffix in CODE_OBJECTS:

@@ -133,6 +133,13 @@ def test_a_folder_of_code_objects_is_one_library(tmp_path: Path) -> None:
     assert found == {"hipblaslt/library/*.co": {"gfx90a", "gfx942"}, "torch.so.1": {"sm_80"}}
 
 
+def test_libraries_beside_the_environment_are_read_too(tmp_path: Path) -> None:
+    nccl = tmp_path / "nccl" / "lib" / "libnccl.so.2"
+    nccl.parent.mkdir(parents=True)
+    nccl.write_bytes(fatbin((2, 80)))
+    assert image_probe.libraries(tmp_path / "site-packages", tmp_path) == {str(nccl): {"sm_80"}}
+
+
 @pytest.mark.parametrize(
     ("gpu", "code", "runs"),
     [
