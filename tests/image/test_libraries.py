@@ -22,7 +22,9 @@ import pytest
 PACKAGES = ("torch", "vllm", "xformers", "deepspeed", "ray", "flash-attn")
 SHARED = re.compile(r"\.so(\.[0-9]+)*$")
 ELF = b"\x7fELF"
-GLOBAL = "libtorch_global_deps.so"  # which torch loads globally, for all later objects
+# What ``import torch`` has loaded before any other object: its global libraries, and HIP, which torch's wheel
+# for ROCm has as this file, and other objects require by its SONAME.
+LOADED = ("libtorch_global_deps.so", "libamdhip64.so")
 # Part of the machine's driver, with all functions that match the pattern.
 DRIVER, OF_DRIVER = "libcuda.so.1", re.compile(r"cu[A-Z]\w+")
 SECONDS = 60
@@ -143,7 +145,7 @@ def test_no_library_and_no_symbol_is_missing(
 
     if not (paths := objects(name)):
         pytest.skip(f"{name} has no shared object in this image")
-    first = [path for path in objects("torch") if path.name == GLOBAL]
+    first = [path for path in objects("torch") if path.name in LOADED]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = list(pool.map(lambda path: trace([*first, path], folders), paths))
     if torch.version.cuda:
