@@ -1,6 +1,20 @@
-"""Property tests may take their time: the machine is shared, and a slow one is no mistake of the code."""
+"""Settings of property tests, and a GPU that the tests of GPU code share."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.unit import fake_cuda
+
+# Property tests may take their time: the machine is shared, and a slow one is no mistake of the code.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+
+@pytest.fixture(params=["newest", "oldest"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Gpu]:
+    """A fake GPU and torch for it; of its streams, the newest or the oldest one runs first."""
+    gpu = fake_cuda.install(monkeypatch, request.param)
+    yield gpu
+    gpu.nccl.ended.set()

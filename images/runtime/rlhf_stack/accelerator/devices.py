@@ -85,10 +85,14 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Return the GPU's memory that torch has cached to the driver; does nothing on a CPU."""
+    """Return the GPU's memory that torch has cached to the driver; does nothing on a CPU.
+
+    Memory that another process had open is cached only when torch has checked that it is closed.
+    """
     if is_gpu():
         import torch
 
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

@@ -1,4 +1,4 @@
-"""Sync groups over NCCL (RCCL on AMD). No GPU was available: they were reviewed and type-checked, not run."""
+"""Sync groups over NCCL (RCCL on AMD). No GPU was available: the unit tests run them on a fake one."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -111,14 +111,18 @@ class NcclGroup(StreamGroup):
         if not joining.done(env_vars.sync_timeout() - env_vars.sync_grace()):
             raise members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
         self._communicator = joining.result()
-        if self._communicator.disabled and members.world > 1:
+        self._refuse_disabled("vLLM could not load NCCL or VLLM_DISABLE_PYNCCL is set")
+
+    def _refuse_disabled(self, why: str) -> None:
+        if self._communicator.disabled and self._members.world > 1:
             raise SyncError(
-                f"{self.describe(self.rank)}: vLLM could not load NCCL or VLLM_DISABLE_PYNCCL is set, so "
-                "engines would load garbage as weights; fix it, or use --vllm.sync_backend gloo"
+                f"{self.describe(self.rank)}: {why}, so engines would load garbage as weights; fix it, or "
+                "use --vllm.sync_backend gloo"
             )
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """See `WeightGroup`."""
+        self._refuse_disabled("NCCL was aborted after a broadcast that failed")
         self._communicator.broadcast(tensor, src=src, stream=stream)
 
     def close(self) -> None:

@@ -203,19 +203,14 @@ class SameGpuGroup:
 
 
 class SentMemory(Buffers):
-    """The trainer's slots, each offered to the worker when it is allocated; all have the size of a bucket."""
+    """The trainer's slots, each offered to the worker when it is allocated; all have the size of a bucket.
+
+    On a GPU the worker closes them after it has read the last bucket: see `devices.empty_cache`.
+    """
 
     def __init__(self, link: Link) -> None:
         super().__init__(devices.torch_device(), pinned=False)
         self._link = link
-
-    def release(self) -> None:
-        """Free the memory, also that whose handles the worker has closed."""
-        super().release()
-        if devices.is_gpu():
-            import torch
-
-            torch.cuda.ipc_collect()
 
     def _new(self, size: int, index: int) -> "torch.Tensor":
         import torch

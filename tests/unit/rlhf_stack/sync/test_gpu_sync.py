@@ -1,0 +1,311 @@
+"""Syncs between GPUs: every byte arrives in any order of streams, deadlines hold, and memory is freed."""
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from datetime import timedelta
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from rlhf_stack import sync
+from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import backend_selection, gloo, nccl, same_gpu
+from rlhf_stack.sync.buckets import LARGE, ParameterSpec, plan_buckets
+from rlhf_stack.sync.receiving import receive
+from rlhf_stack.sync.sending import BucketSender
+from rlhf_stack.telemetry import run_log
+
+from tests.unit.fake_cuda import GPU, SECONDS, Gpu, Tensor, empty, tensor
+
+HOST = "127.0.0.1"
+LIMIT = LARGE + 1000  # bytes of a bucket: one tensor is sent from its own memory, one in two buckets
+SIZES = (7, 300_000, 0, 90_000, 90_000, 90_000, 90_000, 90_000, LARGE // 4 + 10, 0, LARGE // 2, 5)
+SPECS = [ParameterSpec(f"w{index}", "float32", (size,), 4 * size) for index, size in enumerate(SIZES)]
+BUCKETS = plan_buckets(SPECS, LIMIT)
+SYNCS = 3
+
+
+@pytest.fixture(autouse=True)
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "20")
+    monkeypatch.setenv(env_vars.SYNC_BUCKET, str(LIMIT / 10**6))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
+
+
+def content(number: int) -> list[Any]:
+    """The weights of a sync."""
+    random = np.random.default_rng(number)
+    return [random.random(size, np.float32) for size in SIZES]
+
+
+def train_and_send(group: Any, until: Callable[[], object] = bool) -> int:
+    """Send new weights, which the device still computes, in each sync; return the bytes that remain."""
+    weights = [empty(size, np.dtype("float32"), f"cuda:{devices.current_device()}") for size in SIZES]
+    for number in range(SYNCS):
+        for weight, new in zip(weights, content(number), strict=True):
+            weight.copy_(tensor(new, "cpu"))
+        with group.syncing():
+            sender = BucketSender(group, in_place=True)
+            for index, bucket in enumerate(BUCKETS):
+                sender.send(index, bucket, [weights[span.index] for span in bucket.spans])
+            sender.finish()
+    until()
+    return reserved(weights)
+
+
+def load_all(group: Any, keep: bool) -> tuple[bool, int]:
+    """Receive all syncs into a model; was every byte equal after each, and the bytes that remain reserved."""
+    where = f"cuda:{devices.current_device()}"
+    model = {spec.name: empty(spec.shape, np.dtype("float32"), where) for spec in SPECS}
+
+    def load(named: Sequence[tuple[str, Tensor]]) -> None:
+        for name, value in named:
+            model[name].copy_(value)
+
+    parameters, equal = [astuple(spec) for spec in SPECS], True
+    for number in range(SYNCS):
+        receive(group, parameters, LIMIT, devices.torch_device(), load, "float32", load_keeps=keep)
+        devices.synchronize()
+        got = [model[spec.name].array for spec in SPECS]
+        equal &= all(map(np.array_equal, got, content(number)))
+    return equal, reserved(list(model.values()))
+
+
+def reserved(tensors: Sequence[Tensor]) -> int:
+    """The bytes that this process reserves besides ``tensors``, after it has returned what it can."""
+    devices.empty_cache()
+    return GPU.process.reserved - sum(int(each.array.nbytes) for each in tensors)
+
+
+def both(gpu: Gpu, action: Callable[[int], Any]) -> list[Any]:
+    """What the action of each of two ranks returns or raises."""
+    return gpu.processes(lambda: action(0), lambda: action(1))
+
+
+def without_vllms_groups() -> None:
+    """Make vLLM one of release 0.4."""
+    del sys.modules["vllm.distributed.utils"].StatelessProcessGroup
+    del sys.modules["vllm.distributed.device_communicators.pynccl_wrapper"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "older", "kind"),
+    [
+        ("nccl", False, nccl.NcclGroup),
+        ("nccl", True, nccl.TorchNcclGroup),
+        ("auto", False, nccl.NcclGroup),
+        ("auto", True, nccl.TorchNcclGroup),
+    ],
+)
+def test_every_byte_arrives_over_nccl(
+    cuda: Gpu, port: int, backend: str, older: bool, kind: type, keep: bool
+) -> None:
+    if older:
+        without_vllms_groups()
+
+    def run(rank: int) -> Any:
+        group = sync.create_group(HOST, port, rank, 2, devices.current_device(), backend)
+        assert group.__class__ is kind
+        result = load_all(group, keep) if rank else train_and_send(group)
+        group.close()
+        return result
+
+    assert both(cuda, run) == [0, (True, 0)]
+    assert [each.aborts for each in cuda.communicators] == [1, 1]
+    if older:
+        assert (cuda.options["backend"], cuda.options["timeout"]) == ("nccl", timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_byte_is_read_on_the_same_gpu_and_no_memory_stays(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """The worker closes the trainer's memory only after the trainer has freed it."""
+    freed, closed = threading.Semaphore(0), threading.Semaphore(0)
+    free, close = same_gpu.SentMemory.release, same_gpu.OpenedMemory.release
+
+    def free_first(memory: same_gpu.SentMemory) -> None:
+        free(memory)
+        freed.release()
+
+    def close_later(memory: same_gpu.OpenedMemory) -> None:
+        assert freed.acquire(timeout=SECONDS)
+        close(memory)
+        closed.release()
+
+    monkeypatch.setattr(same_gpu.SentMemory, "release", free_first)
+    monkeypatch.setattr(same_gpu.OpenedMemory, "release", close_later)
+    offer = same_gpu.Offer("GPU-1")
+
+    def until() -> None:
+        assert all(closed.acquire(timeout=SECONDS) for _ in range(SYNCS))
+
+    def send() -> int:
+        devices.set_device(3)  # the worker sees one GPU
+        return train_and_send(offer.accept(), until)
+
+    sent, loaded = cuda.processes(
+        send, lambda: load_all(same_gpu.join({"GPU-1": offer.address}, "GPU-1"), keep)
+    )
+    assert (sent, loaded) == (0, (True, 0))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_gloo_packs_into_pinned_memory_and_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["torch.distributed"], "ProcessGroupGloo", MagicMock(), raising=False)
+    members = MagicMock(rank=0, world=2, describe=str, addresses=["a", "b"], address="a")
+    members.exchange.return_value = ["0", "0"]
+    monkeypatch.setattr(gloo, "share_node_buffers", lambda _: ([0, 1], None, None))
+    monkeypatch.setattr(gloo, "gloo_device", lambda _: None)
+    group = gloo.GlooGroup(members)
+    start = MagicMock()
+    monkeypatch.setattr(group, "start", start)
+    weights = [tensor(each, "cuda:0") for each in content(0)]
+    sender = BucketSender(group, in_place=True)
+    sender.send(0, BUCKETS[0], [weights[span.index] for span in BUCKETS[0].spans])
+    (packed, *_), _ = start.call_args.args
+    assert packed.pinned
+    assert not packed.is_cuda
+    assert np.array_equal(packed.array[: 4 * SIZES[0]].view(np.float32), content(0)[0])
+
+
+def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(
+    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
+    cuda.nccl.hangs = True
+
+    def run(rank: int) -> tuple[str, str]:
+        group: Any = sync.create_group(HOST, port, rank, 2, rank, "nccl")
+        part = empty(8, np.dtype("uint8"), f"cuda:{rank}")
+        with pytest.raises(sync.SyncError) as late, group.syncing():
+            group.start([part], "bucket 1 of 9").finish()
+        with pytest.raises(sync.SyncError) as again:
+            group.start([part], "bucket 2 of 9")
+        return str(late.value), str(again.value)
+
+    ended = both(cuda, run)
+    assert any("stream has not finished" in late for late, _ in ended)  # the other rank may be told so
+    for rank, (late, again) in enumerate(ended):
+        assert late.startswith(f"weight sync, rank {rank}")
+        assert "nccl, bucket 1 of 9" in late
+        assert "would load garbage" in again
+    assert [each.aborts for each in cuda.communicators] == [1, 1]
+
+
+def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(
+    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "4")
+    cuda.nccl.hangs = True
+
+    def run(rank: int) -> None:
+        group = sync.create_group(HOST, port, rank, 2, rank, "nccl")
+        with group.syncing():
+            if rank:
+                raise ZeroDivisionError("the loader")
+            group.start([empty(8, np.dtype("uint8"), "cuda:0")], "a bucket").finish()
+
+    sender, loader = map(str, both(cuda, run))
+    assert "rank 1 on 127.0.0.1: ZeroDivisionError: the loader" in sender
+    assert "another rank failed first" in sender
+    assert loader == "the loader"
+
+
+def test_a_rank_that_does_not_join_nccl_is_an_error_within_the_deadline(
+    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
+    cuda.nccl.absent = {1}
+    start = time.monotonic()
+    for error in both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl")):
+        assert isinstance(error, sync.SyncError)
+        assert "nccl, joining the communicator" in str(error)
+    assert time.monotonic() - start < SECONDS
+
+
+def test_a_missing_nccl_is_an_error_unless_the_rank_is_alone(cuda: Gpu, port: int) -> None:
+    cuda.nccl.missing = "libnccl.so.2: cannot open"
+    errors = both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl"))
+    assert all("engines would load garbage" in str(error) for error in errors)
+    (alone,) = cuda.processes(lambda: sync.create_group(HOST, port + 1, 0, 1, 0, "nccl").name)
+    assert alone == "nccl"
+
+
+def lose_library(gpu: Gpu) -> None:
+    gpu.nccl.missing = "libnccl.so.2: cannot open"
+
+
+def lose_library_of_older_vllm(gpu: Gpu) -> None:
+    lose_library(gpu)
+    without_vllms_groups()
+
+
+def share(gpu: Gpu) -> None:
+    gpu.uuids[1] = gpu.uuids[0]
+
+
+def hide(gpu: Gpu) -> None:
+    gpu.uuids.clear()
+
+
+def hang(gpu: Gpu) -> None:
+    gpu.nccl.hangs = True
+
+
+def corrupt(gpu: Gpu) -> None:
+    gpu.nccl.corrupts = True
+
+
+def keep_away(gpu: Gpu) -> None:
+    gpu.nccl.absent = {1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "aborted"),
+    [
+        (lose_library, "has no NCCL: libnccl.so.2: cannot open", []),
+        (lose_library_of_older_vllm, "has no NCCL: torch was built without it", []),
+        (share, "share GPU 00000000-aaaa, which NCCL refuses", []),
+        (hide, "rank 0 (the trainer) on 127.0.0.1 has no GPU", []),
+        (hang, "no broadcast over NCCL finished within 0.5 s", [1, 1]),
+        (corrupt, "rank 1 on 127.0.0.1: a test broadcast delivered different bytes", [1, 1]),
+        (keep_away, "no broadcast over NCCL finished within 0.5 s", [1, 1]),
+    ],
+)
+def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
+    cuda: Gpu,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Gpu], None],
+    reason: str,
+    aborted: list[int],
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: f"gloo of rank {members.rank}")
+    monkeypatch.setattr(run_log, "info", logged.append)
+    fault(cuda)
+    groups = both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "auto"))
+    assert groups == ["gloo of rank 0", "gloo of rank 1"]
+    assert all("auto selects gloo" in line and reason in line for line in logged)
+    assert len(logged) == 2
+    cuda.nccl.ended.set()  # a call to join that was waiting returns, and its group is closed
+    end = time.monotonic() + 10
+    while [each.aborts for each in cuda.communicators] != aborted:
+        assert time.monotonic() < end, [each.aborts for each in cuda.communicators]
+        time.sleep(0.01)
