@@ -5,25 +5,26 @@ runs first: what no event orders comes out wrong in one of both. A thread is a p
 streams and memory of its own. NCCL waits for a rank that has not joined, and hangs or corrupts on request.
 """
 
-import itertools
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_stack.sync.background import Background
 
 SECONDS = 20.0  # a test that waits longer has found a hang
 HERTZ = 1e9
+ANY_ORDER = pytest.mark.parametrize("cuda", ["newest"], indirect=True)  # for tests of deadlines and errors
 LOCK = threading.RLock()
 Operation = Callable[[], Any]  # False: it cannot run yet
 
@@ -286,7 +287,8 @@ class Communicator:
     """vLLM's ``PyNcclCommunicator``, or torch's (``device`` is None); a disabled one ignores every call."""
 
     def __init__(self, group: Any, device: int | None) -> None:
-        self.rank, self.disabled = group.rank, group.world_size == 1 or bool(GPU.nccl.missing)
+        alone = group.world_size == 1 and device is not None
+        self.rank, self.disabled = group.rank, alone or bool(GPU.nccl.missing)
         self.device = None if device is None else Device("cuda", device)
         self.aborts = self._started = 0
         GPU.communicators.append(self)
@@ -351,8 +353,8 @@ class Gpu:
             except Exception as error:
                 return error
 
-        with ThreadPoolExecutor(len(actions)) as pool:
-            return list(pool.map(run, itertools.count(), actions))
+        started = [Background(partial(run, index, action)) for index, action in enumerate(actions)]
+        return [each.result() if each.done(2 * SECONDS) else "it hangs" for each in started]
 
     def advance(self, streams: Sequence[Stream]) -> None:
         """Run one operation of ``streams``, if one can run."""

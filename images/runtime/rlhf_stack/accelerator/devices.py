@@ -54,6 +54,11 @@ def device_type() -> str:
     return "cuda" if is_gpu() else "cpu"
 
 
+def collective_backend() -> str:
+    """Return the backend of torch.distributed that serves this accelerator (on ROCm, RCCL is called nccl)."""
+    return "nccl" if is_gpu() else "gloo"
+
+
 def current_device() -> "int | torch.device":
     """Return the current GPU's index, as ``torch.cuda.current_device``, or the CPU device."""
     import torch
@@ -114,10 +119,7 @@ def physical_gpu_id() -> str:
     if is_gpu():
         import torch
 
-        index = torch.cuda.current_device()
-        properties = torch.cuda.get_device_properties(index)
-        # torch 2.3 has no UUIDs
-        return str(getattr(properties, "uuid", f"{socket.gethostname()}:{_visible_device(index)}"))
+        return _gpu_id(torch.cuda.current_device())
     inherited = os.environ.get(GPU_ID)
     if inherited is not None:
         return inherited
@@ -131,6 +133,30 @@ def physical_gpu_id() -> str:
             "start the node with `ray start --num-gpus N`"
         )
     return f"{context.get_node_id()}:{ids[0]}"
+
+
+def select_gpu(gpu: str) -> None:
+    """Make the GPU of this node with the id ``gpu`` (`physical_gpu_id`) the current one.
+
+    No variable can name it: torch's UUIDs lack the prefix that CUDA expects. The process must not have used
+    CUDA yet. `RuntimeError` if the node has no such GPU.
+    """
+    import torch
+
+    for variable in VISIBLE_VARIABLES:
+        os.environ.pop(variable, None)
+    found = [_gpu_id(index) for index in range(torch.cuda.device_count())]
+    if gpu not in found:
+        raise RuntimeError(f"{socket.gethostname()} has no GPU {gpu}, but {', '.join(found) or 'none'}")
+    torch.cuda.set_device(found.index(gpu))
+
+
+def _gpu_id(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    # torch 2.3 has no UUIDs
+    return str(getattr(properties, "uuid", f"{socket.gethostname()}:{_visible_device(index)}"))
 
 
 def _visible_device(index: int) -> str:

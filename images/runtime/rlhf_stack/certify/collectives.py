@@ -36,7 +36,7 @@ class Member:
 
         device = devices.torch_device()
         dist.init_process_group(
-            "nccl" if devices.is_gpu() else "gloo",
+            devices.collective_backend(),
             init_method=f"tcp://{where[0]}:{where[1]}",
             rank=rank,
             world_size=world,

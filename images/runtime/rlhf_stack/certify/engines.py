@@ -118,7 +118,7 @@ class Rank:
         if core is not None:
             pin(self, core)
         else:
-            os.environ.update(devices.environment_for([gpu]))
+            devices.select_gpu(gpu)
 
     def port(self) -> tuple[str, int]:
         """The address of this node, and a free port of it."""
@@ -133,9 +133,11 @@ class Rank:
         """Join the group of all ranks."""
         import torch.distributed as dist
 
-        backend = "nccl" if devices.is_gpu() else "gloo"
         dist.init_process_group(
-            backend, init_method=f"tcp://{where[0]}:{where[1]}", rank=rank, world_size=world
+            devices.collective_backend(),
+            init_method=f"tcp://{where[0]}:{where[1]}",
+            rank=rank,
+            world_size=world,
         )
         self.reduce(1)
 

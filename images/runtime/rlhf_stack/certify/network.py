@@ -21,7 +21,7 @@ def climb(place: Place) -> Found:
         if sum(node.total_gpus for node in nodes) < 2:
             raise NotClimbedError("one GPU: there is no other to send weights to")
         report = check_network(
-            "nccl" if devices.is_gpu() else "gloo",
+            devices.collective_backend(),
             SMALL_SIZE if place.small else SIZE,
             None,
             SECONDS,

@@ -1,6 +1,7 @@
 """Device calls: on a GPU as in upstream, on a CPU without any call of torch.cuda."""
 
 import os
+import socket
 import sys
 import types
 from unittest.mock import MagicMock, call
@@ -8,6 +9,8 @@ from unittest.mock import MagicMock, call
 import pytest
 from rlhf_stack.accelerator import devices, visible_devices
 from rlhf_stack.config import env_vars
+
+from tests.unit.fake_cuda import Gpu
 
 
 @pytest.fixture
@@ -37,6 +40,8 @@ def test_gpu_calls_equal_upstreams(gpu: MagicMock) -> None:
     assert devices.current_stream() is gpu.cuda.current_stream.return_value
     devices.set_device(5)
     devices.synchronize()
+    devices.empty_cache()
+    assert devices.collective_backend() == "nccl"
     assert gpu.mock_calls == [
         call.cuda.current_device(),
         call.cuda.current_device(),
@@ -44,6 +49,8 @@ def test_gpu_calls_equal_upstreams(gpu: MagicMock) -> None:
         call.cuda.current_stream(),
         call.cuda.set_device(5),
         call.cuda.synchronize(),
+        call.cuda.ipc_collect(),
+        call.cuda.empty_cache(),
     ]
 
 
@@ -69,6 +76,33 @@ def test_gpu_id_is_its_uuid_whatever_ray_calls_it(gpu: MagicMock, monkeypatch: p
     gpu.cuda.get_device_properties.assert_called_once_with(3)
 
 
+def test_a_gpu_is_selected_by_its_id_whatever_ray_has_hidden(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(visible_devices.CUDA, "")
+    devices.select_gpu(cuda.uuids[2])
+    assert visible_devices.CUDA not in os.environ
+    assert devices.current_device() == 2
+    assert devices.physical_gpu_id() == cuda.uuids[2]
+    with pytest.raises(RuntimeError, match="has no GPU 7, but 00000000-aaaa, 00000001-aaaa"):
+        devices.select_gpu("7")
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"), [({}, "1"), ({visible_devices.CUDA: "4,6"}, "6"), ({visible_devices.HIP: "4"}, "1")]
+)
+def test_without_uuids_a_gpu_is_what_the_variable_lists(
+    gpu: MagicMock, monkeypatch: pytest.MonkeyPatch, visible: dict[str, str], name: str
+) -> None:
+    for variable in devices.VISIBLE_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in visible.items():
+        monkeypatch.setenv(variable, value)
+    gpu.cuda.current_device.return_value = 1
+    gpu.cuda.get_device_properties.return_value = object()
+    assert devices.physical_gpu_id() == f"{socket.gethostname()}:{name}"
+
+
 @pytest.mark.usefixtures("gpu")
 def test_cuda_handle_opens_on_the_receivers_device() -> None:
     rebuild = MagicMock()
@@ -91,6 +125,8 @@ def test_cpu_calls_do_not_use_cuda() -> None:
     assert devices.current_stream() is None
     devices.set_device(1)
     devices.synchronize()
+    devices.empty_cache()
+    assert devices.collective_backend() == "gloo"
 
 
 @pytest.mark.usefixtures("cpu")

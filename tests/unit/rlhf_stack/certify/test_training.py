@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from rlhf_stack.certify.ladder import NotClimbedError
 from rlhf_stack.certify.training import Layout, _changes, distinct, judged, layout
+from rlhf_stack.config import env_vars
 from rlhf_stack.demo import tiny_run
 
 
@@ -35,6 +36,21 @@ def test_layouts(gpus: list[int], colocated: bool, expected: Layout) -> None:
 def test_a_cluster_that_is_too_small_is_not_climbed(name: str, gpus: list[int], flat: bool) -> None:
     with pytest.raises(NotClimbedError, match="GPU"):
         _changes(name, gpus, flat)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "name", "flags"),
+    [
+        ("cpu", "separate", []),
+        ("cuda", "separate", ["--vllm.sync_backend", "nccl", "--vllm.gpu_memory_utilization", "0.3"]),
+        ("cuda", "hybrid", ["--vllm.gpu_memory_utilization", "0.3"]),
+    ],
+)
+def test_on_gpus_weights_are_sent_over_nccl_and_engines_take_a_part_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, name: str, flags: list[str]
+) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    assert _changes(name, [4, 4], False) == [*layout([4, 4], name == "hybrid").arguments, *flags]
 
 
 def events(**changes: Any) -> list[dict[str, Any]]:

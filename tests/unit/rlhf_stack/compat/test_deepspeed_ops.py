@@ -1,9 +1,12 @@
 """Compilation of a DeepSpeed operator: serialized, logged, and not blocked by killed processes."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.compat import deepspeed_ops
@@ -17,6 +20,7 @@ time.sleep(600)
 COMPILE = """
 import sys, time
 from pathlib import Path
+from unittest.mock import MagicMock
 from rlhf_stack.compat import deepspeed_ops
 with deepspeed_ops.compilation_lock("fused_adam", Path(sys.argv[1])):
     print("held", flush=True)
@@ -97,6 +101,44 @@ def test_torch_adam_is_selected_by_deepspeeds_own_switch(
         "params": {"lr": 1e-6} | switch,
     }
     assert config == {"type": kind, "params": {"lr": 1e-6}}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_torchs_own_adamw_is_fused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    torch = MagicMock()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
+    monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: gpu)
+    deepspeed_ops.adam_class(offload=False)([], lr=1e-6)
+    torch.optim.AdamW.assert_called_once_with([], lr=1e-6, fused=gpu)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "home", "missing"),
+    [
+        ("cpu", None, []),
+        ("cuda", "CUDA_HOME", []),
+        ("cuda", None, ["nvcc"]),
+        ("cuda", "ROCM_HOME", ["nvcc"]),
+        ("rocm", "ROCM_HOME", []),
+        ("rocm", "CUDA_HOME", ["hipcc"]),
+    ],
+)
+def test_an_operator_for_gpus_needs_the_compiler_of_its_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, home: str | None, missing: list[str]
+) -> None:
+    extension = MagicMock(CUDA_HOME=None, ROCM_HOME=None)
+    if home:
+        setattr(extension, home, str(tmp_path))
+    for module in ("torch", "torch.utils"):
+        monkeypatch.setitem(sys.modules, module, MagicMock(cpp_extension=extension))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / ("hipcc" if home == "ROCM_HOME" else "nvcc")).touch()
+    monkeypatch.setenv("RLHF_STACK_ACCELERATOR", accelerator)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    (tmp_path / "Python.h").touch()
+    assert deepspeed_ops.missing_build_tools() == missing
 
 
 def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from rlhf_stack.diagnostics.network_check import (
     ranks,
     sampling,
 )
+from rlhf_stack.diagnostics.network_check.cluster import _Probes
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
 
@@ -219,6 +221,27 @@ def test_a_probe_describes_the_speeds_of_its_node(monkeypatch: pytest.MonkeyPatc
     assert (described.used, described.rdma_megabits) == ("eth0", 400_000)
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     assert probe.Probe("10.0.0.1", "nccl", 1.0).describe().rdma_megabits is None
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "backend", "gpus", "need"),
+    [
+        ("cuda", "nccl", 1, "needs a free GPU and a live Ray node"),
+        ("cuda", "gloo", 0, "needs a live Ray node"),
+        ("cpu", "nccl", 0, "needs a live Ray node"),
+    ],
+)
+def test_a_probe_of_nccl_takes_a_gpu_and_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, backend: str, gpus: int, need: str
+) -> None:
+    ray = MagicMock()
+    ray.exceptions.GetTimeoutError, ray.exceptions.RayError = TimeoutError, RuntimeError
+    ray.get.side_effect = TimeoutError
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    with pytest.raises(UserError, match=need):
+        _Probes(machines(1, 8), backend, 1.0).describe()
+    assert ray.remote.return_value.options.call_args.kwargs["num_gpus"] == gpus
 
 
 def machines(count: int, gpus: int) -> list[FreeNode]:

@@ -9,6 +9,8 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import gpu_contention
 
+from tests.unit.fake_cuda import Gpu
+
 GPU, OTHER = "node/1:0", "node/1:1"
 
 
@@ -61,6 +63,19 @@ def test_collective_is_in_flight_until_it_is_done() -> None:
     assert gpu_contention.collectives_in_flight(GPU) == ["barrier of rank 3"], "the second is still in flight"
     second.done = True
     wait_until_idle(GPU)
+
+
+def test_a_collective_of_the_gpus_stream_is_in_flight_until_the_gpu_has_run_it(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL returns nothing for it."""
+    monkeypatch.setattr(devices, "is_gpu", lambda: True)
+    ended: list[int] = []
+    cuda.process.current.add(lambda: bool(ended))
+    is_done = gpu_contention._until_done(None)
+    assert not is_done()
+    ended.append(1)
+    assert [is_done(), is_done()] == [False, True]  # a query lets the GPU run one operation
 
 
 def test_failed_collective_is_not_in_flight() -> None:

@@ -23,7 +23,7 @@ from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, d
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
-from rlhf_stack.planning.tuning import apply_settings, tune
+from rlhf_stack.planning.tuning import ALLOCATOR, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
 
 QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
@@ -365,6 +365,23 @@ def test_engines_and_trainer_on_shared_gpus_sleep_alternately() -> None:
     texts = [setting.text for setting in tuned.settings]
     assert "--vllm.enable_sleep" in texts
     assert not any(setting.is_variable for setting in tuned.settings)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "engines", "expected"),
+    [
+        ("cuda", Engines(2, 2), {"--vllm.sync_backend nccl", ALLOCATOR}),
+        ("rocm", Engines(2, 2), {"--vllm.sync_backend gloo"}),
+        ("cuda", Engines(2, 4, "actor"), set()),
+    ],
+)
+def test_the_backend_and_the_allocator_are_those_of_the_accelerator(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, engines: Engines, expected: set[str]
+) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    tuned = tune(run("big", engines=engines), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    texts = {setting.text for setting in tuned.settings}
+    assert {text for text in texts if "sync_backend" in text or text == ALLOCATOR} == expected
 
 
 def test_settings_replace_those_of_the_command_line() -> None:

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     )
     with connected():
         report = check_network(
-            options.backend or env_vars.sync_backend("nccl" if devices.is_gpu() else "gloo"),
+            options.backend or env_vars.sync_backend(devices.collective_backend()),
             options.size,
             options.floor,
             options.timeout,

@@ -1,0 +1,176 @@
+"""Rungs of certify on GPUs: what each measures there, and that each finds what it is for."""
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from rlhf_stack.certify import climb, engines, ipc, memory_peaks, on_cluster, streams, weight_sync
+from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place
+from rlhf_stack.certify.model import PASSED, Record
+from rlhf_stack.cli.main import main
+from rlhf_stack.config import env_vars
+
+from tests.unit.fake_cuda import ANY_ORDER, Gpu, Stream, empty, reduce_tensor, tensor
+
+PLACE = Place("", "/nowhere", small=False)
+BYTES = np.dtype("uint8")
+
+
+@pytest.fixture(autouse=True)
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "")  # which the rung of streams sets, restored after the test
+
+
+def nothing(_: pytest.MonkeyPatch) -> None:
+    """NCCL and CUDA as they should be."""
+
+
+def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "wait_stream", lambda *_: None)
+
+
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_vars, "sync_timeout", lambda: 100.0)
+    monkeypatch.setattr(streams, "CYCLES", 1 << 29)
+
+
+@ANY_ORDER
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (nothing, ""),
+        (unordered, "NCCL sent the buffer before the default stream had filled it"),
+        (endless, "a broadcast that is late by half a minute was not noticed"),
+    ],
+)
+@pytest.mark.usefixtures("cuda")
+def test_the_rung_of_streams_finds_what_is_not_ordered_or_late(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], problem: str
+) -> None:
+    monkeypatch.setattr(streams, "SECONDS", 2.0)
+    fault(monkeypatch)
+    assert streams.climb(PLACE).problem == problem
+
+
+def test_memory_is_what_stays_and_the_peak_since_the_call(cuda: Gpu) -> None:
+    before = [empty(1000, BYTES, "cuda:0")]
+    del before[0]  # its peak does not count
+
+    def call() -> Any:
+        temporary = empty(300, BYTES, "cuda:0")
+        kept = empty(100, BYTES, "cuda:0")
+        return kept.copy_(temporary[:100])
+
+    assert memory_peaks.profiled(call) == (100, 400)
+    assert not any(stream.queue for stream in cuda.process.streams), "the GPU had ended"
+
+
+def test_another_process_opens_a_handle_on_its_own_device(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = tensor(np.arange(9, dtype=BYTES), "cuda:0")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(reduce_tensor(held)))))
+    monkeypatch.setattr(ipc, "checksum", lambda found: (found.device.index, int(found.array.sum())))
+    cuda.synchronize()
+    cuda.process.index = 2
+    ipc.main()
+    assert capsys.readouterr().out == "(2, 36)\n"
+
+
+@pytest.mark.parametrize(("freed", "problem"), [(600, ""), (0, "no GPU memory was freed")])
+def test_sleep_must_free_memory_of_the_gpu(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, freed: int, problem: str
+) -> None:
+    weights = empty(800, BYTES, "cuda:0")
+
+    class Engine:
+        def wake_up(self) -> None: ...
+
+        def sleep(self) -> None:
+            cuda.process.allocated -= freed
+
+        def __ray_call__(self, action: Callable[[object], int]) -> int:
+            return action(self)
+
+    @contextmanager
+    def started(*_: Any, **__: Any) -> Any:
+        yield [Engine()], ["10.0.0.1"]
+
+    monkeypatch.setattr(engines, "version", lambda _: "0.11.2")
+    monkeypatch.setattr(engines, "_engines", started)
+    monkeypatch.setattr(engines, "_call", lambda method, *arguments: method(*arguments))
+    monkeypatch.setattr(engines, "_generated", lambda _: [1, 2])
+    found = engines.sleep(PLACE)
+    assert found.problem == problem
+    assert [measured.value for measured in found.measurements] == [freed / 1e9]
+    assert weights.numel() == 800
+
+
+def test_a_rank_uses_the_gpu_of_its_engine(cuda: Gpu) -> None:
+    engines.Rank().share(cuda.uuids[3], None)
+    assert cuda.process.index == 3
+
+
+def test_an_engine_takes_a_part_of_the_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = MagicMock()
+    for name in ("openrlhf", "openrlhf.trainer"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray", MagicMock(vllm_engine=upstream))
+    monkeypatch.setattr("rlhf_stack.engine.startup.wait_for_engine_startup", lambda _: None)
+    engines.create("model", 1)
+    assert upstream.create_vllm_engines.call_args.kwargs["gpu_memory_utilization"] == 0.3
+
+
+def test_weights_are_sent_over_both_backends() -> None:
+    assert weight_sync.backends() == ("nccl", "gloo")
+
+
+def test_a_cluster_of_its_own_has_the_gpus_that_ray_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = MagicMock()
+    monkeypatch.setitem(sys.modules, "ray", MagicMock())
+    monkeypatch.setitem(sys.modules, "ray.cluster_utils", MagicMock(Cluster=lambda: cluster))
+    with on_cluster._own(()):
+        cluster.add_node.assert_called_once()
+    assert "num_gpus" not in cluster.add_node.call_args.kwargs
+
+
+def test_a_rung_for_one_gpu_is_climbed_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[str] = []
+
+    @contextmanager
+    def nodes(_: Place) -> Any:
+        yield [SimpleNamespace(address="a", total_gpus=2), SimpleNamespace(address="b", total_gpus=1)]
+
+    @contextmanager
+    def hands(_: Any, where: list[str]) -> Any:
+        addresses.extend(where)
+        yield [MagicMock() for _ in where]
+
+    monkeypatch.setattr(on_cluster, "nodes_with_gpus", nodes)
+    monkeypatch.setattr(on_cluster, "actors", hands)
+    record = Record("memory", PASSED, "", 1.0)
+    monkeypatch.setattr(on_cluster, "answers", lambda calls, *_: [record] * len(calls))
+    (step,) = (step for step in LADDER if step.name == "memory")
+    assert set(climb.on_every_gpu(step, PLACE).details) == {"GPU 0 on a", "GPU 1 on a", "GPU 2 on b"}
+    assert addresses == ["a", "a", "b"]
+
+
+def test_fake_gpus_are_refused_in_an_image_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--fake-gpus", "2"]) == 2
+    assert "this image is for GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cuda")
+def test_streams_are_not_climbed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    with pytest.raises(NotClimbedError, match="need a GPU"):
+        streams.climb(PLACE)
+    assert engines.free_memory(None) == 0
