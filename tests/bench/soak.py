@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -59,6 +60,7 @@ ENVIRONMENT = {
     "RLHF_STACK_REPEATABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+JOB = r"rlhf-stack: job (\w+)"
 SUBMIT = ("rlhf-stack", "submit", "--address", remote.SERVER, "--restarts", "100", "--node-wait", "120", "--")
 BETWEEN = (30.0, 90.0)
 LASTS = (10.0, 90.0)  # a node that is paused or cut off; Ray finds it dead after about a minute
@@ -205,7 +207,7 @@ def train(cluster: Cluster, cell: Cell, folder: Path, name: str, steps: int, see
             found.recoveries.append(float(event["seconds"]))
         elif event["event"] == "prompts moved":
             found.moved += int(event["prompts"])
-    found.submissions = log.path.read_text(encoding="utf-8").count("rlhf-stack: job ")
+    found.submissions = len(set(re.findall(JOB, log.path.read_text(encoding="utf-8"))))
     found.weights = digest(folder / "checkpoints" / name / "trained")
     return found
 
@@ -229,7 +231,7 @@ def plot(file: Path, undisturbed: Run, disturbed: Run) -> None:
         below.barh(kinds.index(fault.kind), max(2.0, fault.seconds), left=fault.began, color="tab:red")
     below.set_yticks(range(len(kinds)), kinds)
     below.set_xlabel("seconds")
-    figure.savefig(file)
+    figure.savefig(file, dpi=100)
 
 
 def soak(cell: str | None, steps: int, seed: int, out: Path) -> dict[str, Any]:
@@ -275,7 +277,7 @@ def soak(cell: str | None, steps: int, seed: int, out: Path) -> dict[str, Any]:
         "faults": [asdict(one) for one in disturbed.faults],
     }
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(out / "timeline.svg", undisturbed, disturbed)
+    plot(out / "timeline.png", undisturbed, disturbed)
     return report
 
 
