@@ -52,6 +52,10 @@ def test_what_a_process_sees(kind: visible_devices.Kind, variables: dict[str, st
     assert visible_devices.visible_gpus(environment(**variables), kind, GPUS) == shown.split()
 
 
+def test_rocr_reads_numbers_in_base_0() -> None:
+    assert visible_devices.visible_gpus({ROCR: "010,9,0xB"}, "rocm", 16) == ["8", "9", "11"]
+
+
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of the process that Ray restricts."""
