@@ -17,7 +17,7 @@ from rlhf_stack.certify.model import PASSED, Record
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 
-from tests.unit.fake_cuda import ANY_ORDER, Gpu, Stream, empty, reduce_tensor, tensor
+from tests.unit.fake_cuda import Gpu, Stream, empty, reduce_tensor, tensor
 
 PLACE = Place("", "/nowhere", small=False)
 BYTES = np.dtype("uint8")
@@ -42,7 +42,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "CYCLES", 1 << 29)
 
 
-@ANY_ORDER
+@pytest.mark.parametrize("cuda", ["oldest"], indirect=True)
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
@@ -61,8 +61,8 @@ def test_the_rung_of_streams_finds_what_is_not_ordered_or_late(
 
 
 def test_memory_is_what_stays_and_the_peak_since_the_call(cuda: Gpu) -> None:
-    before = [empty(1000, BYTES, "cuda:0")]
-    del before[0]  # its peak does not count
+    held = [empty(50, BYTES, "cuda:0"), empty(1000, BYTES, "cuda:0")]
+    del held[1]  # the peak before the call does not count
 
     def call() -> Any:
         temporary = empty(300, BYTES, "cuda:0")
