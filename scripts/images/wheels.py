@@ -16,17 +16,17 @@ RUNTIME = ROOT / "images" / "runtime"
 EXPECTED = "patched.json"  # in the runtime's package: the manifests of all patched wheels
 
 
-def build_runtime_wheel(out: Path, patched: Sequence[Path], source: Path = RUNTIME) -> Path:
+def build_runtime_wheel(out: Path, patched: Sequence[Path]) -> Path:
     """Write the wheel of ``rlhf_stack`` to the folder ``out``; pure Python, so no build backend is needed.
 
     It contains the manifests of the ``patched`` wheels, by which it detects a package reinstalled over ours.
     """
-    project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((RUNTIME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name, version = project["name"], project["version"]
     info = f"{name}-{version}.dist-info"
     files = {
-        str(path.relative_to(source)): WheelFile(path.read_bytes(), 0o644)
-        for path in sorted((source / name).rglob("*"))
+        str(path.relative_to(RUNTIME)): WheelFile(path.read_bytes(), 0o644)
+        for path in sorted((RUNTIME / name).rglob("*"))
         if path.is_file() and path.suffix != ".pyc"
     }
     manifests = json.dumps([read_manifest(wheel) for wheel in patched], indent=1) + "\n"

@@ -9,7 +9,6 @@ from scripts.paths import ROOT
 FILE = ROOT / "images" / "runtime" / "rlhf_stack" / "diagnostics" / "host_check.py"
 BEGIN = "# cells: begin, written by python -m scripts matrix host-cells\n"
 END = "# cells: end\n"
-NEVER_BUILT = "a recipe that was never built"
 
 
 def fill(text: str, cells: Iterable[Cell]) -> str:
@@ -23,13 +22,11 @@ def fill(text: str, cells: Iterable[Cell]) -> str:
 
 def _entry(cell: Cell) -> str:
     gpus, driver = cell.accelerator.gpus, cell.accelerator.driver
-    fields = {
-        "id": cell.id,
-        "kind": cell.accelerator.kind,
-        "accelerator": cell.accelerator.name,
-        "architectures": gpus.architectures if gpus else (),
-        "driver": driver.oldest if driver else "",
-        "note": NEVER_BUILT if cell.sources else "",
-    }
-    lines = "".join(f"        {name}={value!r},\n" for name, value in fields.items()).replace("'", '"')
-    return f"    Cell(\n{lines}    ),\n"
+    fields = (
+        cell.id,
+        cell.accelerator.name,
+        gpus.architectures if gpus else (),
+        driver.oldest if driver else "",
+        not cell.sources,
+    )
+    return f"    Cell{fields!r},\n".replace("'", '"')

@@ -54,13 +54,13 @@ def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path =
         return wheels[0].rename(cache / wheels[0].name)
 
 
-def unpack_pristine(wheel: Path, root: Path = UNPACKED) -> Path:
-    """The folder in ``root`` with the site-packages of a wheel, named by the wheel's sha256."""
-    folder = root / sha256_file(wheel)
-    with exclusive_lock(root, "the unpacking of a wheel"):
+def unpack_pristine(wheel: Path) -> Path:
+    """The folder with the site-packages of a wheel, named by the wheel's sha256."""
+    folder = UNPACKED / sha256_file(wheel)
+    with exclusive_lock(UNPACKED, "the unpacking of a wheel"):
         if folder.exists():
             return folder
-        with tempfile.TemporaryDirectory(dir=root) as unfinished:
+        with tempfile.TemporaryDirectory(dir=UNPACKED) as unfinished:
             for name, file in read_wheel(wheel).items():
                 parts = Path(name).parts
                 target = Path(unfinished, *(parts[2:] if parts[0].endswith(".data") else parts))

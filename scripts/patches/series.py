@@ -147,9 +147,9 @@ def load_series(package: str, version: str, root: Path = PATCHES) -> Series | No
     return _load(package, directory) if (directory / "series").is_file() else None
 
 
-def load_all(root: Path = PATCHES) -> list[Series]:
+def load_all() -> list[Series]:
     """Every series in the repository."""
-    directories = [path.parent for path in sorted(root.glob("*/*/series"))]
+    directories = [path.parent for path in sorted(PATCHES.glob("*/*/series"))]
     return [_load(directory.parent.name, directory) for directory in directories]
 
 

@@ -1,7 +1,7 @@
 """Measure a local image: its size, layers, versions, patches and compiled architectures."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,7 @@ SECONDS = 600
 EMPTY = "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef"
 
 
-def measure(
-    client: docker.DockerClient,
-    cell: Cell,
-    image: Image,
-    digest_for: Callable[[Cell], str] = digest_for,
-) -> Measured:
+def measure(client: docker.DockerClient, cell: Cell, image: Image) -> Measured:
     """Return the measurements of an image; `UserError` if a build of the cell would now make another one."""
     labels, source, inputs = image.labels, source_digest(cell), digest_for(cell)
     if labels.get(f"{NAMESPACE}.cell") != cell.id:

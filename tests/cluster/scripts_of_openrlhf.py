@@ -83,9 +83,9 @@ class Command:
         return replace(self, flags=flags, renamed={})
 
 
-def published(release: str | None = None) -> list[Command]:
-    """The commands for a release of OpenRLHF, by default the installed one."""
-    file = PUBLISHED / f"openrlhf-{release or version('openrlhf').partition('+')[0]}.toml"
+def published() -> list[Command]:
+    """The commands for the installed release of OpenRLHF."""
+    file = PUBLISHED / f"openrlhf-{version('openrlhf').partition('+')[0]}.toml"
     data = tomllib.loads(file.read_text(encoding="utf-8"))
     return [Command(**({"renamed": {}} | entry)) for entry in data["command"]]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import ray
 import scripts_of_openrlhf
 from processes import END_SECONDS
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
-from rlhf_stack.compat import ray_private
 from rlhf_stack.demo import tiny_model, tiny_run
 
 MEGABYTE = 1 << 20
@@ -83,7 +83,7 @@ def live_resources() -> list[str]:
     """Return the class names of live actors and the ids of placement groups that are not removed."""
     groups = ray.util.placement_group_table().values()
     return [
-        *(actor["ActorClassName"] for actor in ray_private.actor_states() if actor["State"] != "DEAD"),
+        *(actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"),
         *(group["placement_group_id"] for group in groups if group["state"] != "REMOVED"),
     ]
 

@@ -27,7 +27,7 @@ HYBRID = (
 )
 
 
-def dying(process, phase="generation", step=2):
+def dying(process, phase="generation"):
     return {
         **replacing.path(Path(__file__).parent),
         "RAY_prestart_worker_first_driver": "0",  # a worker that Ray starts ahead lacks the hook
@@ -36,7 +36,7 @@ def dying(process, phase="generation", step=2):
         dying_engine.ENGINE: "0",
         dying_engine.PROCESS: process,
         dying_engine.PHASE: phase,
-        dying_engine.STEP: str(step),
+        dying_engine.STEP: "2",
         env_vars.ENGINE_RESTARTS: "1",
         env_vars.REPEATABLE: "1",
         env_vars.SYNC_TIMEOUT: "30",

@@ -21,9 +21,9 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
-def adapted(seed=0):
+def adapted():
     """A tiny Llama with adapters as OpenRLHF makes them, which training has changed."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)

@@ -1,6 +1,5 @@
 """The rung ``collectives``: all-reduce, as the trainer's ranks call it, between GPUs."""
 
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,7 +8,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
-from rlhf_stack.certify.on_cluster import actors, answers, gpus_of, nodes_with_gpus
+from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
 from rlhf_stack.diagnostics.network_check.sampling import ring
 
 SECONDS = 60
@@ -19,15 +18,6 @@ ELEMENTS, SMALL_ELEMENTS = 1 << 26, 1 << 20
 
 class Member:
     """A rank of groups that are created one after the other."""
-
-    def port(self) -> tuple[str, int]:
-        """The address of this node, and a free port of it."""
-        import ray
-
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as listener:
-            listener.bind((address, 0))
-            return address, int(listener.getsockname()[1])
 
     def all_reduce(self, where: tuple[str, int], rank: int, world: int, elements: int) -> tuple[float, bool]:
         """The best seconds of an all-reduce of 32-bit numbers, and whether its sum is correct."""
@@ -96,7 +86,7 @@ def _reduce(
 
     calls, who = [], []
     for group in groups:
-        where = ray.get(members[group[0]].port.remote(), timeout=SECONDS)
+        where = ray.get(members[group[0]].__ray_call__.remote(free_endpoint), timeout=SECONDS)
         for rank, member in enumerate(group):
             calls.append(members[member].all_reduce.remote(where, rank, len(group), elements))
             who.append(f"GPU {member} on {addresses[member]}")

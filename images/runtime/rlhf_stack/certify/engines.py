@@ -1,7 +1,6 @@
 """The rungs ``sleep`` and ``throughput``: engines of OpenRLHF with the demo's model."""
 
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
-from rlhf_stack.certify.on_cluster import actors, gpus_of, make_files, nodes_with_gpus
+from rlhf_stack.certify.on_cluster import actors, free_endpoint, gpus_of, make_files, nodes_with_gpus
 
 DEADLINE = 600.0
 REQUESTS, TOKENS, ROUNDS, LAYERS = 8, 64, 6, 8
@@ -120,15 +119,6 @@ class Rank:
         else:
             devices.select_gpu(gpu)
 
-    def port(self) -> tuple[str, int]:
-        """The address of this node, and a free port of it."""
-        import ray
-
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as listener:
-            listener.bind((address, 0))
-            return address, int(listener.getsockname()[1])
-
     def join(self, where: tuple[str, int], rank: int, world: int) -> None:
         """Join the group of all ranks."""
         import torch.distributed as dist
@@ -179,7 +169,7 @@ def rounds(engines: Sequence[Any], addresses: Sequence[str], number: int) -> lis
             where = ray.get([engine.where.remote() for engine in engines], timeout=DEADLINE)
             gpus = [str(each[0]["gpu"]) for each in where]
             _all([rank.share.remote(gpu, core) for rank, gpu, core in zip(ranks, gpus, cores, strict=True)])
-            port = _call(ranks[0].port)
+            port = _call(ranks[0].__ray_call__, free_endpoint)
             _all([rank.join.remote(port, index, len(ranks)) for index, rank in enumerate(ranks)])
         generate(engines)  # warm-up, not measured
         for phase in (BEFORE, WAITING, AFTER) if len(engines) > 1 else (BEFORE,):

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import NotClimbedError, Place
 from rlhf_stack.cluster.connect import connect, connected
+from rlhf_stack.cluster.host import free_port
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
@@ -66,6 +67,14 @@ def _own(fake_gpus: Sequence[int]) -> Iterator[str]:
         yield str(running.address)
     finally:
         running.shutdown()
+
+
+def free_endpoint(_: object) -> tuple[str, int]:
+    """The address of this actor's node, and a free port of it."""
+    import ray
+
+    address = str(ray.util.get_node_ip_address())
+    return address, free_port(address)
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """The rung ``streams``: what `rlhf_stack.sync.nccl` requires of CUDA streams and NCCL, with one rank."""
 
 import os
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
+from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.membership import Members
@@ -51,7 +51,7 @@ def climb(place: Place) -> Found:
     if not devices.is_gpu():
         raise NotClimbedError("NCCL and CUDA streams need a GPU")
     os.environ[env_vars.SYNC_TIMEOUT] = str(SECONDS)
-    group = _OneRank(Members(HOST, _free_port(), 0, 1), torch.cuda.current_device())
+    group = _OneRank(Members(HOST, free_port(HOST), 0, 1), torch.cuda.current_device())
     held = torch.zeros(1 << 24, dtype=torch.uint8, device=group.device)
     with group.syncing():
         torch.cuda._sleep(1 << 28)  # the buffer is filled a tenth of a second later
@@ -73,9 +73,3 @@ def climb(place: Place) -> Found:
         late = f"the error came after {seconds:.0f} s, the deadline is {SECONDS:g} s"
     problem = late if ordered else "NCCL sent the buffer before the default stream had filled it"
     return Found([Measurement("seconds until a late broadcast is an error", seconds, "s")], {}, problem)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])

@@ -12,7 +12,7 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.device_memory import BUCKET, SMALL_BUCKET, parameters
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
-from rlhf_stack.certify.on_cluster import actors, answers, gpus_of, nodes_with_gpus
+from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
@@ -31,14 +31,6 @@ SYNCS = 3  # of which the best counts
 
 class Rank:
     """The trainer, rank 0, or an engine worker."""
-
-    def port(self) -> int:
-        """A free port of this node."""
-        import socket
-
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return int(listener.getsockname()[1])
 
     def join(
         self, host: str, port: int, rank: int, world: int, backend: str, small: bool, timeout: float
@@ -155,7 +147,7 @@ def _joined(place: Place, backend: str, timeout: float) -> Iterator[tuple[Sequen
         if len(addresses) < 2:
             raise NotClimbedError("one GPU: there is no engine on another one")
         with actors(Rank, addresses) as ranks:
-            port = ray.get(ranks[0].port.remote(), timeout=JOIN_SECONDS)
+            _, port = ray.get(ranks[0].__ray_call__.remote(free_endpoint), timeout=JOIN_SECONDS)
             joining = [
                 rank.join.remote(addresses[0], port, index, len(ranks), backend, place.small, timeout)
                 for index, rank in enumerate(ranks)

@@ -127,7 +127,7 @@ def open_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> 
     return found
 
 
-def remove_segment(segment: Segment, proc: Path = process_table.PROC) -> bool:
+def remove_segment(segment: Segment) -> bool:
     """Remove a segment unless a process has opened it since; report whether it is gone.
 
     It is renamed first, so that no process opens it between the check and the removal.
@@ -140,7 +140,7 @@ def remove_segment(segment: Segment, proc: Path = process_table.PROC) -> bool:
         return True
     except OSError:
         return False
-    used = open_segments(process_table.snapshot(proc), proc)
+    used = open_segments(process_table.snapshot())
     if used is None or {str(path), str(hidden)} & used:
         hidden.rename(path)
         return False

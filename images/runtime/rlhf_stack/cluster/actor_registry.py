@@ -90,18 +90,6 @@ def describe_callee(reference: Any) -> str:
     return _name(reference.task_id().actor_id().hex())
 
 
-def lost_node(reference: Any) -> str | None:
-    """Return host and address of the dead node of the actor that computes ``reference``, None if it lives.
-
-    The actor must have registered itself; one that has not has no known node.
-    """
-    import ray
-
-    alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-    records = gcs_kv.list_records(_key(reference.task_id().actor_id().hex()))
-    return next((f"{one['host']} ({one['address']})" for one in records if one["address"] not in alive), None)
-
-
 def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
     """Describe an actor and its node from its ``record`` and the records of its engine's ``ranks``."""
     text = f"{record['who']} on node {record['host']} ({record['address']})"

@@ -69,6 +69,13 @@ def is_ipv6(address: str) -> bool:
         return False
 
 
+def free_port(address: str) -> int:
+    """Return a TCP port of this machine's ``address`` that is free now."""
+    with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as listener:
+        listener.bind((address, 0))
+        return int(listener.getsockname()[1])
+
+
 def endpoint(address: str, port: int) -> str:
     """Return ``address:port``, with an IPv6 address in brackets."""
     return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"

@@ -43,13 +43,6 @@ def set_task_retries(actor_class: Any, times: int) -> None:
     actor_class._default_options["max_task_retries"] = times
 
 
-def actor_states() -> list[dict[str, Any]]:
-    """Return the GCS's records of all actors. Checked on Ray 2.9.3, 2.12.0 and 2.55.0."""
-    from ray._private import state
-
-    return list(state.actors().values())
-
-
 def available_resources_per_node() -> dict[str, dict[str, float]]:
     """Return the free resources of each node by node id.
 

@@ -78,7 +78,7 @@ def sync_verification() -> str:
     return _one_of(VERIFY_SYNC, ("0", "1", PROBABILITIES))
 
 
-def sync_backend(default: str) -> str:
+def sync_backend(default: str = "nccl") -> str:
     """Return the backend of the weight sync where no flag names one; ``default`` is upstream's."""
     return os.environ.get(SYNC_BACKEND) or default
 

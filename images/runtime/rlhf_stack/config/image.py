@@ -24,10 +24,10 @@ class About:
     inputs: str = ""
 
 
-def about(folder: Path = ABOUT) -> About:
+def about() -> About:
     """What image this process runs in."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
+        cell = json.loads((ABOUT / CELL).read_text(encoding="utf-8"))
         return About(str(cell["id"]), str(cell["release"]), os.environ.get(env_vars.INPUTS, ""))
     return About()
 

@@ -22,7 +22,6 @@ SCHEMA = "rlhf-stack/host/1"
 SMI_SECONDS = 20
 MACHINE = "x86_64"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-AMD_DRIVER = Path("/sys/module/amdgpu")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 CDI = (Path("/etc/cdi/nvidia.yaml"), Path("/var/run/cdi/nvidia.yaml"))
 INSIDE = (Path("/.dockerenv"), Path("/run/.containerenv"))
@@ -40,11 +39,15 @@ class Cell:
     """
 
     id: str
-    kind: str
     accelerator: str
     architectures: tuple[str, ...]
     driver: str
-    note: str
+    was_built: bool
+
+    @property
+    def kind(self) -> str:
+        """The accelerator without its version."""
+        return self.accelerator.rstrip("0123456789.")
 
 
 @dataclass(frozen=True)
@@ -71,78 +74,15 @@ class Machine:
 
 # cells: begin, written by python -m scripts matrix host-cells
 CELLS: tuple[Cell, ...] = (
-    Cell(
-        id="ray2.55.0-vllm0.29.0-cpu",
-        kind="cpu",
-        accelerator="cpu",
-        architectures=(),
-        driver="",
-        note="",
-    ),
-    Cell(
-        id="ray2.12.0-vllm0.4.2-cpu",
-        kind="cpu",
-        accelerator="cpu",
-        architectures=(),
-        driver="",
-        note="",
-    ),
-    Cell(
-        id="ray2.9.3-vllm0.4.2-cpu",
-        kind="cpu",
-        accelerator="cpu",
-        architectures=(),
-        driver="",
-        note="",
-    ),
-    Cell(
-        id="ray2.12.0-vllm0.4.2-cuda12.1",
-        kind="cuda",
-        accelerator="cuda12.1",
-        architectures=("7.0", "9.0"),
-        driver="525.60.13",
-        note="",
-    ),
-    Cell(
-        id="ray2.9.3-vllm0.4.2-cuda12.1",
-        kind="cuda",
-        accelerator="cuda12.1",
-        architectures=("7.0", "9.0"),
-        driver="525.60.13",
-        note="",
-    ),
-    Cell(
-        id="ray2.55.0-vllm0.29.0-cuda13.0",
-        kind="cuda",
-        accelerator="cuda13.0",
-        architectures=("8.0", "12.0"),
-        driver="580.65.06",
-        note="",
-    ),
-    Cell(
-        id="ray2.12.0-vllm0.4.2-rocm6.1",
-        kind="rocm",
-        accelerator="rocm6.1",
-        architectures=("gfx90a", "gfx942"),
-        driver="amdgpu of ROCm 6.1",
-        note="a recipe that was never built",
-    ),
-    Cell(
-        id="ray2.9.3-vllm0.4.2-rocm6.1",
-        kind="rocm",
-        accelerator="rocm6.1",
-        architectures=("gfx90a", "gfx942"),
-        driver="amdgpu of ROCm 6.1",
-        note="a recipe that was never built",
-    ),
-    Cell(
-        id="ray2.55.0-vllm0.29.0-rocm7",
-        kind="rocm",
-        accelerator="rocm7",
-        architectures=("gfx942",),
-        driver="amdgpu of ROCm 7.2",
-        note="a recipe that was never built",
-    ),
+    Cell("ray2.55.0-vllm0.29.0-cpu", "cpu", (), "", True),
+    Cell("ray2.12.0-vllm0.4.2-cpu", "cpu", (), "", True),
+    Cell("ray2.9.3-vllm0.4.2-cpu", "cpu", (), "", True),
+    Cell("ray2.12.0-vllm0.4.2-cuda12.1", "cuda12.1", ("7.0", "9.0"), "525.60.13", True),
+    Cell("ray2.9.3-vllm0.4.2-cuda12.1", "cuda12.1", ("7.0", "9.0"), "525.60.13", True),
+    Cell("ray2.55.0-vllm0.29.0-cuda13.0", "cuda13.0", ("8.0", "12.0"), "580.65.06", True),
+    Cell("ray2.12.0-vllm0.4.2-rocm6.1", "rocm6.1", ("gfx90a", "gfx942"), "amdgpu of ROCm 6.1", False),
+    Cell("ray2.9.3-vllm0.4.2-rocm6.1", "rocm6.1", ("gfx90a", "gfx942"), "amdgpu of ROCm 6.1", False),
+    Cell("ray2.55.0-vllm0.29.0-rocm7", "rocm7", ("gfx942",), "amdgpu of ROCm 7.2", False),
 )
 # cells: end
 
@@ -287,7 +227,7 @@ def main(arguments: list[str]) -> int:
             print(f"{name:<18} {text}")
         for cell, reasons in sorted(found.items(), key=lambda item: bool(item[1])):
             print(f"\n{'does not run' if reasons else 'runs':<18} {cell.id}")
-            for line in reasons or filter(None, [cell.note]):
+            for line in reasons or ([] if cell.was_built else ["a recipe that was never built"]):
                 print(f"{'':<18} {line}")
     needed = {gpu.kind for gpu in machine.gpus} or {"cpu"}
     return 0 if any(not reasons and cell.kind in needed for cell, reasons in found.items()) else 1

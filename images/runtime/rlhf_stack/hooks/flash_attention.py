@@ -7,5 +7,3 @@ from rlhf_stack.compat.flash_attention import (
     rearrange,
     unpad_input,
 )
-
-__all__ = ["all_gather", "index_first_axis", "pad_input", "rearrange", "unpad_input"]

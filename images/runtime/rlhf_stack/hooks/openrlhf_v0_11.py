@@ -20,7 +20,7 @@ from rlhf_stack.compat.determinism import (
     wait_for_answer,
 )
 from rlhf_stack.compat.varlen_attention import implementation as attention_implementation
-from rlhf_stack.config import env_vars
+from rlhf_stack.config.env_vars import sync_backend as default_sync_backend
 from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
 from rlhf_stack.engine.gpu_contention import track_collectives
@@ -47,64 +47,3 @@ from rlhf_stack.sync.regrouping import form_group_again
 from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
-
-__all__ = [
-    "AnswersOnce",
-    "AsyncEngineMixin",
-    "answers_of",
-    "assign_prompts",
-    "attention_implementation",
-    "begin_engine_startup",
-    "begins_step",
-    "claim_engine_group",
-    "claim_role_group",
-    "continues_from",
-    "controller",
-    "current_device",
-    "default_sync_backend",
-    "device_type",
-    "driver_cpus",
-    "ends_step",
-    "engine_bundles",
-    "engine_results",
-    "export_physical_gpu_id",
-    "form_group_again",
-    "forms_weight_group",
-    "is_gpu",
-    "local_rank",
-    "name_checkpoint_errors",
-    "optimizer_config",
-    "rank_bundles",
-    "record_engine",
-    "record_models_ready",
-    "record_phase",
-    "record_step",
-    "register_rank",
-    "repeats_calls",
-    "request_answers",
-    "reserve_run",
-    "seed_prompt_shuffle",
-    "seed_training",
-    "sends_weights",
-    "set_device",
-    "start_engine",
-    "startup_arguments",
-    "sync_weights",
-    "synchronize",
-    "torch_device",
-    "track_collectives",
-    "trains",
-    "translate_actor_errors",
-    "use_to_send_weights",
-    "uses_models",
-    "wait_for_answer",
-    "wait_for_engine_startup",
-    "wait_for_restarts",
-    "wait_for_role_group",
-    "warn_of_replaced_packages",
-]
-
-
-def default_sync_backend() -> str:
-    """Return the sync backend of a run without --vllm.sync_backend."""
-    return env_vars.sync_backend("nccl")

@@ -18,6 +18,7 @@ from rlhf_stack.compat.deepspeed_ops import adam_class
 from rlhf_stack.compat.determinism import sort_experiences
 from rlhf_stack.compat.zero3_gather import serialize_allgather
 from rlhf_stack.config import env_vars
+from rlhf_stack.config.env_vars import sync_backend as default_sync_backend
 from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import BlockingEngineMixin, count_generated_tokens
 from rlhf_stack.engine.request_balancer import merge_answers, split_prompts
@@ -39,56 +40,10 @@ from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
 
-__all__ = [
-    "BlockingEngineMixin",
-    "adam_class",
-    "begin_engine_startup",
-    "claim_engine_groups",
-    "claim_role_group",
-    "count_generated_tokens",
-    "create_weight_group",
-    "current_device",
-    "current_stream",
-    "default_sync_backend",
-    "device_type",
-    "engine_startup_step",
-    "join_engine_startup",
-    "local_rank",
-    "merge_answers",
-    "name_checkpoint_errors",
-    "prepare_weight_sync",
-    "rank_bundles",
-    "record_models_ready",
-    "record_phase",
-    "record_step",
-    "register_rank",
-    "reserve_run",
-    "send_weights",
-    "serialize_allgather",
-    "set_device",
-    "sort_experiences",
-    "split_prompts",
-    "torch_device",
-    "translate_actor_errors",
-    "use_worker_class",
-    "wait_for_engine_results",
-    "wait_for_engine_startup",
-    "wait_for_role_group",
-    "wait_for_sync",
-    "warn_of_replaced_packages",
-    "with_recorded_sync",
-    "worker_class",
-]
-
 
 def claim_engine_groups(count: int, size: int) -> Any:
     """Return one placement group per engine: those of the run, or new ones for engines of ``size`` GPUs."""
     return claim_engine_group(count, size, separate_groups=True)
-
-
-def default_sync_backend() -> str:
-    """Return the sync backend of a run without --vllm_sync_backend."""
-    return env_vars.sync_backend("nccl")
 
 
 def prepare_weight_sync(backend: str, engines: Sequence[Any]) -> None:

@@ -7,13 +7,3 @@ from rlhf_stack.accelerator.rocm import restrict_process as restrict_to_amd_gpus
 from rlhf_stack.accelerator.rocm import visible_ids as visible_amd_gpu_ids
 from rlhf_stack.accelerator.visible_devices import noset_enabled
 from rlhf_stack.cluster.ports import first_worker_port
-
-__all__ = [
-    "amd_gpu_count",
-    "amd_gpu_product",
-    "first_worker_port",
-    "is_rocm",
-    "noset_enabled",
-    "restrict_to_amd_gpus",
-    "visible_amd_gpu_ids",
-]

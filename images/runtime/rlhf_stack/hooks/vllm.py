@@ -5,11 +5,3 @@ from rlhf_stack.accelerator.devices import is_gpu
 from rlhf_stack.accelerator.rocm import join_ray
 from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.vllm_cpu_weights import skip_weight_prepack
-
-__all__ = [
-    "environment_for_gpus",
-    "is_gpu",
-    "join_ray",
-    "local_rank",
-    "skip_weight_prepack",
-]

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 LONGEST_WORD, LONGEST_LINE = 200, 2000  # characters
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -21,6 +21,11 @@ def one_line(text: str) -> str:
 def shortened(word: str, most: int = LONGEST_WORD) -> str:
     """``word``, without its middle if it has more than ``most`` characters."""
     return word if len(word) <= most else f"{word[: most // 2]}...{word[-most // 4 :]}"
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names, at most ``most``, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

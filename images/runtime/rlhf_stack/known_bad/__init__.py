@@ -7,19 +7,3 @@ from rlhf_stack.known_bad.log_file import LogText, read_log
 from rlhf_stack.known_bad.matching import Environment, LastError, accelerator_of, explain, judge, last_error
 from rlhf_stack.known_bad.model import MalformedRow, Row, load
 from rlhf_stack.known_bad.package_list import freeze, versions_in
-
-__all__ = [
-    "Environment",
-    "LastError",
-    "LogText",
-    "MalformedRow",
-    "Row",
-    "accelerator_of",
-    "explain",
-    "freeze",
-    "judge",
-    "last_error",
-    "load",
-    "read_log",
-    "versions_in",
-]

@@ -7,20 +7,3 @@ from rlhf_stack.memory.activations import Pass, forward_peak, saved_activations,
 from rlhf_stack.memory.engine import EngineSettings, KvCache, kv_cache, sync_memory
 from rlhf_stack.memory.model_shape import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.memory.training import Zero, model_states
-
-__all__ = [
-    "EngineSettings",
-    "KvCache",
-    "Pass",
-    "Shape",
-    "ShapeError",
-    "Zero",
-    "forward_peak",
-    "kv_cache",
-    "model_states",
-    "parse_shape",
-    "read_shape",
-    "saved_activations",
-    "sync_memory",
-    "training_peak",
-]

@@ -13,19 +13,3 @@ from rlhf_stack.placement.reservation import (
     reserve_engines,
     wait_for_placement_group,
 )
-
-__all__ = [
-    "Engines",
-    "FreeNode",
-    "Group",
-    "PlacementError",
-    "Plan",
-    "Request",
-    "driver_cpus",
-    "engine_bundles",
-    "plan",
-    "rank_bundles",
-    "reserve",
-    "reserve_engines",
-    "wait_for_placement_group",
-]

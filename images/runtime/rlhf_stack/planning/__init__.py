@@ -6,5 +6,3 @@ May import every package except ``cli``, ``hooks``, ``demo``, ``diagnostics`` an
 from rlhf_stack.planning.advice import advise
 from rlhf_stack.planning.assessment import assess
 from rlhf_stack.planning.cluster_spec import Machine, uniform_machines
-
-__all__ = ["Machine", "advise", "assess", "uniform_machines"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.inputs.text import first_names
 from rlhf_stack.memory import KvCache, Shape, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
@@ -234,11 +235,7 @@ def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
         if node.machine.memory and node.memory_needed > node.machine.memory:
             line = f"{node.memory_needed / GIB:.0f} GiB of {node.machine.memory / GIB:.0f} of the host"
             found.setdefault(line, []).append(node.machine.address)
-    return [f"not enough memory: {line}: {_few(where)}" for line, where in found.items()]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"not enough memory: {line}: {first_names(where)}" for line, where in found.items()]
 
 
 def _mismatches(run: Run) -> list[str]:

@@ -18,7 +18,7 @@ class Nodes:
     silent: tuple[str, ...]
 
 
-def clean_nodes(seconds: float = ANSWER_SECONDS) -> Nodes:
+def clean_nodes() -> Nodes:
     """Run `rlhf-stack reap --yes` on every node of the connected cluster; return which of them answered."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -31,7 +31,7 @@ def clean_nodes(seconds: float = ANSWER_SECONDS) -> Nodes:
         for entry in ray.nodes()
         if entry["Alive"]
     }
-    done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=seconds)
+    done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=ANSWER_SECONDS)
     for task in pending:
         ray.cancel(task, force=True)
     answering = {tasks[task] for task in done if _succeeded(task)}

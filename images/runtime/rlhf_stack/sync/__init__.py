@@ -11,16 +11,3 @@ from rlhf_stack.sync.backend import check_backend, create_group, requested_backe
 from rlhf_stack.sync.engine_parameters import lora_obstacle
 from rlhf_stack.sync.errors import SyncError, SyncMismatch
 from rlhf_stack.sync.sending import send
-
-__all__ = [
-    "SyncError",
-    "SyncMismatch",
-    "check_backend",
-    "create_group",
-    "lora_obstacle",
-    "requested_backend",
-    "send",
-    "wait_for_engine_results",
-    "wait_for_engine_start",
-    "wait_for_sync",
-]

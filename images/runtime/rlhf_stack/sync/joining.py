@@ -1,11 +1,11 @@
 """Formation of the sync group of a run: the trainer listens, and the workers of the engines connect to it."""
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.cluster.host import free_port
 from rlhf_stack.sync import same_gpu
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.backend import create_group, requested_backend
@@ -23,9 +23,7 @@ def join_engines(trainer: Any) -> None:
     backend, size = requested_backend(arguments), arguments.vllm.tensor_parallel_size
     world = 1 + len(trainer.vllm_engines) * size
     host = ray.util.get_node_ip_address()
-    with socket.socket() as free:
-        free.bind((host, 0))
-        port = free.getsockname()[1]
+    port = free_port(host)
     references = [
         engine.call_workers.remote("join_weight_group", host, port, 1 + index * size, world, backend)
         for index, engine in enumerate(trainer.vllm_engines)

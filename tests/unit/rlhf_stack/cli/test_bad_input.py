@@ -138,9 +138,9 @@ def call(words: list[str], standard_input: bytes = b"") -> tuple[int, str, str]:
     return code, output.getvalue(), errors.getvalue()
 
 
-def require_refusal(words: list[str], standard_input: bytes = b"") -> str:
+def require_refusal(words: list[str]) -> str:
     """The error of a command, which must be one line, also as JSON if that was requested."""
-    code, output, errors = call(words, standard_input)
+    code, output, errors = call(words)
     shown = f"{words} ended with {code}, {output[:500]!r} and {errors[:500]!r}"
     assert code not in (0, 1, 70), shown
     assert errors.startswith("error: "), shown

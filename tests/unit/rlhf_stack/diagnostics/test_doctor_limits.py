@@ -7,6 +7,7 @@ import pytest
 from rlhf_stack.diagnostics.doctor import checks, comparison
 from rlhf_stack.diagnostics.doctor.facts import Disk, NodeAnswer, Rdma
 from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
+from rlhf_stack.inputs.text import first_names
 from rlhf_stack.known_bad.finding import Finding
 
 from tests.unit.rlhf_stack.diagnostics.facts import GPU_NODE
@@ -75,5 +76,5 @@ def test_a_clock_is_reported_if_it_certainly_differs(offset: float, error: float
 
 
 def test_at_most_three_nodes_are_named() -> None:
-    assert comparison.first_names(["a", "b", "c"]) == "a, b, c"
-    assert comparison.first_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert first_names(["a", "b", "c"]) == "a, b, c"
+    assert first_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -30,12 +30,6 @@ def work(begin: Callable[[], None], ready: Connection) -> None:
     signal.pause()
 
 
-def be_killed(begin: Callable[[], None], ready: Connection) -> None:
-    """Run as an engine."""
-    SPAWN.Process(target=work, args=(begin, ready)).start()
-    signal.pause()
-
-
 def begin_late(begin: Callable[[], None], ready: Connection) -> None:
     """Run as a worker whose engine dies before it starts."""
     engine = os.getppid()
@@ -45,16 +39,16 @@ def begin_late(begin: Callable[[], None], ready: Connection) -> None:
     signal.pause()
 
 
-def be_killed_early(begin: Callable[[], None], ready: Connection) -> None:
+def be_killed(worker: Callable[..., None], begin: Callable[[], None], ready: Connection) -> None:
     """Run as an engine."""
-    SPAWN.Process(target=begin_late, args=(begin, ready)).start()
+    SPAWN.Process(target=worker, args=(begin, ready)).start()
     signal.pause()
 
 
-def orphan(engine: Callable[..., None], begin: Callable[[], None]) -> int:
+def orphan(run: Callable[..., None], begin: Callable[[], None]) -> int:
     """Return the worker of a killed engine, once it has another parent or has ended."""
     reading, writing = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=engine, args=(begin, writing))
+    process = SPAWN.Process(target=be_killed, args=(run, begin, writing))
     process.start()
     assert reading.poll(SECONDS)
     worker = int(reading.recv())
@@ -73,14 +67,14 @@ def status(pid: int) -> list[str]:
     return [] if found[0] in "ZX" else found
 
 
-@pytest.mark.parametrize("engine", [be_killed, be_killed_early])
-def test_worker_dies_with_its_engine(engine: Callable[..., None]) -> None:
-    worker = orphan(engine, parent_death.set_parent_death_signal)
+@pytest.mark.parametrize("run", [work, begin_late])
+def test_worker_dies_with_its_engine(run: Callable[..., None]) -> None:
+    worker = orphan(run, parent_death.set_parent_death_signal)
     until(lambda: not status(worker), "the worker to end")
 
 
 def test_worker_survives_after_clearing_the_signal() -> None:
-    worker = orphan(be_killed, set_and_clear)
+    worker = orphan(work, set_and_clear)
     try:
         assert status(worker)
     finally:

@@ -23,7 +23,7 @@ from rlhf_stack.recovery.checkpoint_on_request import Progress
 from rlhf_stack.recovery.job import Ended
 from rlhf_stack.recovery.preemption import Answer, Request
 from rlhf_stack.recovery.supervisor import Limits, Supervisor
-from rlhf_stack.telemetry import events
+from rlhf_stack.telemetry import events, run_log
 
 ASKED = Request("one", "01", 20.0)
 
@@ -328,6 +328,7 @@ class Checkpoints:
 def test_a_run_that_is_terminated_saves_within_the_grace_time_and_is_stopped(
     grace: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run_log.configure_messages()
     asked: list[tuple[float, str]] = []
 
     def request(seconds: float, known: str, may_continue: bool) -> list[Answer]:

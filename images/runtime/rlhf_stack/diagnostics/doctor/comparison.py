@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.diagnostics.doctor.facts import NodeAnswer, NodeFacts, RayProcess
+from rlhf_stack.inputs.text import first_names
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 SKEW_SECONDS = 1.0
@@ -157,11 +158,6 @@ def describe_values(values: Mapping[str, str]) -> str:
     for name, value in values.items():
         by_value.setdefault(value, []).append(name)
     return "; ".join(f"{value}: {first_names(names)}" for value, names in by_value.items())
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _raylet(node: NodeFacts) -> RayProcess | None:

@@ -4,6 +4,4 @@ May import what `diagnostics` may, and its `network_adapters`.
 """
 
 from rlhf_stack.diagnostics.network_check.cluster import check_network
-from rlhf_stack.diagnostics.network_check.model import Attempt, CheckedNode, Interface, Link, NetworkReport
-
-__all__ = ["Attempt", "CheckedNode", "Interface", "Link", "NetworkReport", "check_network"]
+from rlhf_stack.diagnostics.network_check.model import Attempt, CheckedNode, Interface, NetworkReport

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
-from rlhf_stack.cluster.host import is_ipv6
+from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.network_adapters import interface_megabits, nccl_adapters, rdma_adapters
 from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
@@ -47,9 +47,7 @@ class Probe:
 
     def free_port(self) -> int:
         """A free port of this node's address."""
-        with socket.socket(socket.AF_INET6 if is_ipv6(self._address) else socket.AF_INET) as listener:
-            listener.bind((self._address, 0))
-            return int(listener.getsockname()[1])
+        return free_port(self._address)
 
     def transfer(self, host: str, port: int, rank: int, world: int, size: int) -> Outcome:
         """Join a group as ``rank``; rank 0, on ``host``, sends about ``size`` bytes in several dtypes."""

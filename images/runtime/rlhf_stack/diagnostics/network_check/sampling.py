@@ -13,6 +13,7 @@ from rlhf_stack.diagnostics.network_check.model import (
     judge_links,
     round_robin,
 )
+from rlhf_stack.inputs.text import first_names
 
 ALL_PAIRS = 16  # nodes up to which every pair is tested: 15 rounds in each direction
 
@@ -93,6 +94,5 @@ def narrowed(failed: Attempt, run: Run) -> tuple[int, ...]:
     return receivers
 
 
-def _names(nodes: Sequence[CheckedNode], pairs: Pairs, most: int = 4) -> str:
-    shown = ", ".join(f"{nodes[first].host} and {nodes[second].host}" for first, second in pairs[:most])
-    return shown + (f" and {len(pairs) - most} more" if len(pairs) > most else "")
+def _names(nodes: Sequence[CheckedNode], pairs: Pairs) -> str:
+    return first_names([f"{nodes[first].host} and {nodes[second].host}" for first, second in pairs], 4)
