@@ -145,7 +145,8 @@ def find(matrix: Matrix, cell_id: str) -> Cell:
         return cells[cell_id]
     if left_out := unsupported_by(matrix, cell_id):
         raise UserError(f"{cell_id} is unsupported: {left_out.reason} ({left_out.source})")
-    raise UserError(f"no cell {cell_id!r}{suggestion(cell_id, cells) or '.'} All: python -m scripts matrix list")
+    near = suggestion(cell_id, cells) or "."
+    raise UserError(f"no cell {cell_id!r}{near} All: python -m scripts matrix list")
 
 
 def with_option(cell: Cell, name: str) -> Cell:

@@ -51,6 +51,11 @@ def interface_is_missing(row: Row) -> Iterator[str]:
     yield from _matching_output(row, code, GLOO_SOCKET_IFNAME="eth9")
 
 
+def code_fails(row: Row) -> Iterator[str]:
+    """Run the code that the row carries."""
+    yield from _matching_output(row, row.reproduce)
+
+
 def lock_is_waited_for(row: Row) -> Iterator[str]:
     """Wait for an abandoned lock of torch; the traceback after a time limit shows the wait."""
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +134,7 @@ def run() -> dict[str, tuple[str, str]]:
     rows = {row.id: row for row in load()}
     versions = canonical_names({one.metadata["Name"]: one.version for one in metadata.distributions()})
     found = {}
-    for name, probe in PROBES.items():
+    for name, probe in (PROBES | {name: code_fails for name, row in rows.items() if row.reproduce}).items():
         if not is_about(rows[name], versions):
             found[name] = (ELSEWHERE, "other versions")
             continue

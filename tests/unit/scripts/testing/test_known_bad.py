@@ -1,5 +1,7 @@
 """The check of the known-bad rows: which requirements are resolved, and the state of a row by the result."""
 
+import dataclasses
+
 import pytest
 from rlhf_stack import known_bad
 from rlhf_stack.known_bad import probes
@@ -42,6 +44,19 @@ def test_the_requirements_of_rows_are_resolved(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_probe_belongs_to_a_row() -> None:
     assert set(probes.PROBES) <= set(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("code", "holds"), [(ROWS["path-missing"].reproduce, True), ("print('well')", False)]
+)
+def test_the_code_of_a_row_must_fail_with_its_symptom(code: str, holds: bool) -> None:
+    row = dataclasses.replace(ROWS["path-missing"], reproduce=code)
+    assert bool(list(probes.code_fails(row))) == holds
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.reproduce], ids=lambda row: row.id)
+def test_the_code_of_a_row_can_be_parsed(row: known_bad.Row) -> None:
+    compile(row.reproduce, row.id, "exec")
 
 
 @pytest.mark.parametrize(
