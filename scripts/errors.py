@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from rlhf_stack.inputs.text import one_line
+
 INTERRUPTED, BROKEN_PIPE = 130, 141
-LONG_WORD = 200  # characters
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 
 
@@ -43,13 +44,6 @@ def run(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-
-
-def one_line(text: str) -> str:
-    """``text`` in one line, without control characters and the middle of long words."""
-    plain = "".join(char if char.isprintable() else " " for char in text)
-    words = (word if len(word) <= LONG_WORD else f"{word[:100]}...{word[-50:]}" for word in plain.split())
-    return " ".join(words)
 
 
 def _failed(error: OSError) -> int:

@@ -24,8 +24,8 @@ from scripts.images import repository
 from scripts.locking import exclusive_lock
 from scripts.locks import debian, targets
 from scripts.locks.debian import BUILDER, RUNTIME, UNPACKED, Deb
-from scripts.matrix.load import Base, Cell, Matrix, load
-from scripts.matrix.model import Toolchain, named
+from scripts.matrix.load import Cell, Matrix, load
+from scripts.matrix.model import Base, Toolchain, named
 from scripts.paths import ROOT
 
 HIP = ROOT / "images" / "base" / "hip.sh"

@@ -17,8 +17,8 @@ import requests
 
 from scripts.errors import UserError
 from scripts.locks import lockfile
-from scripts.matrix.load import Base, Matrix
-from scripts.matrix.model import Toolchain
+from scripts.matrix.load import Matrix
+from scripts.matrix.model import Base, Toolchain
 
 ARCHIVE = "http://deb.debian.org"  # has Debian's security archive too
 SECURITY = "http://security.debian.org"  # in apt's sources, as Debian's documentation prescribes

@@ -18,7 +18,7 @@ from uv import find_uv_bin
 
 from scripts.errors import UserError
 from scripts.locks import index_config
-from scripts.matrix.load import Base
+from scripts.matrix.model import Base
 
 NEVER = "python_version < '3.0'"
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}

@@ -13,7 +13,8 @@ from pathlib import Path
 from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.locks import debian, lockfile, preflight, resolver
-from scripts.matrix.load import Base, Cell, Matrix
+from scripts.matrix.load import Cell, Matrix
+from scripts.matrix.model import Base
 from scripts.paths import ROOT
 
 PYPROJECT = ROOT / "pyproject.toml"

@@ -37,20 +37,20 @@ def show_cell(cell: Annotated[str, typer.Argument(metavar="CELL")]) -> None:
 
 def write_schema(check: Check = False) -> int:
     """Write matrix.schema.json, which editors use for completion and descriptions."""
-    return _written(SCHEMA, schema(), "schema", check)
+    return written(SCHEMA, schema(), "matrix schema", check)
 
 
 def write_host_cells(check: Check = False) -> int:
     """Write the table of cells of `rlhf-stack doctor --host`."""
     text = host_cells.fill(host_cells.FILE.read_text(encoding="utf-8"), expand(load()))
-    return _written(host_cells.FILE, text, "host-cells", check)
+    return written(host_cells.FILE, text, "matrix host-cells", check)
 
 
-def _written(file: Path, text: str, command: str, check: bool) -> int:
+def written(file: Path, text: str, command: str, check: bool) -> int:
     """Write ``file``, or with ``check`` report whether it is stale."""
     if not check:
         file.write_text(text, encoding="utf-8")
     elif not file.exists() or file.read_text(encoding="utf-8") != text:
-        print(f"{file.name} is stale: run python -m scripts matrix {command}", file=sys.stderr)
+        print(f"{file.name} is stale: run python -m scripts {command}", file=sys.stderr)
         return 1
     return 0

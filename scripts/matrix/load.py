@@ -8,13 +8,12 @@ from typing import Any
 
 import msgspec
 import yaml
+from rlhf_stack.inputs.text import suggestion
 
 from scripts.errors import UserError
 from scripts.matrix.model import (
     PLAIN_INDEX,
     STAND_IN,
-    Accelerator,
-    Base,
     Cell,
     CellEntry,
     Distribution,
@@ -28,29 +27,10 @@ from scripts.matrix.model import (
     StandIn,
     id_of,
     named,
-    suggestion,
     unsupported_by,
 )
 from scripts.matrix.validate import explain, validation_errors
 from scripts.paths import ROOT
-
-__all__ = [
-    "MATRIX",
-    "SCHEMA",
-    "Accelerator",
-    "Base",
-    "Cell",
-    "Matrix",
-    "Setting",
-    "expand",
-    "find",
-    "load",
-    "parse",
-    "plain_index_cells",
-    "schema",
-    "stand_ins",
-    "with_option",
-]
 
 DEEPEST = 50  # levels of nesting
 MATRIX = ROOT / "matrix.yaml"
@@ -121,6 +101,11 @@ def expand(matrix: Matrix) -> tuple[Cell, ...]:
     return tuple(_resolve(matrix, entry) for entry in matrix.cells)
 
 
+def expand_all(matrix: Matrix) -> tuple[Cell, ...]:
+    """Return all cells, and the stand-ins of those that have one."""
+    return (*expand(matrix), *stand_ins(matrix))
+
+
 def stand_ins(matrix: Matrix) -> tuple[Cell, ...]:
     """Return the stand-ins: images for tests of cells whose packages are not available everywhere."""
     variants = {variant.name: variant for variant in matrix.variants}
@@ -140,7 +125,7 @@ def plain_index_cells(matrix: Matrix) -> tuple[Cell, ...]:
 
 def find(matrix: Matrix, cell_id: str) -> Cell:
     """Return a cell or stand-in by id; `UserError` gives the reason if unsupported, or the nearest id."""
-    cells = {cell.id: cell for cell in (*expand(matrix), *stand_ins(matrix), *plain_index_cells(matrix))}
+    cells = {cell.id: cell for cell in (*expand_all(matrix), *plain_index_cells(matrix))}
     if cell_id in cells:
         return cells[cell_id]
     if left_out := unsupported_by(matrix, cell_id):

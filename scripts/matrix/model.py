@@ -4,7 +4,6 @@ The descriptions become ``matrix.schema.json``: an editor shows them.
 """
 
 import datetime
-import difflib
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -32,9 +31,6 @@ AsOf = Annotated[
     datetime.date, Meta(description="Packages are resolved as the index was on this day at 00:00 UTC.")
 ]
 Id = Annotated[Name, Meta(description="Unique name, by which other entries refer to this one.")]
-
-
-LONGEST_NAME, NEAR = 200, 0.8  # characters; least similarity of a suggestion, of 1
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -544,9 +540,3 @@ def unsupported_by(matrix: Matrix, cell_id: str) -> Unsupported | None:
 def named(items: Iterable[_Named], name: str) -> _Named:
     """Return the item of that name; a validated matrix has one for every reference."""
     return next(item for item in items if item.name == name)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'cells'?`` for the most similar word of ``known`` if it is near, or nothing."""
-    near = difflib.get_close_matches(word[:LONGEST_NAME], sorted(known), 1, NEAR)
-    return f"; did you mean {near[0]!r}?" if near else ""

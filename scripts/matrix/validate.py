@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import packaging.version
 from msgspec import inspect
+from rlhf_stack.inputs.text import suggestion
 
 from scripts.matrix.model import (
     Accelerator,
@@ -15,7 +16,6 @@ from scripts.matrix.model import (
     Variant,
     id_of,
     named,
-    suggestion,
     targets,
     unsupported_by,
 )

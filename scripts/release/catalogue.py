@@ -15,7 +15,7 @@ from docker.models.images import Image
 from scripts.docker.client import connect
 from scripts.errors import UserError
 from scripts.images.source import source_digest
-from scripts.matrix.load import Cell, expand, load, stand_ins
+from scripts.matrix.load import Cell, expand_all, load
 from scripts.paths import ROOT
 from scripts.release import facts, fault_cases
 from scripts.release.facts import Facts, Measured
@@ -33,7 +33,7 @@ SIZE_TOLERANCE = 0.01  # compiled Python files differ slightly between builds
 
 def write(offline: bool) -> None:
     """Unless ``offline``, measure the local images and add their records; write the pages."""
-    cells = _cells()
+    cells = expand_all(load())
     if not offline:
         for measured in measure_all(connect(), cells).values():
             facts.keep(measured)
@@ -46,7 +46,7 @@ def check(offline: bool) -> list[str]:
 
     Unless ``offline``, also for each local image that disagrees with its facts.
     """
-    cells = _cells()
+    cells = expand_all(load())
     known = facts.load(cells)
     reasons = stale(cells, known, README.read_text(encoding="utf-8")) + contradicted(known)
     if not reasons and not offline:
@@ -57,7 +57,7 @@ def check(offline: bool) -> list[str]:
 
 def unverified() -> list[str]:
     """Return a line for each cell whose sources changed since its image was tested."""
-    cells = _cells()
+    cells = expand_all(load())
     known = facts.load(cells)
     return [
         f"{cell.id}: verified for the sources {known[cell.id].source[:DIGITS]}, this checkout has "
@@ -135,8 +135,3 @@ def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> dict[str,
         except UserError as error:
             print(f"skipped: {error}: rebuild it", flush=True)
     return measured
-
-
-def _cells() -> tuple[Cell, ...]:
-    matrix = load()
-    return (*expand(matrix), *stand_ins(matrix))

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from scripts.errors import UserError
+from scripts.matrix.commands import Check, written
 from scripts.matrix.load import expand, find, load
 from scripts.matrix.model import targets
 from scripts.release import catalogue, certificates, fault_cases, gpu_kit, kernels
@@ -102,19 +103,9 @@ def add_certificate(
     catalogue.write(offline=True)
 
 
-def write_certificate_schema(
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 if the file is stale.")
-    ] = False,
-) -> int:
+def write_certificate_schema(check: Check = False) -> int:
     """Write docs/certificate.schema.json."""
-    file, text = certificates.SCHEMA_FILE, certificates.schema()
-    if not check:
-        file.write_text(text, encoding="utf-8")
-    elif not file.exists() or file.read_text(encoding="utf-8") != text:
-        print(f"{file.name} is stale: run python -m scripts certificates schema", file=sys.stderr)
-        return 1
-    return 0
+    return written(certificates.SCHEMA_FILE, certificates.schema(), "certificates schema", check)
 
 
 def pack_gpu_kit(

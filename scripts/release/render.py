@@ -9,7 +9,8 @@ from packaging.version import Version
 
 from scripts.errors import UserError
 from scripts.git import DIRTY
-from scripts.matrix.load import Accelerator, Cell
+from scripts.matrix.load import Cell
+from scripts.matrix.model import Accelerator
 from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts

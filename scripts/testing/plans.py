@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scripts.matrix.load import Cell, Matrix, expand, stand_ins
+from scripts.matrix.load import Matrix, expand_all
 from scripts.paths import ROOT
 from scripts.testing import records
 from scripts.testing.records import required
@@ -51,14 +51,14 @@ def for_checks() -> Plan:
 
 def for_submission(matrix: Matrix) -> Plan:
     """Build the cells that have ``ci_suites``, and run these."""
-    cells = [cell for cell in _every(matrix) if cell.ci_suites]
+    cells = [cell for cell in expand_all(matrix) if cell.ci_suites]
     jobs = tuple(Job(suite, cell.id) for cell in cells for suite in cell.ci_suites)
     return Plan(tuple(_build(cell.id) for cell in cells), jobs)
 
 
 def for_release(matrix: Matrix) -> Plan:
     """Lint, unit tests, build and every required suite of every cell (for ROCm, of its stand-in)."""
-    cells = [cell for cell in _every(matrix) if not cell.sources]
+    cells = [cell for cell in expand_all(matrix) if not cell.sources]
     jobs = [Job(suite, cell.id) for cell in cells for suite in required(cell)]
     alone = tuple(job for job in jobs if job.suite in ALONE)
     builds = tuple(_build(cell.id) for cell in cells)
@@ -94,10 +94,6 @@ def run_side_by_side(jobs: Sequence[Job], again: bool = False) -> int:
     lanes.run(jobs, LANES)
     Console().print(table(lanes.outcomes))
     return int(any(code for code, _ in lanes.outcomes.values()))
-
-
-def _every(matrix: Matrix) -> tuple[Cell, ...]:
-    return (*expand(matrix), *stand_ins(matrix))
 
 
 def _build(cell: str) -> Command:

@@ -11,7 +11,8 @@ import requests
 from scripts.errors import UserError
 from scripts.locks import commands, debian, lockfile, targets
 from scripts.locks.debian import Deb
-from scripts.matrix.load import Base, load
+from scripts.matrix.load import load
+from scripts.matrix.model import Base
 
 MATRIX = load()
 BASES = MATRIX.bases
