@@ -38,6 +38,7 @@ def run(rank, store):
     missing = results.count(False)
     assert missing == 0, f"{missing} of {len(results)} gathers ended before the weights had arrived"
     print(f"{len(results)} gathers ended with their weights")
+    dist.destroy_process_group()  # a thread of gloo that still runs at the exit of Python aborts the process
 
 
 def made_by(helpers):
