@@ -1,6 +1,5 @@
 """Syncs between GPUs: every byte arrives in any order of streams, deadlines hold, and memory is freed."""
 
-import socket
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import backend_selection, gloo, nccl, same_gpu
 from rlhf_stack.sync.buckets import LARGE, ParameterSpec, plan_buckets
@@ -41,9 +41,7 @@ def image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
+    return free_port(HOST)
 
 
 def content(number: int) -> list[Any]:
@@ -184,13 +182,16 @@ def test_gloo_packs_into_pinned_memory_and_waits_for_the_copy(monkeypatch: pytes
     assert np.array_equal(packed.array[: 4 * SIZES[0]].view(np.float32), content(0)[0])
 
 
-@ANY_ORDER
-def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(
-    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hanging(cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """The fake GPU, on which no broadcast of NCCL ends, and a short deadline."""
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
     cuda.nccl.hangs = True
+    return cuda
 
+
+@ANY_ORDER
+def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(hanging: Gpu, port: int) -> None:
     def run(rank: int) -> tuple[str, str]:
         group: Any = sync.create_group(HOST, port, rank, 2, rank, "nccl")
         part = empty(8, np.dtype("uint8"), f"cuda:{rank}")
@@ -200,22 +201,17 @@ def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(
             group.start([part], "bucket 2 of 9")
         return str(late.value), str(again.value)
 
-    ended = both(cuda, run)
+    ended = both(hanging, run)
     assert any("stream has not finished" in late for late, _ in ended)  # the other rank may be told so
     for rank, (late, again) in enumerate(ended):
         assert late.startswith(f"weight sync, rank {rank}")
         assert "nccl, bucket 1 of 9" in late
         assert "would load garbage" in again
-    assert [each.aborts for each in cuda.communicators] == [1, 1]
+    assert [each.aborts for each in hanging.communicators] == [1, 1]
 
 
 @ANY_ORDER
-def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(
-    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
-    cuda.nccl.hangs = True
-
+def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu, port: int) -> None:
     def run(rank: int) -> None:
         group = sync.create_group(HOST, port, rank, 2, rank, "nccl")
         with group.syncing():
@@ -223,7 +219,7 @@ def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(
                 raise ZeroDivisionError("the loader")
             group.start([empty(8, np.dtype("uint8"), "cuda:0")], "a bucket").finish()
 
-    sender, loader = map(str, both(cuda, run))
+    sender, loader = map(str, both(hanging, run))
     assert "rank 1 on 127.0.0.1: ZeroDivisionError: the loader" in sender
     assert "another rank failed first" in sender
     assert loader == "the loader"
