@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import torch
 from rlhf_stack import sync
+from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import encoding
 from rlhf_stack.sync.buckets import ParameterSpec, plan_buckets
@@ -171,7 +172,7 @@ def status(field: str) -> int:
 def loopback(workers: int, models: Sequence[str], repeat: int) -> dict[str, Any]:
     """Return the seconds and peaks of each method, by model, for ``workers`` Ray actors on this machine."""
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    port, world = free_port(), workers + 1
+    port, world = free_port("127.0.0.1"), workers + 1
     actors = [ray.remote(Rank).remote("127.0.0.1", port, rank, world, models) for rank in range(1, world)]
     trainer = Rank("127.0.0.1", port, 0, world, models)
 
@@ -258,13 +259,6 @@ def follow(host: str, port: int, rank: int, world: int, model: str, repeat: int)
         for method in ON_LINK:
             getattr(worker, method)(model)
             worker.barrier()
-
-
-def free_port() -> int:
-    """Return a port that is unused now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:
