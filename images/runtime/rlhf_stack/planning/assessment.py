@@ -257,6 +257,13 @@ def _mismatches(run: Run) -> list[str]:
                 f"{engines.count} engines of {engines.size} GPUs share the {size} GPUs of {engines.shares}, "
                 "but must use all of them"
             )
+    for role in run.roles:
+        step = run.train_batch * role.ranks // (run.ring * run.tensor_parallel)
+        if role.trained and run.tokens is None and run.batch % step:
+            found.append(
+                f"DeepSpeed refuses a batch of {run.batch}: it must be a multiple of {step}, the micro batch "
+                f"of {run.train_batch} on all data-parallel ranks of {role.name}"
+            )
     return found
 
 

@@ -70,6 +70,16 @@ def test_each_trainer_has_its_roles_on_all_gpus() -> None:
     assert trainer_run("0.11.2", "train_dpo", sections(), 2, 8).pairs == 2
 
 
+@pytest.mark.parametrize(("batch", "refused"), [(128, False), (96, False), (127, True), (16, True)])
+def test_a_batch_that_deepspeed_refuses_is_a_problem(batch: int, refused: bool) -> None:
+    values = sections()
+    values.train.batch_size = batch  # 16 ranks with a micro batch of 2
+    found = assess(
+        trainer_run("0.11.2", "train_rm", values, 2, 8), uniform_machines(2, 8, 80, 0, 2000), SHAPES
+    )
+    assert any("must be a multiple of 32" in problem for problem in found.problems) == refused
+
+
 def test_advice_has_the_flags_of_the_trainer() -> None:
     machines = uniform_machines(1, 8, 40, 0, 2000)
     run = trainer_run("0.11.2", "train_sft", sections(gradient_checkpointing_enable=False), 1, 8)

@@ -204,7 +204,8 @@ def test_a_symmetric_layout_has_the_same_on_every_node() -> None:
     """12 training GPUs and 4 for engines on two nodes: 6 + 2 on each."""
     cluster = uniform_machines(2, 8, 80, 64, 500)
     planned = run(actor=8, engines=Engines(2, 2))
-    planned = replace(planned, request=replace(planned.request, groups=(Group("actor", 1, 12),)))
+    request = replace(planned.request, groups=(Group("actor", 1, 12),))
+    planned = replace(planned, request=request, batch=96)
     found = symmetric_layout(planned, cluster, SHAPES)
     assert found is not None
     assert found.run.request.groups == (Group("actor", 2, 6),)
