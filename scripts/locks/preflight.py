@@ -27,9 +27,7 @@ def require(cell: Cell, client: docker.DockerClient) -> None:
     for source in cell.sources:
         if source.image and not _has_image(source.image, client):
             raise _problem(
-                cell,
-                source,
-                f"there is no local image {source.image}, and its registry does not provide it",
+                cell, source, f"there is no local image {source.image}, and its registry does not provide it"
             )
 
 

@@ -87,11 +87,7 @@ def host_target(matrix: Matrix) -> Target:
     )
     source = f"{wanted}{matrix.host.python} {matrix.host.exclude_newer}"
     return Target(
-        lockfile.HOST,
-        f"{COMMAND} --host",
-        source,
-        lambda: resolver.answer(question),
-        lockfile.versions,
+        lockfile.HOST, f"{COMMAND} --host", source, lambda: resolver.answer(question), lockfile.versions
     )
 
 

@@ -66,8 +66,7 @@ class Toolchain(Base, frozen=True):
         tuple[SystemPackage, ...], Meta(description="Empty: the toolchain itself is the builder.")
     ] = ()
     also: Annotated[
-        tuple[Name, ...],
-        Meta(description="Further Debian releases; the newest version wins."),
+        tuple[Name, ...], Meta(description="Further Debian releases; the newest version wins.")
     ] = ()
     unpacked: Annotated[
         tuple[SystemPackage, ...],

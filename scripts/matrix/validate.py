@@ -113,10 +113,7 @@ def _bad_values(matrix: Matrix) -> Iterator[tuple[str, str]]:
 def _duplicates(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:
     for index, name in enumerate(names):
         if (first := names.index(name)) < index:
-            yield (
-                f"{path}[{index}].name",
-                f"expected a unique name, got {name!r} as {path}[{first}]",
-            )
+            yield (f"{path}[{index}].name", f"expected a unique name, got {name!r} as {path}[{first}]")
 
 
 def _bad_references(matrix: Matrix) -> Iterator[tuple[str, str]]:
@@ -133,10 +130,7 @@ def _bad_references(matrix: Matrix) -> Iterator[tuple[str, str]]:
             yield from _dangling(name, [item.name for item in matrix.toolchains], path)
     for index, stack in enumerate(matrix.stacks):
         if "vllm" not in (names := [pin.name for pin in stack.packages]):
-            yield (
-                f"stacks[{index}].packages",
-                f"expected 'vllm', which is part of a cell id; got {names}",
-            )
+            yield (f"stacks[{index}].packages", f"expected 'vllm', which is part of a cell id; got {names}")
     for index, cell in enumerate(matrix.cells):
         yield from _dangling(cell.variant, [item.name for item in matrix.variants], f"cells[{index}].variant")
         if cell.ray.name != "ray":

@@ -200,10 +200,7 @@ def publish(client: docker.DockerClient, repo: str, items: Sequence[Item], conso
 
 
 def collect(
-    client: docker.DockerClient,
-    repo: str,
-    cells: Iterable[Cell],
-    roots: Sequence[Path] = records.ROOTS,
+    client: docker.DockerClient, repo: str, cells: Iterable[Cell], roots: Sequence[Path] = records.ROOTS
 ) -> tuple[list[Item], list[str]]:
     """Return the items to publish, and every reason not to; ``roots`` have the test records."""
     items, reasons = [], []

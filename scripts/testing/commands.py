@@ -36,8 +36,7 @@ def run_test(
         ),
     ] = None,
     tag: Annotated[
-        str | None,
-        typer.Option(metavar="IMAGE", help="Another image of the cell: pulled, or made FROM it."),
+        str | None, typer.Option(metavar="IMAGE", help="Another image of the cell: pulled, or made FROM it.")
     ] = None,
     derived: Annotated[
         bool, typer.Option("--derived", help="The image is made FROM ours and may have more packages.")

@@ -106,10 +106,7 @@ def _recorded(lanes: Lanes, command: Command) -> int:
     print(f"{name} | $ {' '.join(command[1:])}", flush=True)
     if command not in CHECKS:
         return lanes.execute(command, name)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        records.recording(records.checkout(), name) as tally,
-    ):
+    with tempfile.TemporaryDirectory() as folder, records.recording(records.checkout(), name) as tally:
         if command == LINT:
             tally.code = lanes.execute(command, name)
             tally.count("lint", records.FAILED if tally.code else records.PASSED)

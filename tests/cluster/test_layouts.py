@@ -67,10 +67,7 @@ def test_separate_engines_are_node_local(train, gpus, count, size, ranks):
 @pytest.mark.timeout(SECONDS + 40)
 @pytest.mark.parametrize(
     ("gpus", "count", "size"),
-    [
-        pytest.param((2, 2), 2, 2, id="2x2"),
-        pytest.param((0, 4, 4), 2, 4, id="a head without a GPU"),
-    ],
+    [pytest.param((2, 2), 2, 2, id="2x2"), pytest.param((0, 4, 4), 2, 4, id="a head without a GPU")],
 )
 def test_colocated_engines_are_node_local(train, gpus, count, size):
     ranks = sum(gpus) // count

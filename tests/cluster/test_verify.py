@@ -57,8 +57,7 @@ def engine(models):
 def trainer(engines):
     module = torch.nn.Linear(3, 4, bias=False)
     arguments = SimpleNamespace(
-        ds=SimpleNamespace(zero_stage=2, tensor_parallel_size=1),
-        vllm=SimpleNamespace(sync_backend="gloo"),
+        ds=SimpleNamespace(zero_stage=2, tensor_parallel_size=1), vllm=SimpleNamespace(sync_backend="gloo")
     )
     return SimpleNamespace(
         actor=SimpleNamespace(model=SimpleNamespace(module=module)),

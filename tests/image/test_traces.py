@@ -8,12 +8,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="this image has no OpenTelemetry")
 
-STEP = {
-    "timing/step_total": 4.0,
-    "timing/generation": 2.0,
-    "timing/ppo_train": 1.5,
-    "timing/broadcast": 0.25,
-}
+STEP = {"timing/step_total": 4.0, "timing/generation": 2.0, "timing/ppo_train": 1.5, "timing/broadcast": 0.25}
 PROGRAM = """
 import http.server, json, os, sys, threading
 

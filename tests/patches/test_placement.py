@@ -119,10 +119,7 @@ finish([
 @pytest.mark.patch("openrlhf/0.11.2/0031-plan-placement")
 @pytest.mark.timeout(SECONDS)
 def test_engines_and_groups_are_planned(proves):
-    proves(
-        ENGINES,
-        r"three nodes of six: engines \[1\] straddle; engine drivers request \[0, 0\] CPUs",
-    )
+    proves(ENGINES, r"three nodes of six: engines \[1\] straddle; engine drivers request \[0, 0\] CPUs")
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0032-order-ranks-by-node")

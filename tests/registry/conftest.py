@@ -58,11 +58,7 @@ def make(client: docker.DockerClient, cell: Cell, records_folder: Path) -> Itera
     ) -> Item:
         tag = f"rlhf-stacks-tests:{uuid.uuid4().hex}"
         changed = msgspec.structs.replace(cell, release=release, tag=tag)
-        labels = {
-            **image_labels(changed, "base", []),
-            REVISION: revision,
-            INPUTS: inputs,
-        }
+        labels = {**image_labels(changed, "base", []), REVISION: revision, INPUTS: inputs}
         labels |= {f"{NAMESPACE}.stand-in": stand_in} if stand_in else {}
         lines = [f"LABEL {name}={quoted(value)}" for name, value in labels.items()]
         repository, _, name = tag.partition(":")

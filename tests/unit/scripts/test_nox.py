@@ -120,9 +120,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def test_the_environment_is_made_once_and_rebuilt_if_broken_or_if_the_lock_changed(
-    project: Project,
-) -> None:
+def test_the_environment_is_made_once_and_rebuilt_if_broken_or_if_the_lock_changed(project: Project) -> None:
     (project.environment / "bin").mkdir(parents=True)  # an interrupted attempt
     first = project.run("-s", "a b")
     assert (first.returncode, first.stdout) == (0, f"nox 1.0 -s a b {project.folder}\n"), first.stderr

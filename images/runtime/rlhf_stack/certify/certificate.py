@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_stack.certify.climb import climb
 from rlhf_stack.certify.ladder import LADDER, Place, Step
-from rlhf_stack.certify.model import (
-    FAILED,
-    PASSED,
-    SCHEMA,
-    Certificate,
-    Machine,
-    Record,
-    Subject,
-    result,
-)
+from rlhf_stack.certify.model import FAILED, PASSED, SCHEMA, Certificate, Machine, Record, Subject, result
 
 if TYPE_CHECKING:
     from rich.console import Console

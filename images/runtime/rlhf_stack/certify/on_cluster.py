@@ -58,11 +58,7 @@ def _own(fake_gpus: Sequence[int]) -> Iterator[str]:
             place = {"node_ip_address": LOOPBACK.format(index + 1)} if index else {}
             cpus = max(4, os.cpu_count() or 1, 2 * options.get("num_gpus", 0))
             running.add_node(
-                num_cpus=cpus,
-                object_store_memory=OBJECT_STORE,
-                include_dashboard=False,
-                **options,
-                **place,
+                num_cpus=cpus, object_store_memory=OBJECT_STORE, include_dashboard=False, **options, **place
             )
         yield str(running.address)
     finally:

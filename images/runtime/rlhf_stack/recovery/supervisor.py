@@ -12,14 +12,7 @@ from typing import Any, Protocol
 from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_spec import Run
-from rlhf_stack.recovery.attempts import (
-    FAILED,
-    HEAD_LOST,
-    SUCCEEDED,
-    Attempt,
-    excluded_nodes,
-    why_not_again,
-)
+from rlhf_stack.recovery.attempts import FAILED, HEAD_LOST, SUCCEEDED, Attempt, excluded_nodes, why_not_again
 from rlhf_stack.recovery.checkpoints import Checkpoints
 from rlhf_stack.recovery.engines import with_fewer_engines
 from rlhf_stack.recovery.job import Ended, HeadLostError

@@ -60,9 +60,7 @@ def test_rocm_is_a_gpu_too(gpu: MagicMock) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_image_takes_precedence_over_the_build_of_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_image_takes_precedence_over_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
     assert devices.device_type() == "cpu"
     monkeypatch.setenv(env_vars.ACCELERATOR, "rocm")

@@ -139,11 +139,7 @@ def test_a_probe_that_hangs_or_cannot_start_is_an_error(monkeypatch: pytest.Monk
 @pytest.mark.skipif(sys.platform != "linux", reason="libc.so.6 is of Linux")
 @pytest.mark.parametrize(
     ("variables", "expected"),
-    [
-        ({}, ""),
-        ({"NCCL_NET_PLUGIN": "libc.so.6"}, "libc.so.6"),
-        ({"NCCL_NET_PLUGIN": "no-such"}, ""),
-    ],
+    [({}, ""), ({"NCCL_NET_PLUGIN": "libc.so.6"}, "libc.so.6"), ({"NCCL_NET_PLUGIN": "no-such"}, "")],
 )
 def test_the_plugin_is_the_first_name_that_loads(variables: dict[str, str], expected: str) -> None:
     """This machine has no plugin; any library takes its place."""

@@ -15,15 +15,7 @@ from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import (
-    prompt_requests,
-    recipes,
-    request_balancer,
-    restarted,
-    restarts,
-    roster,
-    startup,
-)
+from rlhf_stack.engine import prompt_requests, recipes, request_balancer, restarted, restarts, roster, startup
 from rlhf_stack.engine.startup import StartError
 from rlhf_stack.sync import SyncError, report
 from rlhf_stack.telemetry import events
@@ -256,13 +248,7 @@ def test_a_run_without_restarts_does_not_query_its_engines(monkeypatch: pytest.M
     [
         ("ALIVE", True, [], False, None),
         ("RESTARTING", True, ["10.0.0.2"], True, None),
-        (
-            "RESTARTING",
-            True,
-            ["10.0.0.2"],
-            False,
-            (PeerError, "its node 10.0.0.2 is gone.*; 0 engines are"),
-        ),
+        ("RESTARTING", True, ["10.0.0.2"], False, (PeerError, "its node 10.0.0.2 is gone.*; 0 engines are")),
         ("RESTARTING", True, [], False, (StartError, r"engines \[0\] are not up after 0.001 s")),
         ("ALIVE", UnavailableError(), [], False, (StartError, r"engines \[0\] are not up after 0.001 s")),
         ("DEAD", LostError("dead"), [], False, (LostError, "dead")),

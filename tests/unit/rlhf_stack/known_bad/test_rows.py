@@ -184,11 +184,7 @@ TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0
     ("text", "error", "origin"),
     [
         ("odd.OddError: a\n" + TASK, "odd.OddError: a", ""),
-        (
-            TASK + '  File "x.py", line 3\nOddError: a\nbye\n',
-            "OddError: a",
-            "Actor.fit pid=12, ip=10.0.0.3",
-        ),
+        (TASK + '  File "x.py", line 3\nOddError: a\nbye\n', "OddError: a", "Actor.fit pid=12, ip=10.0.0.3"),
         ("AssertionError\n[rank3]: OddError: a\n", "[rank3]: OddError: a", "rank3"),
         ("(A pid=1) (B pid=2, ip=10.0.0.4) OddError: a\n", "", "B pid=2, ip=10.0.0.4"),
         ("AssertionError\n(raylet) Worker group failed: ERROR\n", "AssertionError", ""),

@@ -41,10 +41,7 @@ OPTIONS = (
     [
         ("--zero_stage 3", ["instead of --zero_stage use --ds.zero_stage"]),
         ("--actor_num_nodes=2", ["instead of --actor_num_nodes use --actor.num_nodes"]),
-        (
-            "--micro_train_batch_size 4",
-            ["instead of --micro_train_batch_size use --train.micro_batch_size"],
-        ),
+        ("--micro_train_batch_size 4", ["instead of --micro_train_batch_size use --train.micro_batch_size"]),
         ("--init_kl_coef 0.1", ["instead of --init_kl_coef use --algo.kl.init_coef"]),
         ("--temperature 1", ["instead of --temperature use --eval.temperature or --rollout.temperature"]),
         ("--pretrain m", ["instead of --pretrain use --actor.model_name_or_path"]),

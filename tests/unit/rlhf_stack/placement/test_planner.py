@@ -83,11 +83,7 @@ def test_smaller_engines_are_suggested_if_gpus_are_shared() -> None:
 @pytest.mark.parametrize(
     ("cpus", "spare", "reason"),
     [
-        (
-            2,
-            0,
-            "CPUs are missing: each of the 8 GPUs needs a CPU on its node, and only 4 free GPUs have one",
-        ),
+        (2, 0, "CPUs are missing: each of the 8 GPUs needs a CPU on its node, and only 4 free GPUs have one"),
         (4, 1, "CPUs are missing: 8 for the GPUs and 1 for the controller are needed, 8 are free"),
     ],
 )

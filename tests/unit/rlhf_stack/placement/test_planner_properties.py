@@ -20,11 +20,7 @@ from rlhf_stack.placement.planner import nearest_requests, plan
 
 NODES = st.lists(
     st.builds(
-        FreeNode,
-        address=st.just("n"),
-        gpus=st.integers(0, 8),
-        cpus=st.integers(0, 9),
-        total_gpus=st.just(8),
+        FreeNode, address=st.just("n"), gpus=st.integers(0, 8), cpus=st.integers(0, 9), total_gpus=st.just(8)
     ),
     min_size=1,
     max_size=4,

@@ -11,13 +11,7 @@ def nodes(*gpus: int) -> list[FreeNode]:
 
 @pytest.mark.parametrize(
     ("free", "size", "count", "straddling"),
-    [
-        ((8, 8), 4, 4, 0),
-        ((6, 6), 4, 3, 1),
-        ((5, 5), 2, 5, 1),
-        ((4, 4), 8, 1, 1),
-        ((4, 6), 4, 2, 0),
-    ],
+    [((8, 8), 4, 4, 0), ((6, 6), 4, 3, 1), ((5, 5), 2, 5, 1), ((4, 4), 8, 1, 1), ((4, 6), 4, 2, 0)],
 )
 def test_each_engine_has_a_group_of_its_own(
     free: tuple[int, ...], size: int, count: int, straddling: int

@@ -63,11 +63,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "host": {"python": "3.11", "exclude_newer": "2026-01-01"},
         "bases": [{**base, "runtime": [], "builder": []}],
         "accelerators": [
-            {
-                "name": name,
-                "kind": "cpu",
-                "env": settings(draw(VARIABLES), "accelerator"),
-            }
+            {"name": name, "kind": "cpu", "env": settings(draw(VARIABLES), "accelerator")}
             for name in accelerators
         ],
         "stacks": [{"name": "s", "python": "3.11", "exclude_newer": "2026-01-01", "packages": pins}],

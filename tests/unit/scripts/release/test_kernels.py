@@ -66,8 +66,7 @@ def test_a_kernel_has_at_most_the_lds_of_a_workgroup(lds: int, fits: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("a.whl", b"no archive"), ("a.so", MI200[:200]), ("b.so", compressed(MI200)[:60])],
+    ("name", "content"), [("a.whl", b"no archive"), ("a.so", MI200[:200]), ("b.so", compressed(MI200)[:60])]
 )
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)

@@ -101,10 +101,7 @@ def test_a_suite_without_a_record_is_refused(made: Made) -> None:
     ("change", "reason"),
     [
         (lambda made: made.add(junit=FAILED), "the suite image failed at its last attempt"),
-        (
-            lambda made: made.add(junit=FAILED, image="sha256:2"),
-            "the suite image failed at its last attempt",
-        ),
+        (lambda made: made.add(junit=FAILED, image="sha256:2"), "the suite image failed at its last attempt"),
         (lambda made: made.add(junit=passed(0, 3, "no GPU")), "all of the suite image was skipped"),
         (
             lambda made: made.add(junit=passed(1, 999, "could not import 'ray'")),

@@ -13,10 +13,7 @@ NODES = [
     {"address": "10.0.0.2", "host": "head", "gpus": 2.0},
     {"address": "10.0.0.3", "host": "worker", "gpus": 2.0},
 ]
-RANKS = [
-    {"rank": 0, "node": "10.0.0.3", "gpu": "0"},
-    {"rank": 1, "node": "10.0.0.3", "gpu": "1"},
-]
+RANKS = [{"rank": 0, "node": "10.0.0.3", "gpu": "0"}, {"rank": 1, "node": "10.0.0.3", "gpu": "1"}]
 
 
 def events(**changes: Any) -> list[dict[str, Any]]:

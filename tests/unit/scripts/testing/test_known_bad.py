@@ -20,8 +20,7 @@ UV = (
 
 
 @pytest.mark.parametrize(
-    ("error", "state"),
-    [(UV, "holds"), (None, "gone"), ("the package index cannot be reached", "unknown")],
+    ("error", "state"), [(UV, "holds"), (None, "gone"), ("the package index cannot be reached", "unknown")]
 )
 def test_a_row_holds_only_if_the_resolver_reports_its_symptom(error: str | None, state: str) -> None:
     assert session.outcome(ROWS["xgrammar-0.1.16-gone"], error)[0] == state

@@ -59,11 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=TIMEOUT,
-        metavar="SECONDS",
-        help="for all nodes to respond (30)",
+        "--timeout", type=seconds, default=TIMEOUT, metavar="SECONDS", help="for all nodes to respond (30)"
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/doctor/1 (see above)")
 

@@ -103,11 +103,7 @@ def check_gpu_health(node: NodeFacts) -> Iterator[Finding]:
     if report.unavailable:
         yield Finding("gpu-health", NOTE, f"the health of the GPUs is unavailable: {report.unavailable}")
         return
-    found = [
-        *(one for gpu in report.gpus for one in _of_gpu(gpu)),
-        *_links(report),
-        *_kernel_log(report),
-    ]
+    found = [*(one for gpu in report.gpus for one in _of_gpu(gpu)), *_links(report), *_kernel_log(report)]
     if not any(one.severity in (WARNING, ERROR) for one in found):
         found.append(Finding("gpu-health", OK, f"{len(report.gpus)} GPUs report no fault"))
     yield from found

@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_stack.accelerator import devices
-from rlhf_stack.diagnostics.network_check.model import (
-    DEFAULT_FLOOR,
-    Attempt,
-    CheckedNode,
-    NetworkReport,
-)
+from rlhf_stack.diagnostics.network_check.model import DEFAULT_FLOOR, Attempt, CheckedNode, NetworkReport
 from rlhf_stack.diagnostics.network_check.probe import Outcome, Probe
 from rlhf_stack.diagnostics.network_check.ranks import Ranks, one_worker_per_node
 from rlhf_stack.diagnostics.network_check.sampling import ALL_PAIRS, check_links, narrowed

@@ -22,11 +22,7 @@ Run = Callable[[Sequence[tuple[int, tuple[int, ...]]]], list[Attempt]]  # groups
 
 
 def check_links(
-    nodes: Sequence[CheckedNode],
-    run: Run,
-    floor: float | None,
-    backend: str,
-    progress: Callable[[str], None],
+    nodes: Sequence[CheckedNode], run: Run, floor: float | None, backend: str, progress: Callable[[str], None]
 ) -> tuple[tuple[Link, ...], list[Attempt]]:
     """Test links with ``run`` and return the verdicts and all attempts.
 
