@@ -4,7 +4,7 @@ import torch
 from openrlhf.utils import extract_boxed_answer, grade_answer
 
 
-def reward_func(queries, prompts, labels, **_):  # noqa: ARG001  (the interface of OpenRLHF)
+def reward_func(queries, prompts, labels, **_):  # the interface of OpenRLHF
     """Return the rewards; each label is graded as an answer, by sympy."""
     for label in filter(None, labels):
         assert grade_answer(extract_boxed_answer(f"\\boxed{{{label}}}"), label)

@@ -139,7 +139,6 @@ def test_a_plan_on_the_running_cluster_reports_that_the_run_fits(shell, head, co
 
 @pytest.mark.timeout(SECONDS)
 def test_the_exit_code_of_a_job_is_that_of_submit(shell, head):
-    del head
     seen = "print('seen', os.environ['RLHF_STACK_VERIFY_SYNC'], os.environ['OWN'])"
     code = f"import os; {seen}; raise SystemExit(7)"
     variables = {env_vars.VERIFY_SYNC: "1"}
@@ -152,7 +151,6 @@ def test_the_exit_code_of_a_job_is_that_of_submit(shell, head):
 
 @pytest.mark.timeout(SECONDS)
 def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, command):
-    del head
     more = "--vllm_num_engines" if "--pretrain" in command else "--vllm.num_engines"
     done = shell.stack("submit", "--json", "--", *command, more, "9")
     assert done.returncode == REFUSED, done.stderr[-3000:]
@@ -164,7 +162,6 @@ def test_a_run_that_cannot_be_placed_is_refused_with_the_reason(shell, head, com
 
 @pytest.mark.timeout(SECONDS)
 def test_a_job_s_end_and_tuned_settings_are_reported_as_json(shell, head, command):
-    del head
     done = shell.stack("submit", "--json", "--", "echo", "from the job")
     result = json.loads(done.stdout)
     assert documented(result)
@@ -181,7 +178,6 @@ def test_a_job_s_end_and_tuned_settings_are_reported_as_json(shell, head, comman
 
 @pytest.mark.timeout(SECONDS)
 def test_a_user_error_on_a_running_cluster_is_one_line(shell, head, command, tmp_path):
-    del head
     unused = f"127.0.0.1:{free_port()}"
     for words in (
         ["submit", "--address", f"http://{unused}", "--", "true"],

@@ -161,7 +161,6 @@ def test_rank_lost_in_a_trainer_collective_is_named(lose_node):
 
 @pytest.mark.timeout(180)
 def test_stalled_engine_is_named_with_its_node(lose_node, monkeypatch):
-    del lose_node
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
     engine = start(Engine, doomed=True)
     with pytest.raises(sync.SyncError) as raised:

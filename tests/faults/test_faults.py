@@ -183,7 +183,6 @@ def test_a_run_ends_with_an_error_or_continues_after_a_fault(
     client: docker.DockerClient, cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str
 ) -> None:
     """The run does not hang, leaves nothing, and the next run resumes from the last checkpoint."""
-    del client
     trial = Trial(cluster, folder, fault, cell, str(image.id))
     job = trial.submit()
     for phase in fault_cases.FAULTS[fault]:

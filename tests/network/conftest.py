@@ -14,7 +14,6 @@ from scripts.testing.demo import NODES
 @pytest.fixture
 def start(nothing_left: None, client: docker.DockerClient, cell: Cell) -> Iterator[Callable[..., Cluster]]:
     """Return a function that starts a cluster for the test, with variables of its nodes as arguments."""
-    del nothing_left
     with contextlib.ExitStack() as stack:
 
         def started(**environment: str) -> Cluster:

@@ -32,7 +32,6 @@ def cluster(client: docker.DockerClient, cell: Cell) -> Iterator[Cluster]:
 @pytest.fixture
 def after(cluster: Cluster) -> Iterator[ExitStack]:
     """Return a stack of callbacks that restore links after the test."""
-    del cluster
     with ExitStack() as stack:
         yield stack
 

@@ -29,7 +29,6 @@ def ipv6_start(node: ContainerNode, head: str | None) -> list[str]:
 def test_nodes_with_ipv6_addresses_pass_the_network_check(
     nothing_left: None, client: docker.DockerClient, cell: Cell
 ) -> None:
-    del nothing_left
     if cell.versions["ray"] != "2.55.0":
         pytest.skip("this Ray does not accept IPv6 addresses")
     with Cluster(client, cell.tag, demo.NODES, demo.ENVIRONMENT, start=ipv6_start, ipv6=True) as cluster:

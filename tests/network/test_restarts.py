@@ -46,7 +46,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def disk(nothing_left: None, client: docker.DockerClient) -> Iterator[Volume]:
     """A file system that all nodes share."""
-    del nothing_left
     memory = {"type": "tmpfs", "device": "tmpfs", "o": "size=256m,mode=1777"}
     volume = client.volumes.create(driver_opts=memory, labels={LABEL: owner_label()})
     yield volume

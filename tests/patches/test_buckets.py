@@ -75,5 +75,5 @@ print("one call to each engine for", len(parameters), "parameters")
         pytest.param("0.5", marks=pytest.mark.patch("openrlhf/0.5.1/0020-send-weights-in-buckets")),
     ],
 )
-def test_an_engine_is_called_once_per_sync_and_not_per_parameter(proves, release):  # noqa: ARG001
+def test_an_engine_is_called_once_per_sync_and_not_per_parameter(proves, release):
     proves(PROBE, "20 calls to 2 engines for 10 parameters")

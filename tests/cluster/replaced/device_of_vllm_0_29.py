@@ -68,6 +68,6 @@ def linear_layers() -> None:
     utils.dispatch_cpu_unquantized_gemm = use_unpacked_weight
 
 
-def use_unpacked_weight(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001
+def use_unpacked_weight(layer: Any, remove_weight: bool) -> None:
     """Replaces vLLM's ``dispatch_cpu_unquantized_gemm``."""
     layer.cpu_linear = torch.nn.functional.linear

@@ -85,7 +85,6 @@ def test_the_log_format_applies_to_the_command_and_its_job(
     submitted: list[dict[str, str]] = []
 
     def once(address: str, words: list[str], environment: dict[str, dict[str, str]], write: object) -> Ended:
-        del address, words, write
         submitted.append(environment["env_vars"])
         return Ended("j", "SUCCEEDED", 0)
 

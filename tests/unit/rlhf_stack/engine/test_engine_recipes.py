@@ -34,7 +34,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 
 def test_without_restarts_nothing_is_recorded(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    del ray
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "0")
     assert recipes.record(0, group("10.0.0.2"), None, 1, {}) == 0
     assert recipes.load(0) is None
@@ -74,7 +73,6 @@ def test_a_replacement_is_created_with_the_same_arguments_on_its_own_bundles(
 
 
 def test_without_room_there_is_no_replacement(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    del ray
     monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", MagicMock())
     for package in ("openrlhf", "openrlhf.trainer", "openrlhf.trainer.ray"):
         monkeypatch.setitem(sys.modules, package, MagicMock())

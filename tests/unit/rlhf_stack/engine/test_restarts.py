@@ -38,7 +38,7 @@ class Reference:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    def get(reference: Any, timeout: float | None = None) -> Any:  # noqa: ARG001
+    def get(reference: Any, timeout: float | None = None) -> Any:
         if isinstance(reference, list):
             return [get(one) for one in reference]
         if isinstance(reference.result, Exception):
@@ -117,7 +117,6 @@ def test_a_restarted_engine_lacks_weights_until_it_has_received_them(
 def test_a_restart_sets_the_metrics_of_restarts(records: dict[str, dict[str, Any]]) -> None:
     restarted.begin("job", 1)
     restarted.weights_received()
-    del records
     calls = [call.args for call in report.set_metric.call_args_list]  # type: ignore[attr-defined]
     assert {(name, tag) for name, _, tag in calls} == {(name, "1") for name in report.RESTART_METRICS}
     assert calls[0] == ("rlhf_stack_engine_restarts", 1, "1")
@@ -142,7 +141,6 @@ def assigned(engines: list[Any], prompts: Sequence[str] = ("a",)) -> list[int]:
 def test_prompts_go_to_engines_that_have_the_weights(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del ray
     monkeypatch.delenv(env_vars.REPEATABLE, raising=False)
     engines = [engine(unfinished_work=work) for work in (UnavailableError(), 7, None, 0)]
     states[id(engines[0])] = "RESTARTING"
@@ -158,7 +156,6 @@ def test_prompts_go_to_engines_that_have_the_weights(
 def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del ray, states
     monkeypatch.setattr(time, "sleep", MagicMock())
     answers = iter([UnavailableError(), UnavailableError(), 0])
     engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
@@ -174,7 +171,6 @@ def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
 def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del ray, states
     restarting = engine(unfinished_work=None, needs_weights=True)
     engines = [restarting]
     monkeypatch.setattr(restarts, "_senders", [])
@@ -192,7 +188,6 @@ def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
 def test_an_engine_to_which_another_process_sent_the_weights_is_used_again(
     ray: MagicMock, states: dict[Any, str]
 ) -> None:
-    del ray, states
     engines = [engine(unfinished_work=0), engine(unfinished_work=0, needs_weights=False)]
     team = roster.of(engines)
     team.drop(engines[1], "it was lost")
@@ -204,7 +199,6 @@ def test_an_engine_to_which_another_process_sent_the_weights_is_used_again(
 def test_only_unanswered_prompts_of_a_lost_engine_move(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del ray
     monkeypatch.setattr(prompt_requests, "_requests", {})
     moved = MagicMock()
     monkeypatch.setattr(events, "emit", moved)
@@ -266,7 +260,6 @@ def test_the_wait_for_a_restart_is_bounded(
     replaced: bool,
     expected: tuple[type[Exception], str] | None,
 ) -> None:
-    del records
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.001")
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: gone)
     new = SimpleNamespace(__ray_ready__=remote(True))
@@ -291,7 +284,6 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
     records: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    del ray, records
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: ["10.0.0.2"])
     monkeypatch.setattr(recipes, "replace", lambda _: None)
@@ -322,7 +314,6 @@ def test_a_failed_sync_is_repeated(
     lost: bool,
     syncs: int | None,
 ) -> None:
-    del ray, states
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
     outcomes = iter([SyncError("rank 2 does not answer")] * failures + [None])
 

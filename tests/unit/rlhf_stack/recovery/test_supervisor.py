@@ -29,11 +29,9 @@ class Saved:
         self.selected: list[int] = []
 
     def complete_steps(self, since: float) -> set[int]:
-        del since
         return {self.steps.pop(0)} - {0}
 
     def select(self, step: int, since: float) -> list[Path]:
-        del since
         self.selected.append(step)
         return []
 

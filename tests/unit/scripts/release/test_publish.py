@@ -43,7 +43,7 @@ def test_an_altered_record_is_an_error(tmp_path: Path) -> None:
 def test_checks_and_a_catalogue_of_these_images_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the commit from which they are published."""
     monkeypatch.setattr(publish, "revision", lambda: "c" * 40)
-    monkeypatch.setattr(catalogue, "check", lambda offline: ["page.md does not follow"])  # noqa: ARG005
+    monkeypatch.setattr(catalogue, "check", lambda offline: ["page.md does not follow"])
     monkeypatch.setattr(facts, "load", lambda _: {})
     assert publish.untrue([publish.Item(CELL, image())]) == [
         "lint did not pass on cccccccccccc: run python -m scripts suites --checks",

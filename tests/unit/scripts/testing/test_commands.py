@@ -21,7 +21,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str]]]:
     """The suites that would have run: cell, suite, arguments."""
     runs: list[tuple[str, str, list[str]]] = []
 
-    def run_suite(client: Any, cell: Any, suite: str, arguments: list[str], again: bool) -> int:  # noqa: ARG001
+    def run_suite(client: Any, cell: Any, suite: str, arguments: list[str], again: bool) -> int:
         runs.append((cell.id, suite, [*arguments, *(["again"] if again else [])]))
         return 1
 
@@ -69,7 +69,7 @@ def test_a_wrong_word_is_an_error(words: list[str], error: str, ran: list[Any]) 
 
 def test_without_torch_of_the_default_cell_the_two_commands_use_its_stand_in(
     monkeypatch: pytest.MonkeyPatch,
-    ran: list[Any],  # noqa: ARG001
+    ran: list[Any],
 ) -> None:
     """The stand-in from the plain index, which every machine can build; a cell that is named is used."""
     demos: list[str] = []
