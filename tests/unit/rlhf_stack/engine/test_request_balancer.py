@@ -3,6 +3,7 @@
 import itertools
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,46 +89,36 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ]
 
 
-def test_busy_engine_gets_less(engines: list[Any]) -> None:
-    parameters = SimpleNamespace(max_tokens=90)
-    found = request_balancer.assign_prompts(
-        engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1
-    )
-    assert [found.count(engine) for engine in (0, 1)] == [1, 11]
+def assigned(
+    engines: list[Any], prompts: list[str], tokens: int | None, limit: int = 128, samples: int = 1
+) -> list[int]:
+    parameters = SimpleNamespace(max_tokens=tokens)
+    return request_balancer.assign_prompts(engines, prompts, tokenizer, parameters, limit, samples)
 
 
-def test_repeatable_run_ignores_unfinished_work(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(env_vars.REPEATABLE, "1")
-    parameters = SimpleNamespace(max_tokens=90)
-    found = request_balancer.assign_prompts(
-        engines, ["x" * 10] * 12, tokenizer, parameters, limit=128, samples=1
-    )
-    assert [found.count(engine) for engine in (0, 1)] == [6, 6]
+@pytest.mark.parametrize(("repeatable", "expected"), [("", [1, 11]), ("1", [6, 6])])
+def test_busy_engine_gets_less_unless_the_run_is_repeatable(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch, repeatable: str, expected: list[int]
+) -> None:
+    monkeypatch.setenv(env_vars.REPEATABLE, repeatable)
+    found = assigned(engines, ["x" * 10] * 12, 90)
+    assert [found.count(engine) for engine in (0, 1)] == expected
 
 
 def test_unlimited_answer_may_fill_the_context(engines: list[Any]) -> None:
-    unlimited = SimpleNamespace(max_tokens=None)
-    found = request_balancer.assign_prompts(
-        engines, ["x", "x" * 99], tokenizer, unlimited, limit=100, samples=4
-    )
+    found = assigned(engines, ["x", "x" * 99], None, limit=100, samples=4)
     assert found == [1, 1], "each is 4 times 100 tokens at most, and the first engine has 1000"
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [lambda engines: assigned(engines, ["x"], 9), lambda _: request_balancer.split_prompts([[1, 2]], 9, 1)],
+    ids=["0.11", "0.5"],
+)
 def test_beginning_of_generation_is_recorded(
-    engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[list[Any]], object]
 ) -> None:
     monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
-    request_balancer.assign_prompts(
-        engines, ["x"], tokenizer, SimpleNamespace(max_tokens=9), limit=128, samples=1
-    )
-    (event,) = events.read(tmp_path)
-    assert (event["event"], event["name"]) == ("begins", "generation")
-
-
-def test_beginning_of_generation_is_recorded_for_openrlhf_0_5(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
-    request_balancer.split_prompts([[1, 2]], 9, 1)
+    begin(engines)
     (event,) = events.read(tmp_path)
     assert (event["event"], event["name"]) == ("begins", "generation")

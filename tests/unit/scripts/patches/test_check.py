@@ -38,22 +38,14 @@ def test_a_cell_that_has_a_patch_for_others_is_named() -> None:
     assert "0001-change.patch: Cells is '*-cuda13.0 *-rocm7', and a-cpu has the patch too" in problem
 
 
-def test_a_patch_that_needs_another_one_is_named_with_it(tmp_path: Path) -> None:
-    errors, _ = check.misfits(make_wheel(tmp_path), series(DIFF, SECOND, APART))
-    assert len(errors) == 1
-    assert (
-        "patches/pkg/1.0/0002-change.patch: the hunk at pkg/x.py line 2 does not apply without 0001-"
-        in errors[0]
-    )
-
-
-def test_a_hunk_that_does_not_apply_is_named_with_the_remedy(tmp_path: Path) -> None:
-    errors, _ = check.misfits(make_wheel(tmp_path), series(DIFF, DIFF))
-    assert len(errors) == 1
-    assert (
-        "patches/pkg/1.0/0002-change.patch: the hunk at pkg/x.py line 2 does not apply: refresh it"
-        in errors[0]
-    )
+@pytest.mark.parametrize(
+    ("diffs", "why"), [((DIFF, SECOND, APART), " without 0001-"), ((DIFF, DIFF), ": refresh it")]
+)
+def test_a_hunk_that_does_not_apply_is_named_with_what_it_needs(
+    tmp_path: Path, diffs: tuple[str, ...], why: str
+) -> None:
+    (error,), _ = check.misfits(make_wheel(tmp_path), series(*diffs))
+    assert f"patches/pkg/1.0/0002-change.patch: the hunk at pkg/x.py line 2 does not apply{why}" in error
 
 
 def test_a_hunk_at_another_line_is_a_warning(tmp_path: Path) -> None:
