@@ -7,13 +7,11 @@ without a usable GPU fails as upstream does instead of silently training on the 
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import visible_devices
 from rlhf_stack.config import env_vars
-
-if TYPE_CHECKING:
-    import torch
+from rlhf_stack.lazy import ray, torch
 
 GPU_ID = "RLHF_STACK_GPU_ID"  # set for the child processes of an engine actor, never by users
 VISIBLE_VARIABLES = (visible_devices.CUDA, visible_devices.HIP, visible_devices.ROCR)
@@ -30,8 +28,6 @@ def is_gpu() -> bool:
     """
     if (accelerator := env_vars.accelerator()) is not None:
         return accelerator != "cpu"
-    import torch
-
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
@@ -39,8 +35,6 @@ def kind() -> visible_devices.Kind:
     """Return the platform whose rules for visible devices apply: by the image, otherwise by torch's build."""
     if (accelerator := env_vars.accelerator()) is not None:
         return "rocm" if accelerator == "rocm" else "cuda"
-    import torch
-
     return "cuda" if torch.version.hip is None else "rocm"
 
 
@@ -61,31 +55,23 @@ def collective_backend() -> str:
 
 def current_device() -> "int | torch.device":
     """Return the current GPU's index, as ``torch.cuda.current_device``, or the CPU device."""
-    import torch
-
     return torch.cuda.current_device() if is_gpu() else torch.device("cpu")
 
 
 def torch_device() -> "torch.device":
     """Return `current_device` as a ``torch.device``."""
-    import torch
-
     return torch.device(f"cuda:{torch.cuda.current_device()}") if is_gpu() else torch.device("cpu")
 
 
 def set_device(local_rank: int) -> None:
     """Make GPU ``local_rank`` the current one; does nothing on a CPU."""
     if is_gpu():
-        import torch
-
         torch.cuda.set_device(local_rank)
 
 
 def synchronize() -> None:
     """Wait for the current GPU; does nothing on a CPU, which computes synchronously."""
     if is_gpu():
-        import torch
-
         torch.cuda.synchronize()
 
 
@@ -95,8 +81,6 @@ def empty_cache() -> None:
     Memory that another process had open is cached only when torch has checked that it is closed.
     """
     if is_gpu():
-        import torch
-
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
@@ -105,8 +89,6 @@ def current_stream() -> "torch.cuda.Stream | None":
     """Return the current GPU stream, or None on a CPU."""
     if not is_gpu():
         return None
-    import torch
-
     return torch.cuda.current_stream()
 
 
@@ -117,14 +99,10 @@ def physical_gpu_id() -> str:
     environment in a process that an engine actor started (see `export_physical_gpu_id`).
     """
     if is_gpu():
-        import torch
-
         return _gpu_id(torch.cuda.current_device())
     inherited = os.environ.get(GPU_ID)
     if inherited is not None:
         return inherited
-    import ray
-
     context = ray.get_runtime_context()
     ids = context.get_accelerator_ids()["GPU"]
     if not ids:
@@ -141,8 +119,6 @@ def select_gpu(gpu: str) -> None:
     No variable can name it: torch's UUIDs lack the prefix that CUDA expects. The process must not have used
     CUDA yet. `RuntimeError` if the node has no such GPU.
     """
-    import torch
-
     for variable in VISIBLE_VARIABLES:
         os.environ.pop(variable, None)
     found = [_gpu_id(index) for index in range(torch.cuda.device_count())]
@@ -152,8 +128,6 @@ def select_gpu(gpu: str) -> None:
 
 
 def _gpu_id(index: int) -> str:
-    import torch
-
     properties = torch.cuda.get_device_properties(index)
     # torch 2.3 has no UUIDs
     return str(getattr(properties, "uuid", f"{socket.gethostname()}:{_visible_device(index)}"))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhf_stack.accelerator import visible_devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray
 
 SMI_SECONDS = 30.0
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -75,8 +76,6 @@ def join_ray(address: str | None, gpus: int) -> None:
 
     A running cluster accepts no ``num_gpus``, and an older Ray detects no AMD GPU when it starts one.
     """
-    import ray
-
     if ray.is_initialized():
         return
     try:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
+from rlhf_stack.lazy import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     Packed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -25,8 +24,6 @@ TOLERANCE = {"torch.bfloat16": 0.02, "torch.float32": 1e-5}
 
 def climb(place: Place) -> Found:
     """Compare output and gradients, for heads that are equal, grouped, and with a sliding window."""
-    import torch
-
     lengths = LENGTHS if place.small else tuple(16 * length for length in LENGTHS)
     device = devices.torch_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -50,8 +47,6 @@ def _with_gradients(
     attend: "Packed", inputs: "list[torch.Tensor]", dtype: "torch.dtype"
 ) -> "list[torch.Tensor]":
     """The output for ``inputs`` in ``dtype``, and the gradients of a weighted sum of it."""
-    import torch
-
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
     output = attend(*leaves)
     generator = torch.Generator().manual_seed(1)
@@ -61,7 +56,6 @@ def _with_gradients(
 
 def _reference(lengths: tuple[int, ...], window: int | None) -> "Packed":
     """Attention as its formula, for one sequence at a time."""
-    import torch
 
     def attend(*packed: "torch.Tensor") -> "torch.Tensor":
         answers = []
@@ -80,8 +74,6 @@ def _reference(lengths: tuple[int, ...], window: int | None) -> "Packed":
 
 def _packed(lengths: tuple[int, ...], window: int | None) -> "Packed":
     """The function under test: ours over torch's attention, else flash_attn's or what takes its place."""
-    import torch
-
     device = devices.torch_device()
     has_own = importlib.util.find_spec("flash_attn") is None and _has_varlen(device)
     if has_own:
@@ -116,7 +108,5 @@ def _has_varlen(device: "torch.device") -> bool:
         return False
     missing = {"window_size", "enable_gqa"} - set(inspect.signature(varlen_attn).parameters)
     if missing and device.type == "cuda":
-        import torch
-
         raise NotClimbedError(f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(missing))}")
     return True

@@ -10,6 +10,7 @@ from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
 from rlhf_stack.diagnostics.network_check.sampling import ring
+from rlhf_stack.lazy import ray, torch
 
 SECONDS = 60
 REPEATS = 3  # of which the best counts
@@ -21,7 +22,6 @@ class Member:
 
     def all_reduce(self, where: tuple[str, int], rank: int, world: int, elements: int) -> tuple[float, bool]:
         """The best seconds of an all-reduce of 32-bit numbers, and whether its sum is correct."""
-        import torch
         import torch.distributed as dist
 
         device = devices.torch_device()
@@ -82,8 +82,6 @@ def _reduce(
     members: Sequence[Any], addresses: Sequence[str], groups: Sequence[Sequence[int]], elements: int
 ) -> list[tuple[float, bool]]:
     """For each group, at the same time: the bandwidth of the bus in GB/s, and whether the sum is correct."""
-    import ray
-
     calls, who = [], []
     for group in groups:
         where = ray.get(members[group[0]].__ray_call__.remote(free_endpoint), timeout=SECONDS)

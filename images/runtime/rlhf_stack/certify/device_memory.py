@@ -4,11 +4,12 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, Place
 from rlhf_stack.certify.model import Measurement
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
 from rlhf_stack.sync.encoding import Encodings, Reach
@@ -18,17 +19,12 @@ from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender
 
-if TYPE_CHECKING:
-    import torch
-
 HIDDEN, ROWS = 64, 4096  # the embedding is larger than a bucket of the small sizes
 SMALL_BUCKET, BUCKET = 300_000, 32_000_000
 
 
 def parameters(small: bool) -> "dict[str, torch.Tensor]":
     """Random 16-bit parameters on the host, the same in every process: small, strided and large ones."""
-    import torch
-
     torch.manual_seed(0)
     scale = 1 if small else 16
     shapes = {
@@ -82,8 +78,6 @@ class _Loopback:
 
 def climb(place: Place) -> Found:
     """Send all parameters in buckets, receive them, compare; then compare checksums with the host's."""
-    import torch
-
     device = devices.torch_device()
     host = parameters(place.small)
     held = {name: tensor.to(device) for name, tensor in host.items()}

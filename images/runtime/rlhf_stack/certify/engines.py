@@ -12,6 +12,7 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.certify.on_cluster import actors, free_endpoint, gpus_of, make_files, nodes_with_gpus
+from rlhf_stack.lazy import ray, torch
 
 DEADLINE = 600.0
 REQUESTS, TOKENS, ROUNDS, LAYERS = 8, 64, 6, 8
@@ -42,8 +43,6 @@ def free_memory(_: object) -> int:
     """Free bytes of this process's GPU; 0 on a CPU, where sleep frees nothing."""
     if not devices.is_gpu():
         return 0
-    import torch
-
     return int(torch.cuda.mem_get_info()[0])
 
 
@@ -73,8 +72,6 @@ def throughput(place: Place) -> Found:
 @contextmanager
 def _engines(place: Place, most: int | None, asleep: bool = False) -> Iterator[tuple[list[Any], list[str]]]:
     """Yield engines of one GPU each, at most ``most``, with the addresses of their nodes."""
-    import ray
-
     with nodes_with_gpus(place) as nodes:
         folder = make_files(place, nodes, 1, LAYERS)
         count = len(gpus_of(nodes)[:most])
@@ -133,7 +130,6 @@ class Rank:
 
     def reduce(self, elements: int) -> None:
         """Run a collective of training, which ends when every rank has joined it."""
-        import torch
         import torch.distributed as dist
 
         dist.all_reduce(torch.ones(elements, device=devices.torch_device()))
@@ -141,7 +137,6 @@ class Rank:
 
     def wait_busily(self) -> None:
         """Join the collective and busy-wait for it: a kernel of NCCL does on its GPU, gloo does not."""
-        import torch
         import torch.distributed as dist
 
         work = dist.all_reduce(torch.ones(1, device=devices.torch_device()), async_op=True)
@@ -155,8 +150,6 @@ def rounds(engines: Sequence[Any], addresses: Sequence[str], number: int) -> lis
     With two engines or more, a rank next to each takes a training step before each round of the later
     phases; in `WAITING` the first one waits in a collective while the engines generate.
     """
-    import ray
-
     begin, found = time.monotonic(), []
     cores = [None] * len(engines) if devices.is_gpu() else sorted(os.sched_getaffinity(0))[: len(engines)]
     if len(cores) < len(engines):
@@ -197,8 +190,6 @@ def pin(_: object, core: int) -> None:
 
 def generate(engines: Sequence[Any]) -> list[float]:
     """The seconds until each engine has answered its requests; all start together."""
-    import ray
-
     start = time.monotonic()
     pending = {
         request(engine, number): index for index, engine in enumerate(engines) for number in range(REQUESTS)
@@ -222,19 +213,13 @@ def request(engine: Any, number: int) -> Any:
 
 
 def _generated(engine: Any) -> list[int]:
-    import ray
-
     return list(ray.get(request(engine, 0), timeout=DEADLINE).outputs[0].token_ids)
 
 
 def _call(method: Any, *arguments: Any) -> Any:
     """The result of an actor's method, with a deadline."""
-    import ray
-
     return ray.get(method.remote(*arguments), timeout=DEADLINE)
 
 
 def _all(calls: Sequence[Any]) -> None:
-    import ray
-
     ray.get(list(calls), timeout=DEADLINE)

@@ -8,6 +8,7 @@ import time
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, Place
 from rlhf_stack.certify.model import Measurement
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.digest import checksum
 
 SECONDS = 120
@@ -16,7 +17,6 @@ ELEMENTS, SMALL_ELEMENTS = 1 << 27, 1 << 20
 
 def climb(place: Place) -> Found:
     """Compare the checksum that the other process computes; on a CPU the handle contains the bytes."""
-    import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
     torch.manual_seed(0)
@@ -44,8 +44,6 @@ def climb(place: Place) -> Found:
 
 def main() -> None:
     """Open the handle on standard input and print the checksum of its tensor."""
-    import torch
-
     index = torch.cuda.current_device() if devices.is_gpu() else None
     handle = pickle.loads(sys.stdin.buffer.read())  # noqa: S301  (of the parent process)
     print(checksum(devices.open_handle(handle, index)))

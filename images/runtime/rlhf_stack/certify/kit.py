@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rlhf_stack.lazy import torch
+
 DIGEST = Path(__file__).parents[2] / "kit.json"
 
 
@@ -37,8 +39,6 @@ class Plain:
 
 def main() -> int:
     """Climb, write the certificate to FOLDER, and return 1 if a rung failed."""
-    import torch
-
     from rlhf_stack.certify.certificate import certify
     from rlhf_stack.certify.ladder import NAMES, Place
     from rlhf_stack.certify.model import FAILED, Machine, Subject

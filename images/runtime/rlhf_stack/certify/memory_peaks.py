@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
+from rlhf_stack.lazy import torch
 from rlhf_stack.memory import Pass, Shape, forward_peak, saved_activations, training_peak
 
 SMALL = Shape(4, 256, 704, 4, 2, 64, 4096, qkv_bias=True)
@@ -40,8 +41,6 @@ def _is_wrong(ratio: float) -> bool:
 
 def activations(shape: Shape, length: int) -> Iterator[tuple[str, int, int]]:
     """Yield names, estimated and measured bytes of an actor's passes, as OpenRLHF computes them."""
-    import torch
-
     if not devices.is_gpu():
         torch.set_num_threads(1)
     for name, (attention, checkpointing, changes) in PASSES.items():
@@ -65,8 +64,6 @@ def activations(shape: Shape, length: int) -> Iterator[tuple[str, int, int]]:
 
 def _actor(shape: Shape, attention: str, checkpointing: bool, length: int) -> tuple[Callable[[], Any], bool]:
     """The forward pass of OpenRLHF's actor or, without it, the same operations; are logits 16 bits."""
-    import torch
-
     model = model_of(shape, attention).to(devices.torch_device())
     tokens = torch.randint(0, shape.vocabulary, (SEQUENCES, length), device=model.device)
     mask = torch.ones_like(tokens)
@@ -126,7 +123,6 @@ def config_of(shape: Shape, attention: str = "sdpa") -> Any:
 def model_of(shape: Shape, attention: str = "sdpa") -> Any:
     """The model in 16 bits, with random weights."""
     config = config_of(shape, attention)
-    import torch
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -137,8 +133,6 @@ def model_of(shape: Shape, attention: str = "sdpa") -> Any:
 
 def profiled(call: Callable[[], Any]) -> tuple[int, int]:
     """The bytes allocated after ``call``, with its result alive, and their peak during it."""
-    import torch
-
     if devices.is_gpu():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

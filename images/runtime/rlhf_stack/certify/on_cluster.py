@@ -14,6 +14,7 @@ from rlhf_stack.certify.ladder import NotClimbedError, Place
 from rlhf_stack.cluster.connect import connect, connected
 from rlhf_stack.cluster.host import free_port
 from rlhf_stack.errors import UserError
+from rlhf_stack.lazy import ray
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
 
@@ -29,8 +30,6 @@ def cluster(address: str, fake_gpus: Sequence[int], default: Sequence[int]) -> I
     A new one has this machine as its node, in an image for CPUs nodes with ``fake_gpus`` or the ``default``.
     `UserError` if fake GPUs are requested and a cluster is running.
     """
-    import ray
-
     try:
         with connected(address):
             found = str(ray.get_runtime_context().gcs_address)
@@ -67,8 +66,6 @@ def _own(fake_gpus: Sequence[int]) -> Iterator[str]:
 
 def free_endpoint(_: object) -> tuple[str, int]:
     """The address of this actor's node, and a free port of it."""
-    import ray
-
     address = str(ray.util.get_node_ip_address())
     return address, free_port(address)
 
@@ -93,8 +90,6 @@ def gpus_of(nodes: Sequence[FreeNode]) -> list[str]:
 @contextmanager
 def actors(kind: Any, addresses: Sequence[str], gpus: float = 1.0) -> Iterator[list[Any]]:
     """Yield an actor of class ``kind`` for each address, with ``gpus``; all are killed afterwards."""
-    import ray
-
     options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0}
     started = [
         ray.remote(kind).options(**options, resources={PIN + address: SLIVER}).remote()
@@ -109,8 +104,6 @@ def actors(kind: Any, addresses: Sequence[str], gpus: float = 1.0) -> Iterator[l
 
 def answers(calls: Sequence[Any], who: Sequence[str], seconds: float) -> list[Any]:
     """The results of calls of actors; RuntimeError names the ones in ``who`` that fail or are late."""
-    import ray
-
     end = time.monotonic() + seconds
     ray.wait(list(calls), num_returns=len(calls), timeout=seconds)
     found, errors = [], []

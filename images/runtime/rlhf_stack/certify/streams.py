@@ -2,19 +2,17 @@
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.membership import Members
 from rlhf_stack.sync.nccl import StreamGroup
-
-if TYPE_CHECKING:
-    import torch
 
 HOST = "127.0.0.1"
 SECONDS = 4.0  # the deadline of a transfer, of which a quarter is for its diagnosis
@@ -45,8 +43,6 @@ class _OneRank(StreamGroup):
 
 def climb(place: Place) -> Found:
     """Send what the default stream still computes; then let the stream be late, which must end in time."""
-    import torch
-
     del place
     if not devices.is_gpu():
         raise NotClimbedError("NCCL and CUDA streams need a GPU")

@@ -17,6 +17,7 @@ from rlhf_stack.certify.model import Measurement
 from rlhf_stack.certify.on_cluster import make_files, nodes_with_gpus, on_every_node
 from rlhf_stack.config import env_vars
 from rlhf_stack.demo import tiny_run
+from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events
 
 STEPS = 2
@@ -166,8 +167,6 @@ def judged(found: Sequence[Mapping[str, Any]], seconds: float, arguments: Sequen
 
 def main() -> None:
     """Be the driver of a run: the trainer's own module, with variables for all processes of its job."""
-    import ray
-
     _, address, variables, *arguments = sys.argv
     os.environ.update(json.loads(variables))
     ray.init(address=address, runtime_env={"env_vars": json.loads(variables)})

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.device_memory import BUCKET, SMALL_BUCKET, parameters
@@ -14,14 +14,12 @@ from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender
-
-if TYPE_CHECKING:
-    import torch
 
 JOIN_SECONDS, SYNC_SECONDS = 120.0, 120.0
 LOST_TIMEOUT = 12.0  # the deadline of the sync in which a rank is killed
@@ -53,8 +51,6 @@ class Rank:
 
     def sync(self) -> tuple[float, int, list[str]]:
         """Send or receive all parameters once; the seconds, the bytes, and which parameters differ."""
-        import torch
-
         start = time.monotonic()
         if self._group.rank:
             specs = [astuple(spec) for spec in self._specs]
@@ -140,8 +136,6 @@ def backends() -> tuple[str, ...]:
 @contextmanager
 def _joined(place: Place, backend: str, timeout: float) -> Iterator[tuple[Sequence[Any], list[str]]]:
     """Yield a rank on each GPU, joined to one group with this ``timeout`` for a transfer, and their names."""
-    import ray
-
     with nodes_with_gpus(place) as nodes:
         addresses = gpus_of(nodes)
         if len(addresses) < 2:

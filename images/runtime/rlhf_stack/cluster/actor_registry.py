@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
 from rlhf_stack.compat import ray_private
+from rlhf_stack.lazy import ray
 
 # What gloo, NCCL and sockets report when the other end of a collective was lost.
 CUT_OFF = re.compile(r"(?i)connection (closed|reset|refused)|broken pipe|remote process exited|timed out")
@@ -26,8 +27,6 @@ class PeerError(RuntimeError):
 
 def register_actor(who: str) -> None:
     """Store a record of this process under the name ``who`` ("engine 0"), if it is a Ray actor."""
-    import ray
-
     if not ray.is_initialized():
         return
     context = ray.get_runtime_context()
@@ -48,8 +47,6 @@ def translate_actor_errors(what: str = "") -> Iterator[None]:
     constructor failed, because it has the cause. The error of an actor that was cut off in a collective has
     at best an address, so the message lists the lost actors of the job.
     """
-    import ray
-
     try:
         yield
     except PeerError as error:  # from a nested wait, here or in another process
@@ -69,15 +66,11 @@ def translate_actor_errors(what: str = "") -> Iterator[None]:
 
 def own_record(who: str) -> dict[str, str]:
     """Return the record of this process, named ``who``, in the form that `describe` takes."""
-    import ray
-
     return {"who": who, "host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
 
 
 def describe_lost_actor(error: Any) -> str:
     """Describe the actor of a ``RayActorError``, or of a task error whose cause is one, in a sentence."""
-    import ray
-
     state = "is dead"
     if isinstance(error, getattr(ray.exceptions, "ActorUnavailableError", ())):  # newer than Ray 2.12.0
         state = "cannot be reached, and Ray cannot tell yet whether it is dead"
@@ -102,8 +95,6 @@ def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
 
 def _lost_actors() -> list[str]:
     """Describe the dead actors of this job, as soon as Ray reports one."""
-    import ray
-
     job = str(ray.get_runtime_context().get_job_id())
     records = [record for record in gcs_kv.list_records(_key("")) if record["job"] == job]
     end = time.monotonic() + NOTICE_SECONDS
@@ -127,8 +118,6 @@ def _key(actor: str) -> str:
 
 def _name(actor: str | None) -> str:
     """Describe an actor by its own record, otherwise by Ray's."""
-    import ray
-
     if actor is None:
         return "an actor"
     try:

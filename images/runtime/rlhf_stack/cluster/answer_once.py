@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from rlhf_stack.compat import ray_private
+from rlhf_stack.lazy import ray
 
 KEPT = 8  # results of this actor: more than the calls that it gets before Ray repeats an earlier one
 WHILE_IT_LIVES = -1  # Ray repeats a call until it knows that the actor is dead
@@ -53,8 +54,6 @@ def once(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def execute(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return the result of ``method``, or raise its error, as if this call had been executed once."""
-    import ray
-
     call = ray.get_runtime_context().get_task_id() if ray.is_initialized() else None
     if call is None or call in _executing:  # no call of an actor, or a method calls another one
         return method(*arguments, **options)
@@ -75,8 +74,6 @@ def execute(method: Callable[..., Any], arguments: tuple[Any, ...], options: dic
 
 def repeated(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
     """Decorate an asynchronous method of an actor: Ray repeats its calls, and each is executed once."""
-    import ray
-
     method = ray.method(max_task_retries=WHILE_IT_LIVES)(method)
 
     @functools.wraps(method)
@@ -92,8 +89,6 @@ async def execute_async(
     method: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """Return the result of ``method`` as if this call had been executed once; a repeated one waits for it."""
-    import ray
-
     call = ray.get_runtime_context().get_task_id() if ray.is_initialized() else None
     if call is None:
         return await method(*arguments, **options)

@@ -4,6 +4,7 @@ import os
 
 from rlhf_stack.accelerator import devices, visible_devices
 from rlhf_stack.compat import ray_private
+from rlhf_stack.lazy import ray
 
 
 def local_rank() -> int:
@@ -15,8 +16,6 @@ def local_rank() -> int:
     """
     if not devices.is_gpu():
         return 0
-    import ray
-
     if not ray.is_initialized() or not (assigned := ray.get_gpu_ids()):
         return 0
     variable = ray_private.visible_devices_variable()

@@ -12,6 +12,7 @@ from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.host import wait_for_port
 from rlhf_stack.cluster.start_command import with_port
 from rlhf_stack.errors import UserError
+from rlhf_stack.lazy import ray
 
 ANSWER_SECONDS = 10.0
 
@@ -21,8 +22,6 @@ def connect(address: str = "auto") -> None:
 
     Raises `UserError` if no cluster answers.
     """
-    import ray
-
     auth_token.is_available(os.environ)  # an unusable one is an error here, and a riddle in Ray
     if address != "auto":  # Ray itself would retry for minutes
         wait_for_port(with_port(address), ANSWER_SECONDS)
@@ -47,8 +46,6 @@ def connected(address: str = "auto") -> Iterator[None]:
 
     This process keeps its own handler of SIGTERM, which Ray replaces.
     """
-    import ray
-
     handler = signal.getsignal(signal.SIGTERM)
     connect(address)
     _handle_sigterm(handler)

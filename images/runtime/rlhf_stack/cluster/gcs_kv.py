@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from rlhf_stack.compat import ray_private
+from rlhf_stack.lazy import ray
 
 NAMESPACE = b"rlhf_stack"
 TIMEOUT_SECONDS = 10.0
@@ -27,8 +28,6 @@ def list_records(prefix: str) -> list[dict[str, Any]]:
 
 
 def _client() -> Any:
-    import ray
-
     if ray.is_initialized():
         return ray_private.gcs_client(ray.get_runtime_context().gcs_address)
     return ray_private.gcs_client(os.environ["RAY_ADDRESS"])

@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.connect import connect
 from rlhf_stack.errors import UserError
+from rlhf_stack.lazy import ray
 
 POLL_SECONDS = 0.2
 DASHBOARD = "http://127.0.0.1:8265"
@@ -106,7 +107,6 @@ def wait_for_nodes(
     ``jobs`` works on the head only. ``check`` is called at each poll and may raise to end the wait. Raises
     `NotReadyError` after ``timeout`` seconds.
     """
-    import ray
 
     def connection() -> str:
         check()

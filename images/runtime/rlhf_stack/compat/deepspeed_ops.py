@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.lazy import torch
 
 FUSED_ADAM, CPU_ADAM = "fused_adam", "cpu_adam"
 BUILDERS = {FUSED_ADAM: "FusedAdamBuilder", CPU_ADAM: "CPUAdamBuilder"}
@@ -44,8 +45,6 @@ def adam_class(offload: bool) -> Any:
         from deepspeed.ops import adam
 
         return adam.DeepSpeedCPUAdam if offload else adam.FusedAdam
-    import torch
-
     return functools.partial(torch.optim.AdamW, fused=devices.is_gpu())
 
 

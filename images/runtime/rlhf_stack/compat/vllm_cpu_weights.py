@@ -5,10 +5,7 @@ engine receives new weights after each training step. The copy is then stale (``
 ``weight``: silently wrong), or the load fails (all other layers: ``weight`` becomes an empty tensor).
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from rlhf_stack.lazy import torch
 
 MATRIX_NDIM = 2
 

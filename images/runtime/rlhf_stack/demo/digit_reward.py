@@ -1,10 +1,9 @@
 """A reward function for OpenRLHF's ``--reward.remote_url``: the share of digits in the response."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from rlhf_stack.lazy import torch
 
 SPECIAL = ("<eos>", "<pad>", "<bos>")
 
@@ -20,8 +19,6 @@ def reward_func(
     queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any
 ) -> "dict[str, torch.Tensor | dict[str, torch.Tensor]]":
     """The interface of OpenRLHF: ``queries`` are prompt and response, ``prompts`` their prompts."""
-    import torch
-
     del labels
     rewards = torch.tensor(
         [share_of_digits(query[len(prompt) :]) for query, prompt in zip(queries, prompts, strict=True)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_stack.demo.digit_reward import share_of_digits
+from rlhf_stack.lazy import torch
 
 HIDDEN = 64
 SHARE, CONSTANT, MEAN = 0, 1, 2  # meaning of the first elements of the hidden state
@@ -20,7 +21,6 @@ def make(out: Path, tokenizer: Any, vocabulary: int) -> None:
 
     ``vocabulary`` may exceed the size of the tokenizer; the additional tokens have no text.
     """
-    import torch
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2Model
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_stack.demo import digit_reward_model, tiny_run
+from rlhf_stack.lazy import torch
 
 VOCABULARY = 512
 HIDDEN = 64
@@ -39,7 +40,6 @@ def prompts(seed: int, count: int) -> Iterator[str]:
 
 def make_model(out: Path, seed: int, layers: int, heads: int) -> Any:
     """Write the model and its tokenizer, and return the tokenizer; weights depend only on the seed."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.telemetry import events
 
 GRACE_SECONDS = 0.2  # a collective that ends within it does not slow an engine down
@@ -155,8 +156,6 @@ def _until_done(work: Any) -> Callable[[], bool]:
         return done
     if not devices.is_gpu():
         return _always
-    import torch
-
     event = torch.cuda.Event()
     event.record()
     query: Callable[[], bool] = event.query

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.compat.determinism import seed_prompt
 from rlhf_stack.engine import request_balancer, roster
+from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events, run_log
 
 SETTLE_SECONDS = 1.0  # in which the other requests to an engine fail once one has failed
@@ -52,8 +53,6 @@ def answers_of(reference: Any) -> list[Any]:
     If their engine is lost and restarted, or was unreachable for a while, its unanswered prompts go to
     usable engines first. Raises Ray's error if the engine stays dead, and the engine's own error.
     """
-    import ray
-
     request = _requests[reference]
     while True:
         try:
@@ -89,8 +88,6 @@ def _move_prompts(lost: Request, error: Exception) -> None:
 
 def _failed(requests: Sequence[Request]) -> Iterable[Request]:
     """Yield those of ``requests`` whose call has failed because its engine was lost."""
-    import ray
-
     references = [one.answers for one in requests]
     done, _ = ray.wait(references, num_returns=len(references), timeout=SETTLE_SECONDS)
     for one in requests:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray
 from rlhf_stack.placement import PlacementError, driver_cpus, reserve_engines
 from rlhf_stack.placement.reservation import pinned_addresses
 from rlhf_stack.telemetry import run_log
@@ -53,8 +54,6 @@ def sleeps(index: int) -> bool:
 
 def lost_nodes(index: int) -> list[str]:
     """Return the addresses of dead nodes to which engine ``index`` is pinned."""
-    import ray
-
     alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
     found = load(index)
     return sorted(set(found["addresses"]) - alive) if found else []
@@ -62,8 +61,6 @@ def lost_nodes(index: int) -> list[str]:
 
 def current(index: int, handle: Any) -> Any:
     """Return the actor that is engine ``index`` now: ``handle``, or the one that has replaced it."""
-    import ray
-
     found = load(index)
     return ray.get_actor(found["name"]) if found and found["name"] else handle
 
@@ -73,7 +70,6 @@ def replace(index: int) -> Any | None:
 
     It has not started when this returns.
     """
-    import ray
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
     entry = load(index)
@@ -106,6 +102,4 @@ def replace(index: int) -> Any | None:
 
 
 def _key(index: int) -> str:
-    import ray
-
     return f"recipes/{ray.get_runtime_context().get_job_id()}/{index}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.lazy import ray
 from rlhf_stack.sync import report
 from rlhf_stack.telemetry import events, run_log
 
@@ -103,8 +104,6 @@ def end_process(reason: str) -> None:
 
 def permit(engine: int) -> None:
     """Let the restarted ``engine`` of this job start now, if it waits in `begin`."""
-    import ray
-
     job = str(ray.get_runtime_context().get_job_id())
     if (number := _restarts(job, engine)) and not _is_permitted(job, engine, number):
         gcs_kv.put_record(f"{_PERMITS}/{job}/{engine}", {"engine": engine, "restarts": number})

@@ -15,6 +15,7 @@ from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes, restarted, roster, startup
 from rlhf_stack.engine.roster import ALIVE, DEAD, Roster
+from rlhf_stack.lazy import ray
 from rlhf_stack.sync import SyncError, SyncMismatch, wait_for_engine_results, wait_for_sync
 from rlhf_stack.sync import report as sync_report
 from rlhf_stack.telemetry import events, run_log
@@ -109,8 +110,6 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
 
 def _have_ended(references: Sequence[Any]) -> bool:
     """Wait for all ranks of a failed sync; False if one stays in it, and no other sync can begin."""
-    import ray
-
     seconds = env_vars.sync_timeout() + 6 * env_vars.sync_grace()
     return not ray.wait(list(references), num_returns=len(references), timeout=seconds)[1]
 
@@ -149,8 +148,6 @@ _lost_seconds: list[float] = []  # in which this run waited for lost engines
 
 
 def _check_total() -> None:
-    import ray
-
     total = restarted.total(str(ray.get_runtime_context().get_job_id()))
     if total > (most := TOTAL * env_vars.engine_restarts()):
         raise PeerError(
@@ -164,8 +161,6 @@ def _bring_back(team: Roster, index: int) -> Any | None:
 
     None if its node is gone, there is no other place, and enough engines are left.
     """
-    import ray
-
     end = time.monotonic() + env_vars.engine_timeout()
     handle = team.handles[index]
     while True:
@@ -191,8 +186,6 @@ def _bring_back(team: Roster, index: int) -> Any | None:
 
 def _is_up(handle: Any) -> bool:
     """Report whether an engine answers now."""
-    import ray
-
     try:
         ray.get(handle.__ray_ready__.remote(), timeout=POLL_SECONDS)
     except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):

@@ -12,6 +12,7 @@ from rlhf_stack.cluster import actor_registry
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes
+from rlhf_stack.lazy import ray
 from rlhf_stack.sync import SyncError, wait_for_engine_results
 from rlhf_stack.telemetry import events, run_log
 
@@ -117,8 +118,6 @@ def _wait(engine: Any, reference: Any, call: Call, what: str, end: float) -> tup
 
     Raises Ray's error for an engine that stays dead.
     """
-    import ray
-
     while True:
         try:
             return True, ray.get(reference, timeout=POLL_SECONDS)

@@ -16,6 +16,7 @@ from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.compat import resource_tracker
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes, restarted
+from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events, run_log
 
 WORKER_CLASS = "rlhf_stack.engine.worker.InstrumentedWorker"
@@ -37,8 +38,6 @@ def begin(index: int | None) -> str | None:
     resource_tracker.detach()
     if index is None:
         return None
-    import ray
-
     context = ray.get_runtime_context()
     key = f"{context.get_job_id()}/{index}"
     join(key)
@@ -127,8 +126,6 @@ def wait_for_engine_startup(
     Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error. ``check``
     is called with the indices of the missing engines from time to time.
     """
-    import ray
-
     starts = {engine.__ray_ready__.remote(): index for index, engine in enumerate(engines or [])}
     pending = [*starts, *others]
     end = time.monotonic() + env_vars.engine_timeout()
@@ -152,8 +149,6 @@ def late(engines: Sequence[int]) -> StartError:
 
 def _last_steps(engines: Sequence[int]) -> list[str]:
     """Describe the last reported step of each process of ``engines``."""
-    import ray
-
     records = gcs_kv.list_records(f"{ray.get_runtime_context().get_job_id()}/")
     return describe_steps(records, engines, time.time())
 

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.engine.startup import TRANSFER_BACKEND
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync import SyncError, create_group, same_gpu
 from rlhf_stack.sync.group import WeightGroup
 from rlhf_stack.sync.receiving import receive
@@ -72,8 +73,6 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join the sync group, after leaving the one that this worker was in."""
-        import torch
-
         self.shutdown()
         if init_info.offers is not None:
             self.group = same_gpu.join(init_info.offers, devices.physical_gpu_id())

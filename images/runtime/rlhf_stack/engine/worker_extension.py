@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.engine import startup
+from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync import digest, weight_layout
 from rlhf_stack.sync.receiving import receive
 
@@ -29,8 +30,6 @@ def use_worker_class(replacement: type) -> None:
 
 def own_node() -> dict[str, Any]:
     """Return address (``node``) and id (``node_id``) of the node of this process, a Ray actor."""
-    import ray
-
     return {"node": ray.util.get_node_ip_address(), "node_id": ray.get_runtime_context().get_node_id()}
 
 
@@ -45,9 +44,6 @@ class WorkerMixin:
 
     def where(self) -> dict[str, Any]:
         """Return rank in the engine, GPU, host name and process id, and the node if this is a Ray actor."""
-        import ray
-        import torch
-
         location: dict[str, Any] = {
             "rank": torch.distributed.get_rank(),
             "gpu": devices.physical_gpu_id(),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rlhf_stack.cluster.answer_once import repeats_calls
+from rlhf_stack.lazy import ray
 from rlhf_stack.openrlhf.request import DIGITS, request_of
 from rlhf_stack.placement import reservation
 from rlhf_stack.placement.model import ENGINES
@@ -61,8 +62,6 @@ def controller(trainer_class: Any) -> Any:
     The run ends with that node in any case, and so it does not end with any other one. Ray repeats its calls.
     What is no Ray actor class, or has no reserved actor, is returned unchanged.
     """
-    import ray
-
     actor_class = repeats_calls(trainer_class)
     group = _reserved.get(TRAINED)
     if group is None or not hasattr(actor_class, "options"):

@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Any
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray
 from rlhf_stack.placement.model import Request
 from rlhf_stack.telemetry import run_log
 
@@ -25,8 +26,6 @@ class Demand:
 
     def request_nodes(self) -> None:
         """Ask the autoscaler for the resources of the request, once."""
-        import ray
-
         if self._group is None:
             run_log.info(
                 f"placement: the cluster has no room for {self._request.size} GPUs; its autoscaler is asked "
@@ -37,8 +36,6 @@ class Demand:
     def withdraw(self) -> None:
         """Remove the group, which occupies the new nodes if it was placed."""
         if self._group is not None:
-            import ray
-
             ray.util.remove_placement_group(self._group)
             self._group = None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray
 from rlhf_stack.placement.demand import Demand
 from rlhf_stack.placement.model import (
     ENGINES,
@@ -58,8 +59,6 @@ def reserve(request: Request, wait: bool = True) -> dict[str, Any]:
     placement; nothing has been started then, and nothing stays reserved. Without ``wait`` only what is free
     now counts.
     """
-    import ray
-
     if not ray.is_initialized():  # OpenRLHF 0.5.1 relies on the implicit initialization
         ray.init()
     separate = bool(request.engines and request.engines.separate_groups)
@@ -195,8 +194,6 @@ def _nodes(free: bool) -> list[FreeNode]:
 
 def _live_nodes(free: bool) -> list[FreeNode]:
     """Return the live nodes in Ray's order, without the excluded ones."""
-    import ray
-
     available = ray_private.available_resources_per_node()
     excluded = env_vars.excluded_nodes()
     found = []
@@ -276,8 +273,6 @@ def _counts(nodes: Sequence[FreeNode], bundles: Sequence[int]) -> str:
 
 def _create_groups(nodes: Sequence[FreeNode], found: Plan, separate: bool) -> dict[str, Any]:
     """Create placement groups by name, one for each engine if ``separate``, without waiting for them."""
-    import ray
-
     bundles_by_name = {name: bundles for name, bundles in found.bundles.items() if bundles}
     if separate:
         del bundles_by_name[ENGINES]
@@ -305,15 +300,11 @@ def _wait_for_groups(groups: Mapping[str, Any], end: float) -> bool:
 
 
 def _remove(groups: Mapping[str, Any]) -> None:
-    import ray
-
     for group in groups.values():
         ray.util.remove_placement_group(group)
 
 
 def _wait(group: Any, what: str, seconds: float) -> None:
-    import ray
-
     start = time.monotonic()
     if group.wait(math.ceil(seconds)):
         return
@@ -341,7 +332,5 @@ def _is_pinned(group: Any) -> bool:
 
 def _bundle_nodes(group: Any) -> list[str]:
     """Return the node id of each bundle."""
-    import ray
-
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [table[bundle] for bundle in range(len(table))]

@@ -11,6 +11,7 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.inputs import numbers
 from rlhf_stack.inputs.files import read_yaml
 from rlhf_stack.inputs.text import one_line, shortened
+from rlhf_stack.lazy import ray
 from rlhf_stack.placement.model import FreeNode
 
 GIB = numbers.GIB
@@ -104,8 +105,6 @@ def _gpu_type(resources: Mapping[str, Any]) -> str:
 
 def ray_machines(gpu_memory: float) -> list[Machine]:
     """The machines of the connected Ray cluster; ``gpu_memory`` in GiB per GPU."""
-    import ray
-
     from rlhf_stack.placement import reservation
 
     return machines_of_nodes(ray.nodes(), reservation.free_nodes(), gpu_memory)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from rlhf_stack.compat.determinism import rollout
+from rlhf_stack.lazy import ray
 from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.preemption import Answer, Request
 from rlhf_stack.telemetry import events, run_log
@@ -156,8 +157,6 @@ def _watch(trainer: Any) -> None:
     """Start the thread that waits for requests, once, if this process is connected to Ray."""
     if _watched:
         return
-    import ray
-
     if not ray.is_initialized():
         return
     job = str(ray.get_runtime_context().get_job_id())
@@ -167,8 +166,6 @@ def _watch(trainer: Any) -> None:
 
 
 def _serve(trainer: Any, job: str, handled: set[str]) -> None:
-    import ray
-
     lost = (
         ray.exceptions.RayError,
         OSError,
@@ -208,8 +205,6 @@ def _report(asked: Request, reply: Answer) -> None:
 
 def _save(trainer: Any) -> None:
     """Call the ranks as `save_logs_and_checkpoints` does for a step that is to be saved."""
-    import ray
-
     value = trainer._latest_eval_metric_value
     key = _progress.client_states.get("checkpoint_metric_key") or trainer.best_eval_metric_key or None
     states = _progress.client_states | {

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_stack.lazy import ray
+
 REAP = ("rlhf-stack", "reap", "--yes")
 REAP_SECONDS = 60.0
 ANSWER_SECONDS = 90.0  # Ray notices a node that was cut off after about a minute
@@ -20,7 +22,6 @@ class Nodes:
 
 def clean_nodes() -> Nodes:
     """Run `rlhf-stack reap --yes` on every node of the connected cluster; return which of them answered."""
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     reap = ray.remote(num_cpus=0, max_retries=0)(_reap)
@@ -44,8 +45,6 @@ def missing(before: Collection[str], now: Nodes) -> tuple[str, ...]:
 
 
 def _succeeded(task: Any) -> bool:
-    import ray
-
     try:
         ray.get(task)
     except ray.exceptions.RayError:  # the node ended meanwhile

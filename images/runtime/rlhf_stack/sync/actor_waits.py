@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray
 from rlhf_stack.sync.errors import SyncError
 
 POLL_SECONDS = 1.0
@@ -32,8 +33,6 @@ def wait_for_sync(references: Sequence[Any], engines: Sequence[Any] | None) -> l
     the error with which an engine died, is raised here as well. The error of a trainer rank that died
     includes what an engine reports: the bucket in which the sync stopped.
     """
-    import ray
-
     pending = list(references)
     queries = {engine.sync_error.remote(): engine for engine in engines or []}
     while pending:
@@ -48,8 +47,6 @@ def wait_for_sync(references: Sequence[Any], engines: Sequence[Any] | None) -> l
 
 def _raise_error(done: Sequence[Any], engine_error: Callable[[], str]) -> None:
     """Raise the error of a trainer rank in ``done``; for a dead rank it includes ``engine_error()``."""
-    import ray
-
     try:
         ray.get(done)
     except ray.exceptions.RayTaskError:
@@ -64,8 +61,6 @@ def _engine_error(queries: dict[Any, Any]) -> str:
 
     ``queries`` are the engines by the reference of their pending query; it is updated.
     """
-    import ray
-
     answered, _ = ray.wait(list(queries), num_returns=len(queries), timeout=0) if queries else ([], [])
     for reference in answered:
         engine = queries.pop(reference)
@@ -89,16 +84,12 @@ def _wait_for_engine_error(queries: dict[Any, Any]) -> str:
 
 def _raise_trainer_or_engine_error(pending: Sequence[Any], engine_error: str) -> None:
     """Raise a trainer rank's own error, which is more specific, if one arrives in time, else the engine's."""
-    import ray
-
     done, _ = ray.wait(list(pending), num_returns=1, timeout=2 * env_vars.sync_grace())
     _raise_error(done, lambda: engine_error)
     raise SyncError(engine_error)
 
 
 def _get(references: Sequence[Any], seconds: float, variable: str, what: str) -> list[Any]:
-    import ray
-
     try:
         with actor_registry.translate_actor_errors(f"waiting for {what}"):
             results: list[Any] = ray.get(list(references), timeout=seconds)

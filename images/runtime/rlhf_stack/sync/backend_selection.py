@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
@@ -83,8 +84,6 @@ class NcclTrial:
             self.group.close()
 
     def _run(self, members: Members, join: Callable[[Members], WeightGroup]) -> str:
-        import torch
-
         try:
             self.group = group = join(members)
             if self._abandoned:
@@ -99,16 +98,12 @@ class NcclTrial:
 
 
 def _own_device() -> RankDevice:
-    import torch
-
     if not devices.is_gpu() or not torch.cuda.is_available():
         return RankDevice(None, "")
     return RankDevice(devices.physical_gpu_id(), _nccl_problem())
 
 
 def _nccl_problem() -> str:
-    import torch
-
     try:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     except ModuleNotFoundError:  # vLLM 0.4: the group uses torch's NCCL

@@ -5,8 +5,9 @@ The messages of `rlhf_stack.sync.delta` differ in size, so each announces the si
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync import delta
 from rlhf_stack.sync.buckets import Bucket
 from rlhf_stack.sync.encoding import KEPT
@@ -14,9 +15,6 @@ from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
-
-if TYPE_CHECKING:
-    import torch
 
 FIRST = "the size of the first message"
 
@@ -50,8 +48,6 @@ class ChangedSender:
         self._in_flight.clear()
 
     def _start(self) -> None:
-        import torch
-
         if len(self._in_flight) == SLOTS:
             self._in_flight.pop(0).finish()
         self.sent += len(self._pending)
@@ -63,8 +59,6 @@ def arriving(group: Any, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, "t
 
     The caller has read a bucket when it asks for the next one.
     """
-    import torch
-
     _expect_kept(group, buckets)
 
     def start(number: int, message: "torch.Tensor") -> tuple["torch.Tensor", Transfer]:

@@ -4,12 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.weight_layout import Layout, Shape, View, engine_tensors
-
-if TYPE_CHECKING:
-    import torch
 
 CHUNK = 1 << 20  # bytes that are summed at a time
 WORD = 4  # bytes of a number that is summed
@@ -66,8 +64,6 @@ def checksum(tensor: "torch.Tensor") -> str:
     word changes both, and other changes are missed with a probability of about 2**-64. It is computed on the
     tensor's device, in memory of a few `CHUNK`.
     """
-    import torch
-
     state = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for chunk in _chunks(tensor.detach()):
         content = chunk.contiguous().view(torch.uint8)
@@ -97,8 +93,6 @@ def digest_model(model: Any, layout: Layout) -> Iterator[RegionDigest]:
 
 def count_uncovered(shape: Shape, regions: Iterable[View]) -> int:
     """Return how many elements of a parameter of ``shape`` are in none of ``regions``."""
-    import torch
-
     covered = torch.zeros(prod(shape), dtype=torch.bool)
     for region in set(regions):
         region.mark(covered)
@@ -147,8 +141,6 @@ def _chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
 @cache
 def _weights(device: "torch.device") -> tuple["torch.Tensor", ...]:
     """Return an odd number for each word of a chunk, for two sums."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, 1 << 62, (2, CHUNK // WORD), generator=generator) * 2 + 1
     return tuple(numbers.to(device))

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import ParameterSpec
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.trainer import full_shape
-
-if TYPE_CHECKING:
-    import torch
 
 WRAPPER, BASE_LAYER, ADAPTER = "base_model.model.", ".base_layer.", ".lora_"  # in PEFT's names
 
@@ -34,8 +32,6 @@ class EngineParameter:
 
     def value(self) -> "torch.Tensor":
         """Return what the engine must hold, as PEFT's own merge computes it."""
-        import torch
-
         weight: torch.Tensor = self.parameter.data
         with torch.no_grad():
             for adapter in () if self.layer is None else self.layer.active_adapters:

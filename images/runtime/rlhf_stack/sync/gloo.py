@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.host import available_memory
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.buckets import chain_order
 from rlhf_stack.sync.encoding import Encodings, Reach
@@ -17,9 +18,6 @@ from rlhf_stack.sync.group import SLOTS, Buffers, released_after
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.membership import Members, gloo_device
 from rlhf_stack.sync.node_shared_memory import share_node_buffers
-
-if TYPE_CHECKING:
-    import torch
 
 SEGMENT = 4 << 20  # bytes that a rank receives before it forwards them
 THREADS = 2
@@ -66,7 +64,6 @@ class GlooGroup:
     name = "gloo"
 
     def __init__(self, members: Members) -> None:
-        import torch
         import torch.distributed as dist
 
         self.rank, self.describe, self._members = members.rank, members.describe, members
@@ -98,7 +95,6 @@ class GlooGroup:
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:  # noqa: ARG002
         """See `WeightGroup`."""
-        import torch
         from torch.distributed import BroadcastOptions
 
         if tensor.numel() == 0:
@@ -194,8 +190,6 @@ class _Work:
 
 def _signal() -> "torch.Tensor":
     """Return a message whose arrival is its only content."""
-    import torch
-
     return torch.zeros(1, dtype=torch.uint8)
 
 

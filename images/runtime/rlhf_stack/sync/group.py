@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.encoding import Encodings
 from rlhf_stack.sync.kept import Kept
-
-if TYPE_CHECKING:
-    import torch
 
 SLOTS = 2  # concurrent transfers, and buffers per process
 
@@ -91,6 +89,4 @@ class Buffers:
 
     def _new(self, size: int, index: int) -> "torch.Tensor":  # noqa: ARG002
         """Allocate ``size`` bytes for slot ``index``."""
-        import torch
-
         return torch.empty(size, dtype=torch.uint8, **self._options)

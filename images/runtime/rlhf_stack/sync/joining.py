@@ -6,6 +6,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.cluster.host import free_port
+from rlhf_stack.lazy import ray
 from rlhf_stack.sync import same_gpu
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.backend import create_group, requested_backend
@@ -17,8 +18,6 @@ WHAT = "the engines to join the weight-sync group"
 
 def join_engines(trainer: Any) -> None:
     """Form the group of rank 0 of ``ActorPPOTrainer``, which calls this, and all engine workers."""
-    import ray
-
     arguments = trainer.strategy.args
     backend, size = requested_backend(arguments), arguments.vllm.tensor_parallel_size
     world = 1 + len(trainer.vllm_engines) * size

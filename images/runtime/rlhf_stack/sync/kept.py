@@ -4,12 +4,9 @@ import mmap
 import os
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import ALIGNMENT, Bucket
-
-if TYPE_CHECKING:
-    import torch
 
 ANONYMOUS = -1  # instead of a file
 
@@ -42,8 +39,6 @@ class Kept:
 
     def for_bucket(self, size: int, number: int) -> "torch.Tensor":
         """Return the ``size`` bytes (uint8) of bucket ``number``."""
-        import torch
-
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._starts[number])

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from rlhf_stack.lazy import torch
+
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -32,8 +33,6 @@ def copies(
 
     ``tensors`` are the engine's. None if the loader does not only slice and copy.
     """
-    import torch
-
     like = _typical(tensors)
     source = torch.empty(shape, dtype=like.dtype, device=like.device)
     engine = {storage_of(tensor) for tensor in tensors}
@@ -70,8 +69,6 @@ def numbers(
     That is the storage's address, ascending positions in it, and the parameter's flat index at each of them.
     Needs 8 bytes for each element of these storages.
     """
-    import torch
-
     bits = DIGIT_BITS_FP8 if any(tensor.dtype.itemsize == 1 for tensor in tensors) else DIGIT_BITS
     base, like = 1 << bits, _typical(tensors)
     engine = {storage_of(tensor): tensor for tensor in tensors}
@@ -107,8 +104,6 @@ def numbers(
 
 def _unwritten(view: "torch.Tensor") -> "torch.Tensor":
     """Return flat memory like the storage of ``view``, filled with a value that is no digit."""
-    import torch
-
     count = view.untyped_storage().nbytes() // view.element_size()
     if view.is_floating_point():  # torch 2.3 cannot fill 8-bit numbers
         return torch.full((count,), float("nan"), device=view.device).to(view.dtype)
@@ -117,15 +112,12 @@ def _unwritten(view: "torch.Tensor") -> "torch.Tensor":
 
 def _digits(shape: tuple[int, ...], base: int, digit: int, like: "torch.Tensor") -> "torch.Tensor":
     """Return a digit of each element's number; numbers begin at 1, as 0 is padding."""
-    import torch
-
     counted = torch.arange(1, prod(shape) + 1, dtype=torch.int64, device=like.device)
     return ((counted // base**digit) % base).to(like.dtype).reshape(shape)
 
 
 def _load(model: Any, name: str, value: "torch.Tensor", intercept: Any) -> None:
     """Load one parameter with ``intercept(function, args, kwargs)`` in place of each operation of torch."""
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Intercepted(TorchDispatchMode):  # type: ignore[misc]
@@ -152,7 +144,6 @@ def _written(function: Any, args: Any, kwargs: Any) -> list["torch.Tensor"]:
 
 
 def _tensors(values: Any) -> list["torch.Tensor"]:
-    import torch
     from torch.utils._pytree import tree_flatten
 
     return [each for each in tree_flatten(values)[0] if isinstance(each, torch.Tensor)]

@@ -4,18 +4,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.encoding import Encodings, Reach, refuse_changed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers, released_after
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.membership import Members
-
-if TYPE_CHECKING:
-    import torch
 
 POLL_SECONDS = 0.0005
 
@@ -58,8 +56,6 @@ class StreamGroup:
     kept: Kept | None = None
 
     def __init__(self, members: Members, device: Any) -> None:
-        import torch
-
         refuse_changed("this group is NCCL's")
         self.rank, self.describe, self._members = members.rank, members.describe, members
         self.answers: dict[int, dict[str, Any]] = {}
@@ -70,8 +66,6 @@ class StreamGroup:
 
     def start(self, parts: Sequence["torch.Tensor"], what: str) -> NcclTransfer:
         """See `WeightGroup`."""
-        import torch
-
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for part in parts:

@@ -6,15 +6,12 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.group import SLOTS, Buffers
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.membership import Members
-
-if TYPE_CHECKING:
-    import torch
 
 TOKEN_BYTES = 16
 
@@ -45,8 +42,6 @@ class SharedBuffers(Buffers):
             os.close(self._files.pop())
 
     def _new(self, size: int, index: int) -> "torch.Tensor":
-        import torch
-
         os.posix_fallocate(
             self._files[index], 0, size
         )  # never shrinks the file, so ranks may call it in any order

@@ -1,12 +1,10 @@
 """Packing of a bucket's tensors into the parts that are sent."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import Bucket, Span
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Memory(Protocol):
@@ -47,6 +45,4 @@ class Packer:
 
 def as_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return the memory of a contiguous tensor as one-dimensional uint8."""
-    import torch
-
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.errors import SyncError, SyncMismatch
 from rlhf_stack.sync.trainer import engine_indices
@@ -75,8 +76,6 @@ def _token_ids(*configurations: Any) -> list[tuple[str, int]]:
 
 
 def _trainer_computes(trainer: Any, tokens: Sequence[int]) -> list[float]:
-    import torch
-
     actor = trainer.actor
     sequences = torch.tensor([list(tokens)], device=devices.torch_device())
     attention = torch.ones_like(sequences)

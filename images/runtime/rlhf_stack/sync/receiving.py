@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import Bucket, ParameterSpec, plan_buckets
 from rlhf_stack.sync.changed import arriving, kept_memory
 from rlhf_stack.sync.encoding import CHANGED, FULL
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
-
-if TYPE_CHECKING:
-    import torch
 
 Load = Callable[[list[tuple[str, "torch.Tensor"]]], Any]
 
@@ -125,8 +123,6 @@ class Assembler:
 
     def add(self, buffer: "torch.Tensor", bucket: Bucket) -> list[tuple[str, "torch.Tensor"]]:
         """Return names and tensors of the parameters that end in ``bucket``, whose bytes are ``buffer``."""
-        import torch
-
         tensors = []
         for span in bucket.spans:
             spec, content = self._specs[span.index], buffer[span.begin : span.end]

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, leave_group
@@ -22,8 +23,6 @@ def form_group_again(trainer: Any, engines: Mapping[int, Any]) -> None:
     their GPUs with engine workers join them again at the next sync. `SyncError` if the weights are sent in a
     way by which a restarted engine cannot receive them.
     """
-    import torch
-
     arguments = trainer.strategy.args
     if uses_ray_collectives(arguments):
         raise SyncError(
@@ -57,15 +56,11 @@ def ending_together(is_root: bool) -> Iterator[Outcome]:
     Upstream ends a sync with a barrier, at which rank 0 joins the others; all have the outcome then, and the
     sync can be repeated. Without restarts of engines it does nothing.
     """
-    import ray
-
     outcome = Outcome()
     try:
         yield outcome
     except (SyncError, PeerError, ray.exceptions.RayActorError):
         if is_root and env_vars.engine_restarts():
-            import torch
-
             torch.distributed.barrier()
             _share(Outcome(failed=True))
         raise
@@ -75,8 +70,6 @@ def ending_together(is_root: bool) -> Iterator[Outcome]:
 
 def _share(outcome: Outcome) -> None:
     """Replace the ``outcome`` of every rank by that of rank 0."""
-    import torch
-
     flag = torch.tensor([int(outcome.failed)], device=devices.torch_device())
     torch.distributed.broadcast(flag, src=0)
     outcome.failed = bool(flag.item())

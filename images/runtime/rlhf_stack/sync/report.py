@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.buckets import total_bytes
 from rlhf_stack.sync.probabilities import verify_probabilities
 from rlhf_stack.sync.regrouping import ending_together
@@ -56,8 +57,6 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     Rank 0 records bytes, seconds and backend. With RLHF_STACK_VERIFY_SYNC=1 every parameter is then compared
     with every engine; `SyncMismatch` on rank 0 names parameter, engine, rank and node.
     """
-    import torch
-
     index = next(_indices)
     is_root = torch.distributed.get_rank() == 0
     if is_root:
@@ -139,8 +138,6 @@ def slowest_worker(answers: Answers) -> Mapping[str, Any] | None:
 
 def set_metric(name: str, value: float, tag: str) -> None:
     """Set one of `METRICS` if this process is connected to Ray, which exports it."""
-    import ray
-
     if ray.is_initialized():
         gauge = _gauge(name)
         gauge.set(value, tags={METRICS[name][1]: tag})

@@ -13,17 +13,15 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.encoding import Encodings, Reach, refuse_changed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers
 from rlhf_stack.sync.kept import Kept
-
-if TYPE_CHECKING:
-    import torch
 
 MESSAGE_BYTES = 1 << 16
 MEMORY, PACKED, READ, FAILED = "memory", "packed", "read", "failed"
@@ -213,8 +211,6 @@ class SentMemory(Buffers):
         self._link = link
 
     def _new(self, size: int, index: int) -> "torch.Tensor":
-        import torch
-
         size = max(size, env_vars.sync_bucket(), SLOT_BYTES)
         if devices.is_gpu():
             from torch.multiprocessing.reductions import reduce_tensor
@@ -256,6 +252,4 @@ class OpenedMemory(Buffers):
 
 def mapped(file: int, size: int) -> "torch.Tensor":
     """Return the memory of an open file; it is freed when neither process has it mapped."""
-    import torch
-
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)

@@ -4,9 +4,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.buckets import Bucket, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
@@ -18,9 +19,6 @@ from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
 from rlhf_stack.sync.trainer import engine_indices, gathered, is_sharded, own_group, weight_version
 
-if TYPE_CHECKING:
-    import torch
-
 
 def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
     """Send ``parameters`` (names and tensors) of OpenRLHF's ``ActorPPOTrainer`` to its engines, in buckets.
@@ -30,8 +28,6 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
     Every trainer rank calls it with the same parameters: shards are gathered bucket by bucket. Rank 0 sends
     to all engines, or each rank to the engine worker on its GPU. `SyncError` if they do not arrive.
     """
-    import torch
-
     sent = engine_parameters(trainer, parameters)
     specs = [each.spec(trainer) for each in sent]
     limit = env_vars.sync_bucket()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import run_log, step_metrics, traces
 
 END_BYTES, MOST_FILES = 1 << 18, 512  # of what `read_recent` reads
@@ -121,8 +122,6 @@ def models_up(engines: Sequence[Any] | None) -> None:
     """
     answers = []
     if os.environ.get(env_vars.EVENTS) and engines:
-        import ray
-
         answers = ray.get([engine.where.remote() for engine in engines], timeout=env_vars.engine_timeout())
     phase("models up")
     for index, ranks in enumerate(answers):

@@ -30,6 +30,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.monitor import metrics
 from rlhf_stack.diagnostics.monitor.state import RunState, run_state
 from rlhf_stack.errors import UserError
+from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events
 
 PAUSE_SECONDS, SCRAPE_SECONDS = 2.0, 3.0
@@ -70,8 +71,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _current_state(folder: str | None) -> RunState:
-    import ray
-
     endpoints = [
         (node["NodeManagerAddress"], int(node["MetricsExportPort"])) for node in ray.nodes() if node["Alive"]
     ]

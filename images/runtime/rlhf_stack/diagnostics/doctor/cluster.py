@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.diagnostics.doctor import collect
 from rlhf_stack.diagnostics.doctor.facts import NodeAnswer
+from rlhf_stack.lazy import ray
 
 CLOCKS = 0.25  # of the time, kept for the clocks of the nodes that responded
 AT_ONCE = 32  # more tasks at once would measure their own queue
@@ -18,8 +19,6 @@ def collect_from_nodes(address: str, timeout: float) -> list[NodeAnswer]:
 
     `UserError` if the cluster at ``address`` does not respond.
     """
-    import ray
-
     deadline = time.monotonic() + timeout
     with connected(address):
         nodes = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
@@ -36,8 +35,6 @@ def _clock_offsets(nodes: Sequence[str], deadline: float) -> dict[str, tuple[flo
 
     The nodes have already run a task, because the first one includes the start of a worker.
     """
-    import ray
-
     found = {}
     for first in range(0, len(nodes), AT_ONCE):
         started = {_start_task(node, _now): (node, time.time()) for node in nodes[first : first + AT_ONCE]}
@@ -62,7 +59,6 @@ def _now() -> float:
 
 def _start_task(node: str, function: Any) -> Any:
     """Start a task on a node that uses none of its resources."""
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote = ray.remote(num_cpus=0, max_retries=0)(function)
@@ -71,8 +67,6 @@ def _start_task(node: str, function: Any) -> Any:
 
 def _wait(tasks: dict[Any, str], deadline: float) -> dict[str, Any]:
     """The results until the deadline, by node; failed tasks are omitted."""
-    import ray
-
     done, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=max(0.0, deadline - time.monotonic()))
     found = {}
     for task in done:

@@ -12,6 +12,7 @@ from rlhf_stack.diagnostics.network_check.probe import Outcome, Probe
 from rlhf_stack.diagnostics.network_check.ranks import Ranks, one_worker_per_node
 from rlhf_stack.diagnostics.network_check.sampling import ALL_PAIRS, check_links, narrowed
 from rlhf_stack.errors import UserError
+from rlhf_stack.lazy import ray
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
 
@@ -66,8 +67,6 @@ class _Probes:
 
     def describe(self) -> tuple[CheckedNode, ...]:
         """Describe each node, after starting a probe on it."""
-        import ray
-
         answers = [self._actor(node, 0).describe.remote() for node in range(len(self._free))]
         ray.wait(answers, num_returns=len(answers), timeout=START_SECONDS)
         return tuple(self._answer(node, answer) for node, answer in enumerate(answers))
@@ -83,15 +82,11 @@ class _Probes:
 
     def close(self) -> None:
         """End every actor."""
-        import ray
-
         for actors in self._actors:
             for actor in actors:
                 ray.kill(actor)
 
     def _answer(self, node: int, answer: Any) -> CheckedNode:
-        import ray
-
         try:
             found: CheckedNode = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
@@ -105,8 +100,6 @@ class _Probes:
         return found
 
     def _actor(self, node: int, number: int) -> Any:
-        import ray
-
         while len(self._actors[node]) <= number:
             address = self._free[node].address
             options = {
@@ -119,8 +112,6 @@ class _Probes:
         return self._actors[node][number]
 
     def _begin(self, sender: int, receivers: tuple[int, ...], size: int) -> list[Any]:
-        import ray
-
         taken: dict[int, int] = {}
         members = []
         for node in (sender, *receivers):
@@ -132,8 +123,6 @@ class _Probes:
 
     def _end(self, sender: int, receivers: tuple[int, ...], answers: list[Any], end: float) -> Attempt:
         """Collect the results of one group; processes of a node that exceeds the deadline are replaced."""
-        import ray
-
         ray.wait(answers, num_returns=len(answers), timeout=max(0.0, end - time.monotonic()))
         outcomes: list[Outcome] = []
         errors = []
@@ -158,8 +147,6 @@ class _Probes:
         )
 
     def _replace(self, nodes: Sequence[int]) -> None:
-        import ray
-
         for node in set(nodes):
             for actor in self._actors[node]:
                 ray.kill(actor)

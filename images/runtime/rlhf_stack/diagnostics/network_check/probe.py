@@ -5,7 +5,6 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
@@ -13,10 +12,8 @@ from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.network_adapters import interface_megabits, nccl_adapters, rdma_adapters
 from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.group import WeightGroup
-
-if TYPE_CHECKING:
-    import torch
 
 REPEATS = 3  # of which the best counts: a mean would include other load
 
@@ -62,8 +59,6 @@ class Probe:
 
 def _measure(group: WeightGroup, size: int) -> tuple[float, int, bool]:
     """Send about ``size`` bytes `REPEATS` times; the best seconds, the bytes, whether they are correct."""
-    import torch
-
     sent = torch.cat([tensor.view(torch.uint8) for tensor in bucket(size)]).to(group.device)
     taken = []
     with group.syncing():
@@ -92,8 +87,6 @@ def _send(group: WeightGroup, part: "torch.Tensor", what: str) -> None:
 
 def bucket(size: int) -> "list[torch.Tensor]":
     """About ``size`` random bytes in the dtypes of weights, equal on every node."""
-    import torch
-
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     count = max(4, size // len(dtypes) // 4 * 4)
     generator = torch.Generator().manual_seed(0)
