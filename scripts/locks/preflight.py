@@ -68,7 +68,7 @@ def default_cell(matrix: Matrix) -> Cell:
     lacking = missing_wheel(cell)
     if lacking is None:
         return cell
-    print(f"using {cell.id}{PLAIN_INDEX}, which is larger: {_reason(cell, lacking)}", file=sys.stderr)
+    print(f"using {cell.id}{PLAIN_INDEX}, a larger image: {_reason(cell, lacking)}", file=sys.stderr)
     return find(matrix, cell.id + PLAIN_INDEX)
 
 

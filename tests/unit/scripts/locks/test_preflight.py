@@ -213,7 +213,7 @@ def test_without_a_cell_the_image_of_the_plain_index_replaces_one_that_cannot_be
 ) -> None:
     matrix = load()
     assert preflight.default_cell(matrix).id == matrix.default + PLAIN_INDEX
-    assert capsys.readouterr().err.startswith(f"using {matrix.default}{PLAIN_INDEX}, which is larger: pip's")
+    assert capsys.readouterr().err.startswith(f"using {matrix.default}{PLAIN_INDEX}, a larger image: pip's")
     wheels.return_value = True
     assert preflight.default_cell(matrix) == find(matrix, matrix.default)
     assert capsys.readouterr().err == ""
