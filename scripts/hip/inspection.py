@@ -31,7 +31,11 @@ OF_SYSTEM = (
 )
 # How each requires HIP: the recipe of vLLM's names the file in torch's wheel. DeepSpeed's own build names the
 # SONAME, under which ``import torch`` has loaded that file.
-HIP = {"vllm_rocm_ops": "libamdhip64.so", "deepspeed": LIBRARIES["libamdhip64.so"]}
+HIP = {
+    "vllm_rocm_ops": "libamdhip64.so",
+    "vllm_rocm": "libamdhip64.so",
+    "deepspeed": LIBRARIES["libamdhip64.so"],
+}
 LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
 # What nothing that is here defines, and which library of torch's wheel for ROCm does.
 EXPLAINED = {
@@ -69,7 +73,7 @@ def inspect(
     owners = {symbol: owner(symbol, providers) for symbol in set().union(*(one.undefined for one in linked))}
     left = {symbol for symbol, owned in owners.items() if not owned}
     needed = {library for one in linked for library in one.needed}
-    expected = dict.fromkeys(architectures, EXPECTED[name])
+    expected = dict.fromkeys(architectures, EXPECTED[name]) if name in EXPECTED else {}
     return Package(
         wheel=wheel.name,
         sha256=sha256_file(wheel),

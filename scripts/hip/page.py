@@ -25,9 +25,9 @@ def text(matrix: Matrix, page: str, root: Path = COMMITTED) -> str:
     cells = [cell for cell in expand(matrix) if named(matrix.variants, cell.variant).compile_proof]
     runs = [(cell, record) for cell in cells for record in records.history(cell.id, (root,))]
     of_suite = [(cell, record) for cell, record in runs if record.suite == SUITE]
-    latest = max(of_suite, key=lambda run: run[1].when, default=None)
+    latest = {cell.variant: (cell, record) for cell, record in sorted(of_suite, key=lambda run: run[1].when)}
     before, rest = page.partition(BEGIN)[0], page.partition(END)[2]
-    tables = "\n".join(_tables(matrix, *latest, root)) if latest else NOTHING
+    tables = "\n".join(line for run in latest.values() for line in _tables(matrix, *run, root)) or NOTHING
     return f"{before}{BEGIN}\n{tables}{END}{rest}"
 
 
@@ -51,12 +51,24 @@ def _tables(matrix: Matrix, cell: Cell, record: Record, root: Path) -> Iterator[
     if recipes.digest(matrix, cell) != record.inputs:
         yield "**Not verified yet**: what is compiled has changed since.\n"
     yield table(("toolchain", "compiler"), [(name, one.compiler) for name, one in report.toolchains.items()])
+    if refused := _sources(report):
+        yield table(("source", "toolchain", "outcome"), refused)
     header = ("compiled", "toolchain", "GPU", "device objects", "kernels", "most static LDS", "with spills")
-    yield table(header, _compiled(report))
+    if compiled := list(_compiled(report)):
+        yield table(header, compiled)
     if any(one.executed for one in report.toolchains.values()):
         gpus = sorted({item.architecture for one in report.toolchains.values() for item in one.executed})
         yield SENTENCE
         yield table(("executed on the emulator", "type", "toolchain", *gpus), _executed(report, gpus))
+
+
+def _sources(report: Report) -> list[tuple[str, str, str]]:
+    """Return a row for each source of a recipe that not all sources of which were compiled."""
+    return [
+        (f"`{source}`", toolchain, "compiled" if outcome == PASSED else reason)
+        for toolchain, found in report.toolchains.items()
+        for source, (outcome, reason) in sorted(found.sources.items())
+    ]
 
 
 def _compiled(report: Report) -> Iterator[tuple[str, ...]]:

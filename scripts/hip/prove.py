@@ -1,6 +1,6 @@
 """Compile the recipes of a ROCm cell, inspect the wheels, execute kernels of them, and record all of it."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Set
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from scripts.testing.records import FAILED, PASSED, SKIPPED, Subject, Tally
 
 SUITE = "hip"
 NO_EMULATOR = f"{CHECKOUT} is not set"
+NO_CASES = "the emulator has cases for the kernels of vLLM 0.4.2 alone"
 # gfx90a addresses spilled registers through a swizzled buffer; the emulator has linear ones.
 NO_SCRATCH = "the emulator lacks the scratch memory of gfx90a, which this kernel uses"
 
@@ -45,11 +46,12 @@ class Executed(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """What one toolchain gave."""
+    """What one toolchain gave; outcome and reason of each source if not all were compiled."""
 
     compiler: str
     packages: dict[str, Package]
-    executed: tuple[Executed, ...]
+    executed: tuple[Executed, ...] = ()
+    sources: dict[str, tuple[int, str]] = {}
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -74,7 +76,7 @@ def prove(matrix: Matrix, cell: Cell, again: bool) -> tuple[int, records.Record 
         report = Report(found, sha256_file(emulator / execution.EMULATOR) if emulator else "")
         tally.attach(msgspec.json.format(msgspec.json.encode(report), indent=1), ".json")
         for name, one in found.items():
-            _count(tally, name, one)
+            _count(tally, name, one, recipes.packages(cell))
     show(report)
     return min(1, tally.code or len(tally.failures)), tally.record
 
@@ -90,14 +92,22 @@ def _compiled(matrix: Matrix, cell: Cell, toolchain: str, emulator: Path | None)
     proof, gpus = recipes.proof_of(matrix, cell), targets(cell.accelerator)
     builder = rootfs.image(recipes.toolchain_root(matrix, toolchain))
     print(f"{toolchain}: compiling (minutes; only the first time)", flush=True)
-    wheels = recipes.compiled(matrix, cell, toolchain)
+    try:
+        wheels = recipes.compiled(matrix, cell, toolchain)
+    except recipes.IncompleteError as error:
+        print(f"{toolchain}: {error}", flush=True)
+        return Compiled(inspection.compiler(builder), {}, sources=error.sources)
     providers = inspection.providers(builder, recipes.torch_released(cell, proof))
     packages = {name: inspection.inspect(name, wheel, gpus, providers) for name, wheel in wheels.items()}
     executed: tuple[Executed, ...] = ()
-    if emulator:
+    if emulator and _has_cases(wheels):
         executor = execution.Executor(builder, recipes.FOLDER / "executed" / toolchain, emulator, wheels)
         executed = tuple(item for gpu in gpus for item in _executed(executor, gpu))
     return Compiled(inspection.compiler(builder), packages, executed)
+
+
+def _has_cases(packages: Container[str]) -> bool:
+    return all(case.package in packages for case in cases.cases())
 
 
 def _executed(executor: execution.Executor, gpu: str) -> Iterator[Executed]:
@@ -123,9 +133,14 @@ def _item(case: cases.Case, gpu: str, outcome: Outcome) -> Executed:
     )
 
 
-def _count(tally: Tally, toolchain: str, found: Compiled) -> None:
-    """Count what is asserted of a toolchain's wheels as tests."""
-    if missing := inspection.EXPECTED.keys() - found.packages.keys():
+def _count(tally: Tally, toolchain: str, found: Compiled, expected: Set[str]) -> None:
+    """Count what is asserted of a toolchain's sources and wheels as tests."""
+    for source, (outcome, reason) in found.sources.items():
+        tally.count(f"{toolchain} {source}", outcome, reason)
+    if found.sources:
+        tally.count(f"{toolchain} all sources", FAILED)
+        return
+    if missing := expected - found.packages.keys():
         raise UserError(f"{toolchain}: the recipes gave no wheel of {', '.join(sorted(missing))}")
     for name, package in found.packages.items():
         for problem in package.problems:
@@ -136,7 +151,8 @@ def _count(tally: Tally, toolchain: str, found: Compiled) -> None:
         test = f"{toolchain} {item.architecture} {item.kernel}{size} {item.type}"
         tally.count(test, item.outcome, item.reason)
     if not found.executed:
-        tally.count(f"{toolchain} executed", SKIPPED, NO_EMULATOR)
+        reason = NO_EMULATOR if _has_cases(found.packages) else NO_CASES
+        tally.count(f"{toolchain} executed", SKIPPED, reason)
 
 
 def show(report: Report) -> None:
@@ -149,6 +165,10 @@ def show(report: Report) -> None:
             kernels = ", ".join(f"{gpu} {count}" for gpu, count in one.kernels.items())
             table.add_row(toolchain, name, kernels, str(one.lds), str(len(one.spilled)), str(ran), str(equal))
     Console(highlight=False).print(table)
+    for toolchain, found in report.toolchains.items():
+        if found.sources:
+            compiled = sum(outcome == PASSED for outcome, _ in found.sources.values())
+            print(f"{toolchain}: {compiled} of {len(found.sources)} sources compiled")
 
 
 def report_of(record: records.Record, root: Path) -> Report:

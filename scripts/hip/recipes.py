@@ -15,6 +15,7 @@ import msgspec
 from scripts.digests import sha256, sha256_file
 from scripts.docker.client import build_environment, docker_command
 from scripts.errors import UserError
+from scripts.hip import sources
 from scripts.images import build_log, context, rootfs
 from scripts.images.build import write_secrets
 from scripts.images.pins import pinned
@@ -22,7 +23,7 @@ from scripts.images.rootfs import Root
 from scripts.locking import exclusive_lock
 from scripts.locks import index_config, lockfile
 from scripts.matrix.load import Cell, Matrix, expand, stand_ins
-from scripts.matrix.model import STAND_IN, CompileProof, named, targets
+from scripts.matrix.model import STAND_IN, CompileProof, SourceBuild, named, targets
 from scripts.patches.pristine import fetch_pristine
 from scripts.patches.wheel_files import WheelFile, write_wheel
 from scripts.paths import ROOT
@@ -34,17 +35,24 @@ TARGET = "compiled"
 # What compiling depends on, of the build context; BuildKit keeps wheels by the same files.
 COMPILED = ("tools/build-source", "sources/**/*", "requirements/*")
 SOURCE_STAGE = re.compile(r"^FROM \S+ AS \S+-source$.*?(?=^FROM )", re.MULTILINE | re.DOTALL)
-STAGE = f"""FROM scratch AS {TARGET}
-COPY --from=vllm-source /wheels /
-COPY --from=openrlhf-source /wheels /
-"""
 WHEEL = "Wheel-Version: 1.0\nGenerator: rlhf-stacks\nRoot-Is-Purelib: false\nTag: {}\n"
 METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: {}\n"
 TAG = "cp311-cp311-linux_x86_64"
 
 
+class IncompleteError(UserError):
+    """Some sources were not compiled: outcome and reason of each source."""
+
+    def __init__(self, message: str, sources: dict[str, tuple[int, str]]) -> None:
+        super().__init__(message)
+        self.sources = sources
+
+
 def compiled(matrix: Matrix, cell: Cell, toolchain: str) -> dict[str, Path]:
-    """Return the wheels that the recipes of ``cell`` give with a toolchain, by the name of the package."""
+    """Return the wheels that the recipes of ``cell`` give with a toolchain, by the name of the package.
+
+    Raises `IncompleteError` if not all sources of a recipe were compiled.
+    """
     root, proof = toolchain_root(matrix, toolchain), proof_of(matrix, cell)
     builder, runtime = rootfs.image(root), rootfs.image(rootfs.roots(cell)[0])
     work = FOLDER / cell.variant / toolchain
@@ -53,7 +61,7 @@ def compiled(matrix: Matrix, cell: Cell, toolchain: str) -> dict[str, Path]:
         folder = lay_out(matrix, cell, pinned(torch)[1], work / "context")
         context.place(torch, folder / "wheels" / cell.layers[0].name / torch.name)
         context.normalise_modes(folder)
-        _build(folder, runtime, builder, work / "wheels")
+        _build(folder, runtime, builder, work / "wheels", proof.limit_minutes)
     return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}
 
 
@@ -64,6 +72,17 @@ def proof_of(matrix: Matrix, cell: Cell) -> CompileProof:
         proved = [one.id for one in expand(matrix) if named(matrix.variants, one.variant).compile_proof]
         raise UserError(f"{cell.id} has no compile_proof in matrix.yaml: choose from {', '.join(proved)}")
     return proof
+
+
+def builds(cell: Cell) -> tuple[SourceBuild, ...]:
+    """Return the source builds that need the lowest layer alone: only these are compiled here."""
+    lowest = {*cell.layers[0].packages, "setuptools"}
+    return tuple(build for build in cell.build_from_source if lowest.issuperset(build.needs))
+
+
+def packages(cell: Cell) -> set[str]:
+    """Return the names of the wheels that the recipes give."""
+    return {(build.recipe or build.package).replace("-", "_") for build in builds(cell)}
 
 
 def toolchain_root(matrix: Matrix, toolchain: str) -> Root:
@@ -139,25 +158,40 @@ def lay_out(matrix: Matrix, cell: Cell, torch: str, folder: Path) -> Path:
     context.place_tools(folder)
     stand_in = next(one for one in stand_ins(matrix) if one.id == cell.id + STAND_IN)
     lock = lockfile.path(stand_in).read_text(encoding="utf-8")
+    # vLLM's package for CPUs has another name: the cells for GPUs of the same stack lock the sources.
+    same = {lockfile.path(one) for one in expand(matrix) if one.stack == cell.stack and one.id != cell.id}
+    pins_of_sources = lock + "".join(
+        path.read_text(encoding="utf-8") for path in sorted(same) if path.exists()
+    )
     blocks = {entry.name: entry.block for entry in lockfile.parse(lock)}
     lowest = cell.layers[0]
-    against = torch + "".join(blocks[name] for name in lowest.packages if name != "torch")
+    present = [name for name in lowest.packages if name in blocks and name != "torch"]
+    against = torch + "".join(blocks[name] for name in (*present, *proof_of(matrix, cell).requires))
     context.write(folder / "requirements" / f"{lowest.name}.txt", against)
     context.write(folder / "trim" / f"{lowest.name}.txt", "")
     (folder / "side_by_side" / lowest.name).mkdir(parents=True)
     for layer in cell.layers:
-        sources = folder / "sources" / layer.name
-        context.place_sources(cell, layer, lock, sources)
-        context.write(sources / "built-against.txt", against)
+        place = folder / "sources" / layer.name
+        context.place_sources(cell, layer, pins_of_sources, place)
+        with (place / "env").open("a", encoding="utf-8") as file:
+            file.writelines(f"{setting.name}='{setting.value}'\n" for setting in proof_of(matrix, cell).env)
+        context.write(place / "built-against.txt", against)
         built = (build for build in cell.build_from_source if build.package in layer.packages)
         pins = "".join(blocks[build.package] for build in built if not build.recipe)
         context.write(folder / "requirements" / f"{lockfile.SOURCE.format(layer.name)}.txt", pins)
-    context.write(folder / "Dockerfile", context.dockerfile(cell, lowest.name) + STAGE)
+    names = {build.package for build in builds(cell)}
+    stages = [layer.name for layer in cell.layers if names.intersection(layer.packages)]
+    copies = "".join(f"COPY --from={name}-source /wheels /\n" for name in stages)
+    text = context.dockerfile(cell, lowest.name)
+    context.write(folder / "Dockerfile", f"{text}FROM scratch AS {TARGET}\n{copies}")
     return folder
 
 
-def _build(folder: Path, runtime: str, builder: str, wheels: Path) -> None:
-    """Build the stages that compile, and move the wheels to ``wheels``; a failure leaves none."""
+def _build(folder: Path, runtime: str, builder: str, wheels: Path, minutes: float | None) -> None:
+    """Build the stages that compile, and move the wheels to ``wheels``; a failure leaves none.
+
+    After ``minutes`` the build is ended.
+    """
     config = index_config.load()
     log = folder.with_suffix(".log")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -177,9 +211,23 @@ def _build(folder: Path, runtime: str, builder: str, wheels: Path) -> None:
         ]
         with log.open("w", encoding="utf-8") as file:
             environment = build_environment(config.environment())
-            code = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
+            cause = code = None
+            try:
+                code = subprocess.run(
+                    command,
+                    env=environment,
+                    stdout=file,
+                    stderr=file,
+                    check=False,
+                    timeout=minutes and minutes * 60,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                cause = f"not compiled within {minutes} minutes"
         shutil.rmtree(wheels, ignore_errors=True)
-        if code:
-            cause = build_log.cause(log.read_text(encoding="utf-8"))
-            raise UserError(f"the recipes do not compile: {cause} (full log: {log.relative_to(ROOT)})")
+        if code != 0:
+            text = log.read_text(encoding="utf-8")
+            found = sources.outcomes(text, cause or "not reached")
+            message = f"the recipes do not compile: {cause or build_log.cause(text)}"
+            message += f" (full log: {log.relative_to(ROOT)})"
+            raise IncompleteError(message, found) if found else UserError(message)
         out.rename(wheels)

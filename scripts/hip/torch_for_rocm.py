@@ -57,6 +57,7 @@ LIBRARIES = {
     "libamdhip64.so": "libamdhip64.so.6",
     "libhipblas.so": "libhipblas.so.2",
 }
+OF_ROCM_7 = {"libamdhip64.so": "libamdhip64.so.7", "libhipblas.so": "libhipblas.so.3"}
 OF_CUDA = {"libc10_hip.so": "libc10_cuda.so", "libtorch_hip.so": "libtorch_cuda.so"}
 HIP, HIPBLAS = Path("/opt/rocm/lib/libamdhip64.so"), Path("/opt/rocm/include/hipblas/hipblas.h")
 # Declared by ATen/hip/impl/HIPCachingAllocatorMasqueradingAsCUDA.h, which torch for CUDA does not compile.
@@ -86,6 +87,27 @@ backends = types.SimpleNamespace(
 def compiled_with_cxx11_abi():
     return _C._GLIBCXX_USE_CXX11_ABI
 '''
+OF_TORCH_2_12 = """
+
+xpu = types.SimpleNamespace(_is_compiled=lambda: False)
+from . import utils
+"""
+# The recipe for ROCm 7 runs CMake. Torch's own file requires the CMake files of ROCm's libraries.
+CMAKE = """get_filename_component(TORCH_INSTALL_PREFIX "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+set(headers ${TORCH_INSTALL_PREFIX}/include)
+set(TORCH_INCLUDE_DIRS ${headers} ${headers}/torch/csrc/api/include)
+add_library(torch INTERFACE IMPORTED)
+target_include_directories(torch INTERFACE ${TORCH_INCLUDE_DIRS} /opt/rocm/include)
+target_compile_definitions(torch INTERFACE USE_ROCM __HIP_PLATFORM_AMD__=1)
+set(TORCH_LIBRARIES torch)
+foreach(name c10 torch_cpu torch c10_hip torch_hip)
+  list(APPEND TORCH_LIBRARIES ${TORCH_INSTALL_PREFIX}/lib/lib${name}.so)
+endforeach()
+set(PYTORCH_FOUND_HIP TRUE)
+"""
+VERSION = """set(PACKAGE_VERSION "{}")
+set(PACKAGE_VERSION_COMPATIBLE TRUE)
+"""
 
 
 def main(wheel: Path, version: str, release: str, out: Path) -> None:
@@ -103,15 +125,24 @@ def main(wheel: Path, version: str, release: str, out: Path) -> None:
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)
         shutil.copytree(released / "include", torch / "include")
         translate(released, folder / "source", torch / "include")
-    (torch / "__init__.py").write_text(MODULE, encoding="utf-8")
-    (torch / "utils" / "__init__.py").write_text('cmake_prefix_path = ""\n', encoding="utf-8")
+    libraries, prefix, module = LIBRARIES, "", MODULE
+    if release.startswith("7"):
+        module += OF_TORCH_2_12
+        libraries, prefix = LIBRARIES | OF_ROCM_7, "/opt/venv/lib/python3.11/site-packages/torch/share/cmake"
+        config = torch / "share" / "cmake" / "Torch"
+        config.mkdir(parents=True)
+        (config / "TorchConfig.cmake").write_text(CMAKE, encoding="utf-8")
+        short = VERSION.format(version.partition("+")[0])
+        (config / "TorchConfigVersion.cmake").write_text(short, encoding="utf-8")
+    (torch / "__init__.py").write_text(module, encoding="utf-8")
+    (torch / "utils" / "__init__.py").write_text(f'cmake_prefix_path = "{prefix}"\n', encoding="utf-8")
     (torch / "version.py").write_text(
         f'__version__ = "{version}"\ndebug = False\ncuda = None\ngit_version = ""\nhip = "{release}"\n',
         encoding="utf-8",
     )
     (torch / "lib").mkdir()
     with zipfile.ZipFile(wheel) as archive:
-        for name, soname in LIBRARIES.items():
+        for name, soname in libraries.items():
             link(torch / "lib" / name, soname, defined(archive, name))
 
 

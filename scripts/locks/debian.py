@@ -27,6 +27,9 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 # one-time converter that requires perl.
 MINIMAL = ("?essential", "?priority(required)", "apt", "usr-is-merged")
 RUNTIME, BUILDER, UNPACKED = "runtime", "builder", "unpacked"
+UNSTABLE = "sid"  # Debian's only release without updates of its own
+# Otherwise apt takes from Debian's release `experimental` only what no other release has.
+EQUAL = "Package: *\nPin: release *\nPin-Priority: 500\n"
 LIMIT_SECONDS, ANSWER_SECONDS = 600, 60
 LOCKED = re.compile(
     r"(?P<root>\S+) (?P<name>\S+)=(?P<version>\S+) "
@@ -85,13 +88,13 @@ def versions(text: str) -> dict[str, str]:
 
 def sources(base: Base) -> str:
     """Return apt's list of Debian's archives, a line each."""
-    places: tuple[str, ...] = (
-        f"{ARCHIVE}/debian {base.suite}",
-        f"{ARCHIVE}/debian {base.suite}-updates",
-        f"{SECURITY}/debian-security {base.suite}-security",
-    )
-    also = base.also if isinstance(base, Toolchain) else ()
-    places += tuple(f"{ARCHIVE}/debian {suite}" for suite in also)
+    places = [f"{ARCHIVE}/debian {base.suite}"]
+    if base.suite != UNSTABLE:
+        places += [
+            f"{ARCHIVE}/debian {base.suite}-updates",
+            f"{SECURITY}/debian-security {base.suite}-security",
+        ]
+    places += [f"{ARCHIVE}/debian {suite}" for suite in (base.also if isinstance(base, Toolchain) else ())]
     return "".join(f"deb {place} main\n" for place in places)
 
 
@@ -173,6 +176,8 @@ def _private(base: Base, folder: Path) -> list[str]:
     signed = sources(base).replace("deb ", f"deb [signed-by={KEYRING}] ")
     (folder / "etc" / "apt" / "sources.list").write_text(signed, encoding="utf-8")
     (folder / "status").touch()
+    if isinstance(base, Toolchain):
+        (folder / "etc" / "apt" / "preferences.d" / "releases").write_text(EQUAL, encoding="utf-8")
     settings = {
         "Dir": folder,
         "Dir::State::status": folder / "status",
@@ -183,6 +188,8 @@ def _private(base: Base, folder: Path) -> list[str]:
         "Acquire::Languages": "none",
         "Acquire::ForceHash": "SHA256",
         "Acquire::Retries": "3",
+        # A mirror may have an older state of Debian's unstable releases; no image contains any of it.
+        "Acquire::Check-Valid-Until": str(not isinstance(base, Toolchain)).lower(),
     }
     return ["--quiet", "--quiet", "--yes", *(f"-o={name}={value}" for name, value in settings.items())]
 

@@ -305,6 +305,14 @@ class CompileProof(_Struct, frozen=True):
     toolchains: Annotated[tuple[Name, ...], Meta(min_length=1, description="Names of the toolchains.")]
     torch: Annotated[Sha256, Meta(description="Sha256 of torch's CUDA wheel, in hex.")]
     reason: Reason
+    requires: Annotated[
+        tuple[Name, ...], Meta(description="Further packages of the stand-in's lock that the recipes import.")
+    ] = ()
+    env: BuildEnv = ()
+    limit_minutes: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="The time after which sources count as not compiled."),
+    ] = None
 
 
 class Option(_Struct, frozen=True):

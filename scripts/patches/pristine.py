@@ -79,6 +79,8 @@ def explain_download_error(errors: str) -> str:
         sign in errors for sign in ("NewConnectionError", "NameResolutionError", "ConnectTimeout", "SSLError")
     ):
         return "the package index cannot be reached: check the network, the proxy and `pip config list`"
+    if "conflicting dependencies" in errors:  # of a single package: pip's words for a file that is not there
+        return "no index or folder of pip's has this version for Python 3.11: check `pip config list`"
     lines = errors.strip().splitlines() or ["pip gave no reason"]
     errors_of_pip = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
     return errors_of_pip[0].removeprefix("ERROR: ")

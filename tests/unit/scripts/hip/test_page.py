@@ -73,6 +73,15 @@ def test_the_tables_have_each_outcome_and_writing_them_again_changes_nothing(tmp
     assert page.text(load(), text, tmp_path) == text
 
 
+def test_an_incomplete_compilation_has_a_row_for_each_source() -> None:
+    outcomes = {"csrc/topk.hip": (1, ""), "csrc/attention.hip": (0, "not reached")}
+    report = Report({"hip7.2": Compiled("HIP version: 7.2", {}, sources=outcomes)})
+    assert page._sources(report) == [
+        ("`csrc/attention.hip`", "hip7.2", "not reached"),
+        ("`csrc/topk.hip`", "hip7.2", "compiled"),
+    ]
+
+
 @pytest.mark.usefixtures("record")
 def test_another_recipe_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "digest", lambda *_: "f" * 64)

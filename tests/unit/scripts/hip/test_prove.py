@@ -10,9 +10,18 @@ from scripts.hip.inspection import Package
 from scripts.hip.prove import Compiled
 from scripts.matrix.load import find, load
 from scripts.testing import credit, records
+from scripts.testing.records import FAILED, PASSED, SKIPPED
 
 CELL = "ray2.12.0-vllm0.4.2-rocm6.1"
 PACKAGE = Package("v.whl", "0" * 64, 1, {"gfx90a": 9}, {"gfx90a": 351}, 26624, (), {}, {}, ())
+
+
+def test_sources_that_are_not_compiled_fail_and_are_counted_each() -> None:
+    tally = records.Tally()
+    outcomes = {"a.hip": (PASSED, ""), "b.hip": (FAILED, "no member"), "c.hip": (SKIPPED, "not reached")}
+    prove._count(tally, "hip7.2", Compiled("HIP version: 7.2", {}, sources=outcomes), {"vllm_rocm"})
+    assert tally.failures == ("hip7.2 all sources", "hip7.2 b.hip")
+    assert (tally.passed, tally.skips) == (1, {"not reached": 1})
 
 
 def test_a_pass_on_other_inputs_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,39 @@ def test_the_context_has_the_cell_s_recipes_and_settings(tmp_path: Path) -> None
     assert re.search(r"^FROM scratch AS compiled$", (folder / "Dockerfile").read_text(), re.MULTILINE)
 
 
+def test_the_context_of_the_current_recipe_has_what_it_imports_and_only_its_own_stage(tmp_path: Path) -> None:
+    matrix = load()
+    cell = find(matrix, "ray2.55.0-vllm0.29.0-rocm7")
+    folder = recipes.lay_out(matrix, cell, "torch==1\n", tmp_path / "context")
+    assert (folder / "sources/vllm/vllm-rocm/sdist.txt").read_text().startswith("vllm==0.29.0 ")
+    pins = re.findall(r"(?m)^[a-z-]+(?===)", (folder / "requirements/torch.txt").read_text())
+    assert pins == ["torch", "setuptools", "typing-extensions"]
+    environment = (folder / "sources/vllm/env").read_text()
+    assert "PYTORCH_ROCM_ARCH='gfx942'\n" in environment
+    assert "CMAKE_BUILD_PARALLEL_LEVEL='2'\n" in environment
+    assert recipes.packages(cell) == {"vllm_rocm"}
+    stages = (folder / "Dockerfile").read_text().partition("FROM scratch AS compiled\n")[2]
+    assert stages == "COPY --from=vllm-source /wheels /\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"), [("exit 1", "not reached"), ("exec sleep 60", "not compiled within 0.01 minutes")]
+)
+def test_a_build_that_fails_or_takes_too_long_leaves_outcomes_and_no_wheel(
+    end: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"echo '#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o'; {end}"
+    monkeypatch.setattr(recipes, "docker_command", lambda: ["sh", "-c", script])
+    monkeypatch.setattr(recipes, "ROOT", tmp_path)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "old.whl").touch()
+    with pytest.raises(recipes.IncompleteError) as error:
+        recipes._build(tmp_path / "context", "runtime", "builder", wheels, 0.01)
+    assert error.value.sources == {"csrc/one.hip": (0, reason)}
+    assert not wheels.exists()
+
+
 def test_the_digest_follows_the_recipe_and_the_toolchain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from scripts.errors import UserError
 from scripts.locks import commands, debian, lockfile, targets
 from scripts.locks.debian import Deb
 from scripts.matrix.load import load
-from scripts.matrix.model import Base
+from scripts.matrix.model import Base, Toolchain
 
 MATRIX = load()
 BASES = MATRIX.bases
@@ -159,15 +159,33 @@ def test_a_newer_package_is_reported_and_whether_the_locked_one_is_still_availab
     )
 
 
-def test_a_toolchain_has_packages_of_several_releases_and_some_without_what_they_need() -> None:
-    (toolchain,) = MATRIX.toolchains
-    assert debian.sources(toolchain).splitlines()[-1] == "deb http://deb.debian.org/debian bookworm main"
+@pytest.mark.parametrize(
+    ("toolchain", "last", "archives"),
+    list(zip(MATRIX.toolchains, ("bookworm", "experimental"), (4, 3), strict=True)),
+)
+def test_a_toolchain_has_packages_of_several_releases_and_some_without_what_they_need(
+    toolchain: Toolchain, last: str, archives: int
+) -> None:
+    listed = debian.sources(toolchain).splitlines()
+    assert (listed[-1], len(listed)) == (f"deb http://deb.debian.org/debian {last} main", archives)
     wanted = debian.roots(MATRIX, toolchain)
     assert set(wanted) == {"runtime", "unpacked"}
-    assert "runtime: ?narrow(?codename(^trixie$),?essential) " in debian.question(toolchain, wanted)
+    assert f"runtime: ?narrow(?codename(^{toolchain.suite}$),?essential) " in debian.question(
+        toolchain, wanted
+    )
     locked = targets.locked_debs(MATRIX, toolchain)
     assert {deb.name for deb in locked if deb.root == "unpacked"} == set(wanted["unpacked"])
     assert set(wanted["runtime"]) <= {deb.name for deb in locked if deb.root == "runtime"}
+
+
+@pytest.mark.parametrize("base", [BASE, *MATRIX.toolchains])
+def test_releases_of_a_toolchain_have_equal_priority_and_may_be_of_an_old_mirror(
+    base: Base, tmp_path: Path
+) -> None:
+    options = debian._private(base, tmp_path)
+    priorities = [file.read_text() for file in (tmp_path / "etc/apt/preferences.d").iterdir()]
+    assert priorities == ([debian.EQUAL] if isinstance(base, Toolchain) else [])
+    assert (f"-o=Acquire::Check-Valid-Until={str(base is BASE).lower()}") in options
 
 
 def test_packages_to_unpack_are_downloaded_without_what_they_depend_on(apt: Path) -> None:

@@ -65,6 +65,10 @@ def test_a_download_is_checked_by_pip_and_cached(tmp_path: Path, monkeypatch: py
             "WARNING: Retrying after NewConnectionError('x')\nERROR: No matching distribution\n",
             "cannot be reached",
         ),
+        (
+            "ERROR: Cannot install a==1 because these package versions have conflicting dependencies.\n",
+            "no index",
+        ),
         ("ERROR: first\nERROR: second\n", "first"),
         ("", "gave no reason"),
     ],

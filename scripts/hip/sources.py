@@ -1,0 +1,28 @@
+"""Which sources a recipe compiled, from BuildKit's log of a build that did not end well."""
+
+import re
+
+from scripts.testing.records import FAILED, PASSED, SKIPPED
+
+OBJECT = r"CMakeFiles/[\w.]+\.dir/(?P<source>\S+)\.o"
+LISTED = re.compile(rf"^#\d+ [\d.]+ {OBJECT}$")
+COMPILED = re.compile(rf"^#\d+ [\d.]+ \[\d+/\d+\] Building (?:HIP|CXX) object {OBJECT}$")
+REFUSED = re.compile(rf"^#\d+ [\d.]+ FAILED: (?:\[code=\d+\] )?{OBJECT} ?$")
+ERROR = re.compile(r"^#\d+ [\d.]+ (?:.*/)?(?P<error>[^/ ]+:\d+:\d+: (?:fatal )?error: .*|.*error: .*)$")
+
+
+def outcomes(log: str, limit: str) -> dict[str, tuple[int, str]]:
+    """Return outcome and reason of each source that the log of a recipe lists; ``limit`` is how it ended."""
+    found: dict[str, tuple[int, str]] = {}
+    refused = ""
+    for line in log.splitlines():
+        if listed := LISTED.match(line):
+            found[listed["source"]] = (SKIPPED, limit)
+        elif compiled := COMPILED.match(line):
+            found[compiled["source"]], refused = (PASSED, ""), ""
+        elif failed := REFUSED.match(line):
+            refused = failed["source"]
+            found[refused] = (FAILED, "the compiler printed no error")
+        elif refused and (error := ERROR.match(line)):
+            found[refused], refused = (FAILED, error["error"]), ""
+    return found
