@@ -21,6 +21,10 @@ def hip(
         str | None, typer.Argument(metavar="CELL", help="A ROCm cell with a compile_proof [the first one].")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Repeat what passed before.")] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", min=0.1, help="End a compilation that takes longer, and fail."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run nothing; exit 1 if docs/amd.md disagrees with the records.")
     ] = False,
@@ -37,7 +41,7 @@ def hip(
     proved = (one.id for one in expand(matrix) if named(matrix.variants, one.variant).compile_proof)
     chosen = find(matrix, cell or next(proved))
     recipes.proof_of(matrix, chosen)
-    code, record = prove.prove(matrix, chosen, again)
+    code, record = prove.prove(matrix, chosen, again, minutes)
     if record:
         page.keep(record)
         page.PAGE.write_text(page.text(matrix, written), encoding="utf-8")

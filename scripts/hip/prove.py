@@ -61,10 +61,12 @@ class Report(msgspec.Struct, frozen=True):
     emulator: str = ""
 
 
-def prove(matrix: Matrix, cell: Cell, again: bool) -> tuple[int, records.Record | None]:
+def prove(
+    matrix: Matrix, cell: Cell, again: bool, minutes: float | None = None
+) -> tuple[int, records.Record | None]:
     """Run the suite and return 1 when something is wrong, with the record.
 
-    What passed before with the same inputs is not repeated.
+    What passed before with the same inputs is not repeated. A compilation is ended after ``minutes``.
     """
     emulator = execution.checkout() if execution.is_named() else None
     tested = subject(matrix, cell)
@@ -72,7 +74,7 @@ def prove(matrix: Matrix, cell: Cell, again: bool) -> tuple[int, records.Record 
         return 0, before
     with credit.recording(tested, SUITE) as tally:
         toolchains = recipes.proof_of(matrix, cell).toolchains
-        found = {name: _compiled(matrix, cell, name, emulator) for name in toolchains}
+        found = {name: _compiled(matrix, cell, name, emulator, minutes) for name in toolchains}
         report = Report(found, sha256_file(emulator / execution.EMULATOR) if emulator else "")
         tally.attach(msgspec.json.format(msgspec.json.encode(report), indent=1), ".json")
         for name, one in found.items():
@@ -88,12 +90,14 @@ def subject(matrix: Matrix, cell: Cell) -> Subject:
     return Subject(cell.id, f"{inputs[: records.DIGITS]} by {toolchains}", inputs)
 
 
-def _compiled(matrix: Matrix, cell: Cell, toolchain: str, emulator: Path | None) -> Compiled:
+def _compiled(
+    matrix: Matrix, cell: Cell, toolchain: str, emulator: Path | None, minutes: float | None
+) -> Compiled:
     proof, gpus = recipes.proof_of(matrix, cell), targets(cell.accelerator)
     builder = rootfs.image(recipes.toolchain_root(matrix, toolchain))
     print(f"{toolchain}: compiling (minutes; only the first time)", flush=True)
     try:
-        wheels = recipes.compiled(matrix, cell, toolchain)
+        wheels = recipes.compiled(matrix, cell, toolchain, minutes)
     except recipes.IncompleteError as error:
         print(f"{toolchain}: {error}", flush=True)
         return Compiled(inspection.compiler(builder), {}, sources=error.sources)

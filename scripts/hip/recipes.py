@@ -48,10 +48,10 @@ class IncompleteError(UserError):
         self.sources = sources
 
 
-def compiled(matrix: Matrix, cell: Cell, toolchain: str) -> dict[str, Path]:
+def compiled(matrix: Matrix, cell: Cell, toolchain: str, minutes: float | None = None) -> dict[str, Path]:
     """Return the wheels that the recipes of ``cell`` give with a toolchain, by the name of the package.
 
-    Raises `IncompleteError` if not all sources of a recipe were compiled.
+    Raises `IncompleteError` if not all sources of a recipe were compiled, also after ``minutes``.
     """
     root, proof = toolchain_root(matrix, toolchain), proof_of(matrix, cell)
     builder, runtime = rootfs.image(root), rootfs.image(rootfs.roots(cell)[0])
@@ -61,7 +61,7 @@ def compiled(matrix: Matrix, cell: Cell, toolchain: str) -> dict[str, Path]:
         folder = lay_out(matrix, cell, pinned(torch)[1], work / "context")
         context.place(torch, folder / "wheels" / cell.layers[0].name / torch.name)
         context.normalise_modes(folder)
-        _build(folder, runtime, builder, work / "wheels", proof.limit_minutes)
+        _build(folder, runtime, builder, work / "wheels", minutes)
     return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}
 
 
@@ -222,7 +222,7 @@ def _build(folder: Path, runtime: str, builder: str, wheels: Path, minutes: floa
                     timeout=minutes and minutes * 60,
                 ).returncode
             except subprocess.TimeoutExpired:
-                cause = f"not compiled within {minutes} minutes"
+                cause = f"not compiled within {minutes:g} minutes"
         shutil.rmtree(wheels, ignore_errors=True)
         if code != 0:
             text = log.read_text(encoding="utf-8")

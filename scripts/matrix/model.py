@@ -309,10 +309,6 @@ class CompileProof(_Struct, frozen=True):
         tuple[Name, ...], Meta(description="Further packages of the stand-in's lock that the recipes import.")
     ] = ()
     env: BuildEnv = ()
-    limit_minutes: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="The time after which sources count as not compiled."),
-    ] = None
 
 
 class Option(_Struct, frozen=True):
