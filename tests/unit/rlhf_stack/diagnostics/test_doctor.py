@@ -336,7 +336,9 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory\n"
 STEPS = "step\n" * 2000
-UNEXPLAINED = re.compile(r"the last error of this log, line \d+( \(.*\))?:\n.*book.OddError: strange\n")
+UNEXPLAINED = re.compile(
+    r"no entry names (?:.*\n)*(?:first failure|last error): .*(?:\n  )?line \d+: book.OddError: strange\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,77 @@ def test_the_exit_code_says_what_was_found_in_a_log(
     assert main(["doctor", "--log", str(log)]) == code
     printed = capsys.readouterr().out
     assert bool(UNEXPLAINED.search(printed)) == (code == 4)
-    assert ("(A pid=7):" in printed) == ("(A pid=7)" in text)
+    assert ("first failure: A pid=7\n" in printed) == ("(A pid=7)" in text)
+
+
+MANY_ERRORS = """Root Cause (first observed failure):
+[0]:
+  time      : 2026-05-21_15:43:03
+  host      : node-b
+  rank      : 3 (local_rank: 1)
+  exitcode  : 1 (pid: 14750)
+(A pid=7) 2026-05-21 10:00:00,000 ERROR Traceback (most recent call last):
+(A pid=7)   File "/job/reward.py", line 3, in score
+(A pid=7) odd.FirstError: x
+(A pid=7) During handling of the above exception, another exception occurred:
+(A pid=7) book.OddError: strange
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "printed"),
+    [
+        (
+            "(B pid=8) 2026-05-21 10:00:09,000 odd.OtherError\n",
+            [
+                "first failure: A pid=7, at 2026-05-21 10:00:00,000",
+                "likely consequences: 1 ",
+                "(by time stamps)",
+            ],
+        ),
+        ("(B pid=8) odd.OtherError\n", ["likely consequences: 1 ", "order of lines"]),
+        (
+            "(B pid=8) 2026-05-21 10:00:00,100 odd.FirstError: x\n",
+            ["1 other processes have the same", "unclear"],
+        ),
+        ("(B pid=8) EOFError: Broken pipe\n", ["likely consequences: 1 ", "none has an error of its own"]),
+    ],
+    ids=["by time", "by lines", "at the same moment", "of a lost peer"],
+)
+def test_the_first_failure_of_an_unexplained_log_is_described(
+    after: str, printed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(MANY_ERRORS + after)
+    code, report = ask(capsys, "--log", str(log))
+    assert report["first_error"]["text"] == "odd.FirstError: x"
+    main(["doctor", "--log", str(log)])
+    out = capsys.readouterr().out
+    always = [
+        "raised in /job/reward.py:3",
+        "which led to book.OddError: strange",
+        "torchrun observed first: rank 3",
+    ]
+    assert code == 4
+    assert [text for text in printed + always if text not in out] == []
+
+
+def test_the_first_failure_of_an_explained_log_is_described_if_it_adds_a_frame(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(MANY_ERRORS.replace("odd.FirstError: x", OUT_OF_MEMORY.strip()))
+    assert main(["doctor", "--log", str(log)]) == 3
+    assert "first failure: A pid=7" in capsys.readouterr().out
+
+
+def test_a_log_of_consequences_names_no_first_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("(A pid=7) book.OddError: communicator was aborted\n")
+    assert main(["doctor", "--log", str(log)]) == 4
+    assert "it has no first cause, only what follows from one, first from A pid=7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

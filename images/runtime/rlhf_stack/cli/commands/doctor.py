@@ -20,12 +20,16 @@ an error, and no entry but notes explains it. With --host, 1 if no image runs on
 --json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
 node; id; severity: ok, note, warning or error; what, evidence, remedy and sources; line: that of the log,
 from 1, or from its end if negative). With --log `last_error` has line, text and origin (its process, if
-known) of the last error, with --freeze `lines_read` the number of lines with a version. With --host it prints
-rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
+known) of the last error; `first_error` those of the first failure, and time, frame (where it was raised),
+led_to (the last exception raised from it), order (how it is known to be the first: only, time, lines,
+unclear), same and later (other processes with this error, later errors of others), passed_on (it only
+reports another process) and launcher (what torchrun saw). With --freeze `lines_read` is the number of lines
+with a version. With --host it prints rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
 """
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,11 @@ UNEXPLAINED = 4
 NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
 STANDARD_INPUT = "-"
+ORDERS = {
+    "only": "none has an error of its own",
+    "time": "by time stamps",
+    "lines": "by the order of lines, in which those of other nodes may be late",
+}
 COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 
 
@@ -70,9 +79,12 @@ def run(options: argparse.Namespace) -> int:
         return host_check.main(["--json"] if options.json else [])
     extra: dict[str, Any] = {}
     last: known_bad.LastError | None = None
+    first: known_bad.FirstError | None = None
     if options.log is not None:
-        found, last = _of_log(options.log, options.freeze)
-        extra = {"last_error": asdict(last) if last else None}
+        found, last, first = _of_log(options.log, options.freeze)
+        extra = {
+            name: asdict(one) if one else None for name, one in (("last_error", last), ("first_error", first))
+        }
     elif options.freeze is not None:
         found, extra = _of_freeze(options.freeze)
     else:
@@ -82,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
         print_json("doctor", 1, worst=worst(findings), findings=entries, **extra)
     elif options.log is not None:
-        _show_log(found, last)
+        _show_log(found, last, first)
     else:
         _show(found, everything=options.all)
         if extra:
@@ -103,13 +115,16 @@ def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) ->
     return not any((one.line or 0) >= start[one.severity] for one in findings if one.severity in start)
 
 
-def _of_log(log: str, freeze: str | None) -> tuple[list[tuple[str, Finding]], known_bad.LastError | None]:
+def _of_log(
+    log: str, freeze: str | None
+) -> tuple[list[tuple[str, Finding]], known_bad.LastError | None, known_bad.FirstError | None]:
     if log == freeze == STANDARD_INPUT:
         raise UserError("--log and --freeze cannot both be read from standard input")
     versions = known_bad.freeze(_read(freeze)) if freeze is not None else None
     read = _read_log(log)
     found = known_bad.explain(known_bad.load(), read.text, versions, read.complete)
-    return [("", finding) for finding in found], known_bad.last_error(read.text, read.complete)
+    last = known_bad.last_error(read.text, read.complete)
+    return [("", finding) for finding in found], last, known_bad.first_error(read.text, read.complete)
 
 
 def _of_freeze(freeze: str) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
@@ -157,18 +172,44 @@ def _read_log(name: str) -> known_bad.LogText:
         return known_bad.read_log(file, name)
 
 
-def _show_log(found: list[tuple[str, Finding]], last: known_bad.LastError | None) -> None:
-    """Print what explains a log, the likeliest cause first; otherwise its last error."""
+def _show_log(
+    found: list[tuple[str, Finding]], last: known_bad.LastError | None, first: known_bad.FirstError | None
+) -> None:
+    """Print what explains a log, the likeliest cause first, its first failure, and an unexplained error."""
+    unexplained = last is not None and is_unexplained([finding for _, finding in found], last)
     if found:
         _print_table([(finding, "") for _, finding in found], with_sources=True)
-    if last and is_unexplained([finding for _, finding in found], last):
-        origin = f" ({last.origin})" if last.origin else ""
-        print(
-            "no entry names the cause of the last error of this log, "
-            f"{where(last.line)}{origin}:\n{last.text}"
-        )
+    if unexplained:
+        print("no entry names the cause of the last error of this log")
     elif not found:
         print("this log matches no entry of the known-bad database, and has no error")
+    if first and (unexplained or first.frame or first.later):
+        print("\n".join(described(first)))
+    if unexplained and last and (first is None or first.line != last.line):
+        origin = f"{last.origin}\n  " if last.origin else ""
+        print(f"last error: {origin}{where(last.line)}: {last.text}")
+
+
+def described(first: known_bad.FirstError) -> Iterator[str]:
+    """Lines about the first failure of a log, and about how certain it is that it was the first."""
+    origin, time = first.origin or "a process without a name in the log", first.time and f", at {first.time}"
+    if first.passed_on:
+        yield f"it has no first cause, only what follows from one, first from {origin}{time}"
+    else:
+        yield f"first failure: {origin}{time}"
+    yield f"  {where(first.line)}: {first.text}"
+    if first.frame:
+        yield f"  raised in {first.frame}"
+    if first.led_to:
+        yield f"  which led to {first.led_to}"
+    if first.launcher:
+        yield f"  torchrun observed first: {first.launcher}"
+    if first.same:
+        yield f"  {first.same} other processes have the same error: look for a cause that they share"
+    if first.order == "unclear":
+        yield "  the order is unclear: another process has an error at the same moment, or on an earlier line"
+    elif first.later:
+        yield f"  likely consequences: {first.later} later errors of other processes ({ORDERS[first.order]})"
 
 
 def where(line: int) -> str:
