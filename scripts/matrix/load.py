@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from scripts.paths import ROOT
 DEEPEST = 50  # levels of nesting
 MATRIX = ROOT / "matrix.yaml"
 IMAGE = "RLHF_STACKS_IMAGE"  # overrides the image name, so that two checkouts can share a Docker daemon
+REPOSITORY = re.compile(r"(?:[a-zA-Z0-9.-]+(?::[0-9]+)?/)?[a-z0-9]+(?:(?:[._/]|__|-+)[a-z0-9]+)*")
 SCHEMA = ROOT / "matrix.schema.json"
 
 
@@ -93,7 +95,12 @@ def load(path: Path = MATRIX) -> Matrix:
     except UnicodeDecodeError:
         raise UserError(f"{path.name}: not UTF-8 text") from None
     matrix = parse(text, path.name)
-    return msgspec.structs.replace(matrix, image=os.environ.get(IMAGE) or matrix.image)
+    image = os.environ.get(IMAGE) or matrix.image
+    if not REPOSITORY.fullmatch(image):
+        raise UserError(
+            f"{IMAGE}={image!r}: no image has this name: expected one such as host:5000/rlhf-stacks"
+        )
+    return msgspec.structs.replace(matrix, image=image)
 
 
 def expand(matrix: Matrix) -> tuple[Cell, ...]:

@@ -34,6 +34,7 @@ from scripts.testing.records import COMMITTED
 FOLDER = ROOT / "images" / "certificates"
 SCHEMA_FILE = ROOT / "docs" / "certificate.schema.json"
 SIGNATURE = ".sig"
+MOST_BYTES = 16 << 20
 NAMESPACE = "rlhf-stack-certificate"  # of ssh-keygen -Y
 DIGITS = 12
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -93,11 +94,15 @@ def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER) -> Path:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file that the user named."""
+    """The content of a file that the user named; `UserError` above `MOST_BYTES`."""
     try:
-        return file.read_bytes()
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{file}: more than {MOST_BYTES >> 20} MiB, which no certificate has")
+    return content
 
 
 def parse(content: bytes, file: Path) -> Certificate:

@@ -1,5 +1,6 @@
 """The ``ray start`` command of a machine: a pure function of the requested options and the host."""
 
+import contextlib
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -62,13 +63,16 @@ def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[st
 def with_port(address: str) -> str:
     """Return the head's ``address`` with Ray's default port if it has none; `UserError` if malformed."""
     if is_ipv6(address):
-        return f"[{address}]:{PORT}"
+        return f"[{_node_address('address', address)}]:{PORT}"
     found = ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"] or PORT) <= LAST_PORT:
         raise UserError(
             f"{shortened(address, 80)!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1 or "
             "[fd00::1]:6379"
         )
+    host = address[: found.start("port") - 1] if found["port"] else address
+    with contextlib.suppress(ValueError):
+        _require_reachable(f"address {host!r}", ipaddress.ip_address(host.strip("[]")))
     return address if found["port"] else f"{address}:{PORT}"
 
 
@@ -81,9 +85,21 @@ def _node_address(name: str, address: str, any_interface: bool = False) -> str:
         if not HOST_NAME.fullmatch(address) or not re.search("[A-Za-z]", address):
             raise UserError(f"{shown}: expected an IP address or a host name, such as 10.0.0.1") from None
         return address
+    _require_reachable(shown, parsed, any_interface)
+    return address
+
+
+def _require_reachable(
+    shown: str, parsed: ipaddress.IPv4Address | ipaddress.IPv6Address, any_interface: bool = False
+) -> None:
+    """Raise `UserError` for an address that no other machine can connect to."""
     if parsed.is_multicast or (parsed.is_unspecified and not any_interface):
         raise UserError(f"{shown}: no machine has this address; expected one such as 10.0.0.1")
-    return address
+    if isinstance(parsed, ipaddress.IPv6Address) and (parsed.scope_id or parsed.ipv4_mapped):
+        kind = "an address with a zone" if parsed.scope_id else "an IPv4 address in the form of IPv6"
+        raise UserError(
+            f"{shown}: {kind}, which Ray does not support; expected one such as 10.0.0.1 or fd00::1"
+        )
 
 
 def gpus_to_declare(requested: int | None, host: Host) -> int:

@@ -30,7 +30,10 @@ class LogText:
 
 def read_log(file: BinaryIO, name: str) -> LogText:
     """Read at most the last `MAX_BYTES` of ``file``; `UserError` if it is compressed or binary."""
-    start, data, complete = _head_and_tail(file)
+    try:
+        start, data, complete = _head_and_tail(file)
+    except OSError as error:
+        raise UserError(f"{name}: {error.strerror}") from None
     for magic, command in COMPRESSED.items():
         if start.startswith(magic):
             raise UserError(f"{name} is compressed: `{command} {name} | rlhf-stack doctor --log -`")

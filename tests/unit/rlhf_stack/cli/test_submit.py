@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rlhf_stack.cli.commands import submit
@@ -25,20 +26,35 @@ def test_the_job_gets_the_settings_of_rlhf_stack_but_not_those_of_the_image() ->
     assert runtime_env(HERE, []) == {"env_vars": {"RLHF_STACK_VERIFY_SYNC": "1"}}
 
 
-def test_the_job_gets_named_variables() -> None:
-    found = runtime_env(HERE, ["WANDB_API_KEY", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=0"], "/code")
+def test_the_job_gets_named_variables(tmp_path: Path) -> None:
+    found = runtime_env(HERE, ["WANDB_API_KEY", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=0"], str(tmp_path))
     assert found["env_vars"] == {
         "RLHF_STACK_VERIFY_SYNC": "0",
         "WANDB_API_KEY": "secret",
         "NCCL_DEBUG": "INFO",
     }
-    assert found["working_dir"] == "/code"
+    assert found["working_dir"] == str(tmp_path)
+    assert runtime_env(HERE, [], "s3://bucket/code.zip")["working_dir"] == "s3://bucket/code.zip"
 
 
-@pytest.mark.parametrize("text", ["NOT_SET", "=x", ""])
-def test_a_variable_without_a_value_is_an_error(text: str) -> None:
-    with pytest.raises(UserError, match="is not set in this shell"):
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("NOT_SET", "is not set in this shell"),
+        ("=x", "NAME=VALUE"),
+        ("", "NAME=VALUE"),
+        ("A B=x", "NAME=VALUE"),
+    ],
+)
+def test_a_variable_without_a_value_or_name_is_an_error(text: str, error: str) -> None:
+    with pytest.raises(UserError, match=error):
         runtime_env(HERE, [text])
+
+
+@pytest.mark.parametrize("folder", ["/no/such", "/no/such/code.zip", "/dev/null", "a\0b"])
+def test_a_folder_that_does_not_exist_is_an_error(folder: str) -> None:
+    with pytest.raises(UserError, match=r"--working-dir .*: no such folder"):
+        runtime_env(HERE, [], folder)
 
 
 @pytest.mark.parametrize(

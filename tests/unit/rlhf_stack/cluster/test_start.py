@@ -45,6 +45,12 @@ def test_malformed_head_address_is_an_error(address: str) -> None:
         ray_start_command(replace(NODE, join=address), HERE, token=True)
 
 
+@pytest.mark.parametrize("address", ["[::]:6379", "::", "224.0.0.1:6379", "fe80::1%eth0", "::ffff:10.0.0.1"])
+def test_a_head_that_no_machine_can_be_is_an_error(address: str) -> None:
+    with pytest.raises(UserError, match=r"no machine has this address|which Ray does not support"):
+        ray_start_command(replace(NODE, join=address), HERE, token=True)
+
+
 @pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1", "[fd00::1]:6379"])
 def test_ipv6_address_is_in_brackets(address: str) -> None:
     words = ray_start_command(replace(NODE, join=address), HERE, token=True)
@@ -53,10 +59,24 @@ def test_ipv6_address_is_in_brackets(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "::", "224.0.0.1", "10.0.0", "10.0.0.256", "a b", "[/red]", "h" * 300]
+    "address",
+    [
+        "",
+        "::",
+        "224.0.0.1",
+        "10.0.0",
+        "10.0.0.256",
+        "a b",
+        "[/red]",
+        "h" * 300,
+        "fe80::1%eth0",
+        "::ffff:1.2.3.4",
+    ],
 )
 def test_bad_address_of_a_node_is_an_error(address: str) -> None:
-    with pytest.raises(UserError, match=r"--node-ip-address .*: (expected an IP address|no machine has)"):
+    with pytest.raises(
+        UserError, match=r"--node-ip-address .*: (expected an IP|no machine has|.* Ray does not)"
+    ):
         ray_start_command(replace(HEAD, address=address), HERE, token=True)
 
 

@@ -216,3 +216,16 @@ def test_the_image_can_have_another_name(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(IMAGE, "mine/stacks")
     matrix = load()
     assert find(matrix, matrix.default).tag == f"mine/stacks:{matrix.default}"
+
+
+@pytest.mark.parametrize("name", ["Bad Name!", "Stacks", "a:b", "-a", "a/", "a\nb"])
+def test_a_name_that_no_image_has_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IMAGE, name)
+    with pytest.raises(UserError, match="no image has this name"):
+        load()
+
+
+@pytest.mark.parametrize("name", ["rlhf-24", "host:5000/a/b", "Host.example/a_b", "x"])
+def test_names_of_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IMAGE, name)
+    assert load().image == name

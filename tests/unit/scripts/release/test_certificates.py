@@ -135,8 +135,9 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(UserError, match=reason):
             certificates.add(tmp_path / "file", KNOWN, tmp_path / "kept")
-    with pytest.raises(UserError, match="No such file"):
-        certificates.add(tmp_path / "absent", KNOWN, tmp_path / "kept")
+    for file, reason in ((tmp_path / "absent", "No such file"), (Path("/dev/zero"), "more than 16 MiB")):
+        with pytest.raises(UserError, match=reason):
+            certificates.add(file, KNOWN, tmp_path / "kept")
 
 
 def test_a_record_that_is_missing_or_edited(tmp_path: Path) -> None:

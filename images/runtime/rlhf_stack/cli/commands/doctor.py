@@ -76,6 +76,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; the exit code follows the worst severity."""
     if options.host:
+        if options.log is not None or options.freeze is not None or options.local or options.all:
+            raise UserError(
+                "--host checks this machine for images, and takes no --log, --freeze, --local or --all"
+            )
         return host_check.main(["--json"] if options.json else [])
     extra: dict[str, Any] = {}
     last: known_bad.LastError | None = None

@@ -46,6 +46,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rlhf_stack.cli import run_options, supervised
@@ -55,6 +56,7 @@ from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars
 from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.checkpoints import checkpoints_of
@@ -67,6 +69,7 @@ LEAST_GRACE = 10.0  # seconds
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -242,9 +245,15 @@ def runtime_env(
     }
     for text in named:
         name, equals, value = text.partition("=")
-        if not name or (not equals and name not in environment):
-            raise UserError(f"--env {text}: {name or 'it'} is not set in this shell; give it as NAME=VALUE")
+        if not VARIABLE.fullmatch(name):
+            raise UserError(
+                f"--env {shortened(text)!r}: expected NAME or NAME=VALUE, such as NCCL_DEBUG=INFO"
+            )
+        if not equals and name not in environment:
+            raise UserError(f"--env {text}: {name} is not set in this shell; give it as NAME=VALUE")
         variables[name] = value if equals else environment[name]
+    if working_dir is not None and "://" not in working_dir and not Path(working_dir).is_dir():
+        raise UserError(f"--working-dir {shortened(working_dir)!r}: no such folder")
     return {"env_vars": variables} | ({"working_dir": working_dir} if working_dir else {})
 
 
