@@ -188,13 +188,24 @@ TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0
         ("AssertionError\n[rank3]: OddError: a\n", "[rank3]: OddError: a", "rank3"),
         ("(A pid=1) (B pid=2, ip=10.0.0.4) OddError: a\n", "", "B pid=2, ip=10.0.0.4"),
         ("AssertionError\n(raylet) Worker group failed: ERROR\n", "AssertionError", ""),
+        ("AssertionError\nERROR 07-04 10:00:00 [core.py:1]   File x\n", "AssertionError", ""),
+        ("AssertionError\nERROR 07-04 10:00:00 [core.py:1]\n", "AssertionError", ""),
         (
             "ray.exceptions.ActorDiedError: The actor died\n",
             "ray.exceptions.ActorDiedError: The actor died",
             "",
         ),
     ],
-    ids=["passed on", "in an actor", "rank", "engine", "without a message", "only passed on"],
+    ids=[
+        "passed on",
+        "in an actor",
+        "rank",
+        "engine",
+        "without a message",
+        "a frame",
+        "an empty line",
+        "only passed on",
+    ],
 )
 def test_the_last_error_is_that_of_the_process_that_failed(text: str, error: str, origin: str) -> None:
     found = known_bad.last_error(text)
