@@ -15,6 +15,7 @@ RAYLET, GCS, WORKER, DRIVER, HELPER, OTHER = "raylet", "gcs_server", "worker", "
 SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 RESOURCES = re.compile(r"--static_resource_list=(\S+)")
+TITLE = "ray::"  # of processes that the raylet starts
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 HELPERS = (
     "ray/_private/log_monitor.py",
@@ -43,7 +44,7 @@ class Process:
     def role(self) -> str:
         """Its role in Ray, derived from its command and environment."""
         first = self.command[0] if self.command else ""
-        if first.startswith("ray::"):
+        if first.startswith(TITLE):
             return HELPER if first.strip() in AGENTS else WORKER
         if Path(first).name in (RAYLET, GCS):
             return Path(first).name

@@ -10,6 +10,7 @@ from rlhf_stack.cleanup import process_table, terminate
 from rlhf_stack.cleanup.process_table import Process
 
 WORKER_MARK = "RAY_RAYLET_PID"  # set by Ray for its workers, and inherited by their children
+CLIENT_SERVER = "--runtime-env-agent-address="  # in the command of the one that `ray start` starts
 STARTING = "ray/_private/workers/"  # in the command of a worker that has not renamed itself yet
 SHM = Path("/dev/shm")  # noqa: S108  (the location of segments)
 # Names of segments: of multiprocessing (vLLM's queues, torch's data loaders), torch, NCCL and vLLM.
@@ -56,7 +57,8 @@ def stale_session_processes(
 ) -> list[Process]:
     """The server processes of ``uid`` whose Ray session has neither a raylet nor a running `ray start`.
 
-    ``age`` in seconds by pid; a process younger than ``least`` may belong to a node that is starting.
+    Ray's client server does not name its session: it is stale without any raylet. ``age`` in seconds by pid;
+    a process younger than ``least`` may belong to a node that is starting.
     """
     alive = {p.session for p in table if p.role == process_table.RAYLET}
     starting = {p.pid for p in table if "start" in p.command and "ray" in " ".join(p.command)}
@@ -65,8 +67,7 @@ def stale_session_processes(
         p
         for p in table
         if p.role in (process_table.GCS, process_table.HELPER)
-        and p.session
-        and p.session not in alive
+        and (p.session not in alive if p.session else not alive and CLIENT_SERVER in p.line)
         and p.uid == uid
         and p.pid not in held
         and age.get(p.pid, 0.0) >= least
@@ -150,21 +151,20 @@ def remove_segment(segment: Segment) -> bool:
 
 def _hides_processes(proc: Path) -> bool:
     """Whether ``proc`` is mounted with hidepid, so that users see only their own processes."""
-    if os.getuid() == 0:
-        return False
-    for line in (proc / "self" / "mountinfo").read_text(encoding="utf-8").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[4] == str(process_table.PROC):
-            return any(option in after for option in HIDING)
-    return False
+    return os.getuid() != 0 and any(option in _mount(proc, process_table.PROC) for option in HIDING)
 
 
 def _shm_is_own(proc: Path) -> bool:
+    return _mount(proc, SHM).split()[1:2] == [OWN_SHM]
+
+
+def _mount(proc: Path, path: Path) -> str:
+    """Type, source and options of what is mounted at ``path``: the last one hides those before it."""
+    found = ""
     for line in (proc / "self" / "mountinfo").read_text(encoding="utf-8").splitlines():
         before, _, after = line.partition(" - ")
-        if before.split()[4] == str(SHM):
-            return after.split()[1] == OWN_SHM
-    return False
+        found = after if before.split()[4] == str(path) else found
+    return found
 
 
 def _in_use(process: Process, raylets: set[int]) -> bool:
@@ -176,4 +176,6 @@ def _in_use(process: Process, raylets: set[int]) -> bool:
 
 
 def _is_from_worker(process: Process) -> bool:
-    return process.role == process_table.WORKER or WORKER_MARK in (process.variables or {})
+    """Whether a raylet or a worker started it; the title of an agent may overwrite its environment."""
+    title = process.command[0] if process.command else ""
+    return title.startswith(process_table.TITLE) or WORKER_MARK in (process.variables or {})

@@ -48,6 +48,7 @@ LEFT = [
     process(51, 50, "VLLM::Worker"),
     process(52, 10, "python", "child.py"),  # handed to the raylet
     process(53, 1, "ray::Actor"),
+    process(54, 1, "ray::DashboardAgent   ", variables={}),  # its title is where its environment was
 ]
 AGED = dict.fromkeys(range(100), 3600.0)
 
@@ -86,6 +87,14 @@ def test_old_servers_of_a_session_without_a_raylet_are_stale() -> None:
     assert stale_resources.stale_session_processes(table, UID, AGED, 60) == [server]
     assert stale_resources.stale_session_processes(table, UID, AGED | {60: 3.0}, 60) == []
     assert stale_resources.stale_session_processes(table, OTHER, AGED, 60) == []
+
+
+def test_a_client_server_of_ray_start_is_stale_without_a_raylet() -> None:
+    command = "python", "-m", "ray.util.client.server", "--mode=proxy"
+    server = process(61, 1, *command, "--runtime-env-agent-address=http://10.0.0.2:1", variables={})
+    by_hand = process(62, 1, *command, variables={})
+    assert stale_resources.stale_session_processes([*ALIVE, server], UID, AGED, 60) == []
+    assert stale_resources.stale_session_processes([server, by_hand], UID, AGED, 60) == [server]
 
 
 def test_servers_of_a_starting_node_are_not_stale() -> None:
@@ -184,7 +193,10 @@ def test_processes_that_proc_hides_make_segments_unknown(
     """With hidepid a process of another user could have a segment mapped."""
     monkeypatch.setattr(os, "getuid", lambda: UID)
     (tmp_path / "self").mkdir()
-    mounts = "338 304 0:91 / /dev/shm rw - tmpfs shm rw\n21 1 0:19 / /proc rw - proc proc rw{}\n"
+    mounts = (
+        "338 304 0:91 / /dev/shm rw - tmpfs shm rw\n20 1 0:19 / /proc rw - proc proc rw\n"
+        "21 20 0:20 / /proc rw - proc proc rw{}\n"  # mounted over the other
+    )
     for options, known in (("", True), (",hidepid=invisible", False), (",hidepid=2", False)):
         (tmp_path / "self" / "mountinfo").write_text(mounts.format(options))
         assert (stale_resources.open_segments([], tmp_path) is not None) == known

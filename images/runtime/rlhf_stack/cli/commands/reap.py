@@ -117,7 +117,7 @@ def _show(found: list[StaleResource], unknown: bool, removing: bool) -> None:
     console.print(table if found else "no stale resources")
     if unknown:
         console.print(
-            "shared memory was skipped: /dev/shm is shared with containers whose processes are not visible"
+            "shared memory was skipped: processes that may use it are not visible (other containers, hidepid)"
         )
     if found and not removing:
         console.print("nothing was removed; --yes ends and removes everything listed")
