@@ -120,4 +120,4 @@ def pack_gpu_kit(
 ) -> None:
     """Pack the rungs of certify that need only torch, for a machine with a GPU and without an image."""
     pieces = gpu_kit.pack(out, piece * 10**6, wheels or ())
-    print(f"{len(pieces)} pieces of at most {piece} MB in {out}; there: bash {out.name}/run.sh FOLDER")
+    print(f"pieces of at most {piece} MB: {len(pieces)}, in {out}; there: bash {out.name}/run.sh FOLDER")

@@ -1,6 +1,6 @@
 """A kit of `rlhf_stack` for a machine that has torch and a GPU but no image: ``python -m scripts gpu-kit``.
 
-An archive in pieces, a list of their digests, and ``run.sh``, which needs bash, tar and python3 there.
+An archive in pieces, a list of their digests, and ``run.sh``, which needs bash, tar and a python3 with torch.
 """
 
 import gzip
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import packaging
 
 from scripts.digests import sha256
 from scripts.errors import UserError
@@ -22,8 +23,10 @@ PACKAGE = RUNTIME / "rlhf_stack"
 DIGEST_FILE = "kit.json"  # read by rlhf_stack.certify.kit
 RUN = """\
 #!/usr/bin/env bash
-# run.sh [FOLDER]: checks and unpacks the pieces next to it, and writes the certificate to FOLDER.
+# run.sh [FOLDER]: checks and unpacks the pieces next to it, and writes the certificate to FOLDER, a new one.
+# It needs bash, tar, and python3 3.11 or newer with torch; the rung memory also needs transformers.
 set -euo pipefail
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 is needed: " + sys.version)'
 out=$(realpath -m "${1:-certificate}")
 cd "$(dirname "${BASH_SOURCE[0]}")"
 sha256sum --check --quiet pieces.sha256
@@ -78,7 +81,8 @@ def pack(folder: Path, piece: int, wheels: Sequence[Path] = ()) -> list[Path]:
     """Write the kit to ``folder``, which must be new, in pieces of at most ``piece`` bytes; return these."""
     own = files()
     name = json.dumps({"digest": digest(own)}).encode()
-    packed = archive(wheel_files(wheels) | own | {DIGEST_FILE: name})
+    needed = files(Path(packaging.__file__).parent)
+    packed = archive(wheel_files(wheels) | needed | own | {DIGEST_FILE: name})
     try:
         folder.mkdir(parents=True)
     except FileExistsError:

@@ -17,6 +17,7 @@ from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Measurement, R
 
 LOG_BYTES = 40_000
 CLUSTER_NEEDED = "it needs Ray, vLLM and OpenRLHF of an image"
+INTERRUPTED = "certify was interrupted"
 
 
 def climb(
@@ -24,7 +25,8 @@ def climb(
 ) -> Iterator[Record]:
     """Yield the record of each rung of the ladder; ``report`` is called before and after each climb.
 
-    Those that are not ``chosen`` are not climbed, and after the facts none if the image's GPUs are missing.
+    Those that are not ``chosen`` are not climbed, none after the facts if the image's GPUs are missing, and
+    none after Ctrl-C, which ends the current one.
     """
     obstacle = ""
     for step in LADDER:
@@ -36,9 +38,13 @@ def climb(
             record = Record(step.name, NOT_CLIMBED, obstacle, 0.0)
         else:
             report(step, None)
-            record = in_process(step, place)
+            try:
+                record = in_process(step, place)
+            except KeyboardInterrupt:
+                obstacle = INTERRUPTED
+                record = Record(step.name, NOT_CLIMBED, obstacle, 0.0)
         if step.name == "facts":
-            obstacle = missing_gpus(record)
+            obstacle = obstacle or missing_gpus(record)
         report(step, record)
         yield record
 

@@ -5,8 +5,10 @@ certificate. All other rungs are in it as not climbed.
 """
 
 import json
+import signal
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +40,30 @@ class Plain:
 
 
 def main() -> int:
-    """Climb, write the certificate to FOLDER, and return 1 if a rung failed."""
+    """Climb, write the certificate to FOLDER, which must be new, and return 1 if a rung failed."""
     from rlhf_stack.certify.certificate import certify
+    from rlhf_stack.certify.climb import INTERRUPTED
     from rlhf_stack.certify.ladder import NAMES, Place
     from rlhf_stack.certify.model import FAILED, Machine, Subject
+    from rlhf_stack.diagnostics.host_check import nvidia_driver
 
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "certificate")
+    if folder.exists():
+        sys.exit(f"error: {folder}: it exists already; a certificate is never overwritten")
+    if find_spec("torch") is None:
+        sys.exit(f"error: {sys.executable} has no torch: put a python3 with torch first on PATH")
     digest = str(json.loads(DIGEST.read_text(encoding="utf-8"))["digest"]) if DIGEST.exists() else ""
     count = torch.cuda.device_count()
     model = torch.cuda.get_device_name() if count else ""
     print(f"torch {torch.__version__}, {count} GPUs {model}".rstrip(), flush=True)
-    machine = Machine(count, model, _driver())
+    machine = Machine(count, model, nvidia_driver())
     with tempfile.TemporaryDirectory() as temporary:
         place = Place("", temporary, small=not count)
         found = certify(place, NAMES, Subject("", "", "", digest), [machine], folder, Plain())  # type: ignore[arg-type]
     print(f"{folder}/certificate.json", flush=True)
+    if any(rung.reason == INTERRUPTED for rung in found.rungs):
+        return 128 + signal.SIGINT
     return 1 if any(rung.state == FAILED for rung in found.rungs) else 0
-
-
-def _driver() -> str:
-    """The version of NVIDIA's driver, "" without one."""
-    from rlhf_stack.diagnostics.doctor.collect import installed_driver
-
-    return installed_driver()
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def inspect_machine() -> Machine:
         architecture=platform.machine(),
         glibc=platform.libc_ver()[1],
         gpus=(*nvidia_gpus(_nvidia_smi()), *_amd_gpus()),
-        driver=_nvidia_driver(),
+        driver=nvidia_driver(),
         runtimes=tuple(name for name in RUNTIMES if shutil.which(name)),
         nvidia_toolkit=any(map(shutil.which, TOOLKIT)) or any(file.exists() for file in CDI),
         is_container="KUBERNETES_SERVICE_HOST" in os.environ or any(file.exists() for file in INSIDE),
@@ -171,7 +171,8 @@ def nvidia_gpus(listing: str) -> tuple[Gpu, ...]:
     return tuple(Gpu("cuda", row[0].strip(), row[1].strip() if len(row) > 1 else "") for row in rows)
 
 
-def _nvidia_driver() -> str:
+def nvidia_driver() -> str:
+    """The version of NVIDIA's kernel module, or "" without one."""
     text = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else ""
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
     return found[1] if found else ""

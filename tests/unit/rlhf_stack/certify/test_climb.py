@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,15 @@ def rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place("", str(tmp_path), small=True)
 
 
+def left_children(folder: Path) -> list[str]:
+    """The children of a rung that hung which still run."""
+    return [
+        line
+        for file in Path("/proc").glob("[0-9]*/cmdline")
+        if "rung child" in (line := file.read_bytes().decode(errors="replace")) and str(folder) in line
+    ]
+
+
 def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with (tmp_path / "shown").open("w") as shown:
@@ -77,12 +88,7 @@ def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) ->
         "hangs": (FAILED, "not done after 5 s"),
         "dies": (FAILED, "its process ended with code -9"),
     }
-    left = [
-        line
-        for file in Path("/proc").glob("[0-9]*/cmdline")
-        if "rung child" in (line := file.read_bytes().decode(errors="replace")) and str(tmp_path) in line
-    ]
-    assert left == [], "children of a rung that hung still run"
+    assert left_children(tmp_path) == []
     record = json.loads((out / RECORDS / "passes.json").read_text())
     assert record["log"] == "output of the rung\n"
     assert record["measurements"] == [{"name": "rate", "value": 2.0, "unit": "GB/s"}]
@@ -91,6 +97,25 @@ def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) ->
     text = (tmp_path / "shown").read_text()
     assert "rate 2 GB/s" in text
     assert "other bytes" in text
+
+
+def test_ctrl_c_ends_the_rung_and_is_the_reason_of_the_rest(
+    rungs: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = tuple(
+        Step(name, name, "gpu", f"rungs_of_test:{name}", 60.0) for name in ("passes", "hangs", "stays")
+    )
+    for module in (climb, certificate):
+        monkeypatch.setattr(module, "LADDER", steps)
+
+    def interrupt(step: Step, record: Record | None) -> None:
+        if step.name == "hangs" and record is None:
+            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+
+    found = list(climb.climb(rungs, ["passes", "hangs", "stays"], interrupt))
+    assert [record.state for record in found] == [PASSED, NOT_CLIMBED, NOT_CLIMBED]
+    assert [record.reason for record in found] == ["", climb.INTERRUPTED, climb.INTERRUPTED]
+    assert left_children(tmp_path) == []
 
 
 def test_rungs_of_an_image_are_not_climbed_without_a_cluster() -> None:

@@ -46,15 +46,23 @@ def test_it_runs_anywhere_and_names_what_was_not_climbed(tmp_path: Path) -> None
     gpu_kit.pack(tmp_path / "kit", 10**6, [wheel])
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    (bin_ / "python3").symlink_to(sys.executable)
-    done = subprocess.run(
-        ["bash", str(tmp_path / "kit" / "run.sh"), str(tmp_path / "out")],
-        env={"PATH": f"{bin_}:{os.environ['PATH']}", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (bin_ / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without any package
+    (bin_ / "python3").chmod(0o755)
+
+    def run(kit: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["bash", str(tmp_path / kit / "run.sh"), str(tmp_path / "out")],
+            env={"PATH": f"{bin_}:{os.environ['PATH']}", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    gpu_kit.pack(tmp_path / "without", 10**6)
+    assert "has no torch" in run("without").stderr
+    done = run("kit")
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "it exists already" in run("kit").stderr
     content = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert content["subject"] == {
         "cell": "",
@@ -65,7 +73,9 @@ def test_it_runs_anywhere_and_names_what_was_not_climbed(tmp_path: Path) -> None
     states = {rung["name"]: (rung["state"], rung["reason"]) for rung in content["rungs"]}
     assert states["sync"] == ("not climbed", "it needs Ray, vLLM and OpenRLHF of an image")
     assert states["streams"] == ("not climbed", "NCCL and CUDA streams need a GPU")
-    assert states["device-memory"][0] == "failed"
+    failed = {name: reason for name, (state, reason) in states.items() if state == "failed"}
+    assert "device-memory" in failed
+    assert all("torch" in reason for reason in failed.values()), failed
 
 
 def test_what_is_no_wheel_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ It writes certificate.json and the raw record of each rung to --out. `python -m 
 of the repository checks both; sign the file before, if you like, with
 `ssh-keygen -Y sign -f KEY -n rlhf-stack-certificate certificate.json`. The records contain host names.
 
+Interrupted (Ctrl-C, SIGTERM), it climbs no further, and writes the certificate of what it has climbed.
+
 Exit code 1 if a rung failed. --json prints rlhf-stack/certify/1: `file`, `passed`, `failed`, `not_climbed`
 (numbers of rungs), and `rungs` (name, title, state, reason, seconds, measurements: name, value, unit; record:
 the sha256 of its raw record), as in the certificate.
@@ -21,8 +23,10 @@ the sha256 of its raw record), as in the certificate.
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -62,11 +66,20 @@ def fake_gpus(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> int:
     """Climb the ladder; return 1 if a rung failed."""
+    try:
+        return _certify(options)
+    finally:
+        with suppress(OSError):
+            options.out.rmdir()  # if it is empty: nothing was climbed
+
+
+def _certify(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from rlhf_stack.accelerator import devices
     from rlhf_stack.certify import ladder, on_cluster
     from rlhf_stack.certify.certificate import FILE, certify
+    from rlhf_stack.certify.climb import INTERRUPTED
     from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Subject
     from rlhf_stack.config import image
     from rlhf_stack.inputs.text import suggestion
@@ -90,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
     requested = () if devices.is_gpu() else options.fake_gpus or ()
     default = () if devices.is_gpu() else FAKE_GPUS
     with on_cluster.cluster(options.ray, requested, default) as address:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, in place of Ray's handler
         place = ladder.Place(address, folder, small=not devices.is_gpu())
         try:
             found = certify(place, chosen, subject, None, options.out, console)
@@ -113,4 +127,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         sys.stderr.flush()
         print(f"{file}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}")
+    if any(rung.reason == INTERRUPTED for rung in found.rungs):
+        raise KeyboardInterrupt
     return 1 if counts[FAILED] else 0

@@ -34,12 +34,12 @@ from rlhf_stack.diagnostics.doctor.facts import (
     relevant_variables,
 )
 from rlhf_stack.diagnostics.doctor.gpu_health import collect_gpu_report
+from rlhf_stack.diagnostics.host_check import nvidia_driver
 
 SMI_SECONDS = 10.0
 PORTS = (6379, 8265, 10001)
 SHM = Path("/dev/shm")  # noqa: S108  (the location of Ray's objects)
-NVIDIA_GPUS, NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
-DRIVER_VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([\d.]+)", re.MULTILINE)
 ENGINE_LIBRARY = "VLLM_NCCL_SO_PATH"
 TRAINER_LIBRARIES = ("nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2", "torch/lib/librccl.so")
@@ -61,7 +61,7 @@ def collect_facts() -> NodeFacts:
         ray_processes=_ray_processes(table),
         resources=process_table.declared_resources(table),
         gpus=_gpus(),
-        driver=installed_driver(),
+        driver=nvidia_driver(),
         built_for=_built_for(),
         libraries=found,
         missing_library=missing,
@@ -136,13 +136,6 @@ def _gpus() -> int:
 
 def _nvidia_gpus() -> int:
     return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else 0
-
-
-def installed_driver() -> str:
-    """The version of NVIDIA's kernel module, or "" without one."""
-    text = NVIDIA_DRIVER.read_text(encoding="utf-8") if NVIDIA_DRIVER.is_file() else ""
-    found = DRIVER_VERSION.search(text)
-    return found[1] if found else ""
 
 
 def _gpu_processes(seen: set[int]) -> tuple[GpuProcess, ...]:
