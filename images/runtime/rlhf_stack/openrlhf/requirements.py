@@ -18,6 +18,7 @@ SWITCHES = {  # the end of a flag and the packages that it needs
 }
 RING_ATTENTION = ("flash_attn", "ring_flash_attn")
 FLASH_3 = ("flash_attn_interface",)
+VISION = ("torchvision",)  # vLLM imports it for each model with images that OpenRLHF trains
 
 
 def refuse_missing_packages(values: Any) -> None:
@@ -38,6 +39,8 @@ def _needed(values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield flag, RING_ATTENTION
         elif name.endswith("attn_implementation") and value == "flash_attention_3":
             yield flag, FLASH_3
+        elif name.endswith("max_images_per_prompt") and value > 0:
+            yield flag, VISION
         elif name.endswith("attn_implementation") and KERNEL.fullmatch(str(value)):
             yield flag, ("kernels",)
         elif value:

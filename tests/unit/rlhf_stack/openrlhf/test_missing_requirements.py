@@ -22,6 +22,7 @@ def sections(**ds: Any) -> SimpleNamespace:
         (sections(use_liger_kernel=True), "--ds.use_liger_kernel needs liger_kernel"),
         (sections(attn_implementation="flash_attention_3"), "flash_attention_3 needs flash_attn_interface"),
         (sections(attn_implementation="owner/kernel"), "owner/kernel needs kernels"),
+        (sections(max_images_per_prompt=1), "max_images_per_prompt 1 needs torchvision, not installed here"),
     ],
 )
 def test_a_feature_without_its_packages_is_refused(

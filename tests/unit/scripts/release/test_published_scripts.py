@@ -16,7 +16,8 @@ def test_each_command_has_a_row_with_its_outcome() -> None:
     ring = OUTCOMES["train_reinforce_baseline_ray_agent_async", NEW]
     assert "refuses it: --ds.ring_attn_size 2" in ring
     assert "not enough memory" in OUTCOMES["train_prorlv2_math_hybrid_engine", NEW]
-    assert "; not trained: " in OUTCOMES["train_vlm_math_hybrid_engine", NEW]
+    vision = OUTCOMES["train_vlm_math_hybrid_engine", NEW]
+    assert "refuses it: --data.max_images_per_prompt 1 needs torchvision; not trained: " in vision
 
 
 def test_the_release_that_trains_is_that_of_the_default_image() -> None:
