@@ -26,7 +26,7 @@ RUN = """\
 # run.sh [FOLDER]: checks and unpacks the pieces next to it, and writes the certificate to FOLDER, a new one.
 # It needs bash, tar, and python3 3.11 or newer with torch; the rung memory also needs transformers.
 set -euo pipefail
-python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 is needed: " + sys.version)'
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 needed: " + sys.version)'
 out=$(realpath -m "${1:-certificate}")
 cd "$(dirname "${BASH_SOURCE[0]}")"
 sha256sum --check --quiet pieces.sha256
