@@ -4,12 +4,13 @@ import dataclasses
 import json
 import signal
 import sys
-import threading
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rlhf_stack.certify import certificate, climb, ladder
+from rlhf_stack.certify import certificate, climb, ladder, on_cluster
 from rlhf_stack.certify.certificate import FILE, RECORDS
 from rlhf_stack.certify.ladder import LADDER, NAMES, Place, Step
 from rlhf_stack.certify.model import (
@@ -23,6 +24,9 @@ from rlhf_stack.certify.model import (
     digest_of,
     worst,
 )
+from rlhf_stack.cli.main import main
+from rlhf_stack.cluster import connect
+from rlhf_stack.config import env_vars
 
 RUNGS = """
 import os, subprocess, sys, time
@@ -48,9 +52,18 @@ def hangs(place):
 
 def dies(place):
     os.kill(os.getpid(), 9)
+
+def interrupts(place):
+    os.kill(os.getppid(), 15)
+    time.sleep(600)
 """
 STEPS = ("passes", "wrong", "raises", "stays", "hangs", "dies")
 DEADLINE = 5.0
+
+
+@pytest.fixture(autouse=True)
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
 
 
 @pytest.fixture
@@ -62,15 +75,6 @@ def rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     for module in (climb, certificate):
         monkeypatch.setattr(module, "LADDER", steps)
     return Place("", str(tmp_path), small=True)
-
-
-def left_children(folder: Path) -> list[str]:
-    """The children of a rung that hung which still run."""
-    return [
-        line
-        for file in Path("/proc").glob("[0-9]*/cmdline")
-        if "rung child" in (line := file.read_bytes().decode(errors="replace")) and str(folder) in line
-    ]
 
 
 def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) -> None:
@@ -88,7 +92,12 @@ def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) ->
         "hangs": (FAILED, "not done after 5 s"),
         "dies": (FAILED, "its process ended with code -9"),
     }
-    assert left_children(tmp_path) == []
+    left = [
+        line
+        for file in Path("/proc").glob("[0-9]*/cmdline")
+        if "rung child" in (line := file.read_bytes().decode(errors="replace")) and str(tmp_path) in line
+    ]
+    assert left == [], "children of a rung that hung still run"
     record = json.loads((out / RECORDS / "passes.json").read_text())
     assert record["log"] == "output of the rung\n"
     assert record["measurements"] == [{"name": "rate", "value": 2.0, "unit": "GB/s"}]
@@ -99,23 +108,35 @@ def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) ->
     assert "other bytes" in text
 
 
-def test_ctrl_c_ends_the_rung_and_is_the_reason_of_the_rest(
-    rungs: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("rungs")
+def test_a_signal_ends_the_climb_with_the_certificate_of_what_was_climbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = tuple(
-        Step(name, name, "gpu", f"rungs_of_test:{name}", 60.0) for name in ("passes", "hangs", "stays")
-    )
+    names = ("passes", "interrupts", "hangs")
     for module in (climb, certificate):
+        steps = tuple(Step(name, name, "gpu", f"rungs_of_test:{name}", 60.0) for name in names)
         monkeypatch.setattr(module, "LADDER", steps)
+    monkeypatch.setattr(ladder, "NAMES", ("facts", *names))
+    monkeypatch.setattr(on_cluster, "cluster", lambda *_: nullcontext(""))
+    monkeypatch.setattr(on_cluster, "remove", lambda _: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["certify", "--out", str(tmp_path / "out")]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "1 passed, 2 not climbed" in capsys.readouterr().out
+    content = json.loads((tmp_path / "out" / FILE).read_text())
+    assert [rung["reason"] for rung in content["rungs"]] == ["", climb.INTERRUPTED, climb.INTERRUPTED]
 
-    def interrupt(step: Step, record: Record | None) -> None:
-        if step.name == "hangs" and record is None:
-            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
 
-    found = list(climb.climb(rungs, ["passes", "hangs", "stays"], interrupt))
-    assert [record.state for record in found] == [PASSED, NOT_CLIMBED, NOT_CLIMBED]
-    assert [record.reason for record in found] == ["", climb.INTERRUPTED, climb.INTERRUPTED]
-    assert left_children(tmp_path) == []
+def test_a_cluster_that_does_not_answer_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connect, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["certify", "--ray", "127.0.0.1:1", "--out", str(tmp_path / "out")]) == 2
+    assert "no head answers at 127.0.0.1:1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rungs_of_an_image_are_not_climbed_without_a_cluster() -> None:

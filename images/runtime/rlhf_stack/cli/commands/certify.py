@@ -22,7 +22,6 @@ the sha256 of its raw record), as in the certificate.
 """
 
 import argparse
-import shutil
 import signal
 import sys
 import tempfile
@@ -99,17 +98,16 @@ def _certify(options: argparse.Namespace) -> int:
     about = image.about()
     subject = Subject(about.cell, about.release, about.inputs)
     console = Console(stderr=True, soft_wrap=True)
-    folder = tempfile.mkdtemp(prefix="rlhf-stack-certify-")
+    temporary = tempfile.TemporaryDirectory(prefix="rlhf-stack-certify-", ignore_cleanup_errors=True)
     requested = () if devices.is_gpu() else options.fake_gpus or ()
     default = () if devices.is_gpu() else FAKE_GPUS
-    with on_cluster.cluster(options.ray, requested, default) as address:
+    with temporary as folder, on_cluster.cluster(options.ray, requested, default) as address:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, in place of Ray's handler
         place = ladder.Place(address, folder, small=not devices.is_gpu())
         try:
             found = certify(place, chosen, subject, None, options.out, console)
         finally:
             on_cluster.remove(place)
-            shutil.rmtree(folder, ignore_errors=True)
     counts = {
         state: sum(rung.state == state for rung in found.rungs) for state in (PASSED, FAILED, NOT_CLIMBED)
     }
