@@ -11,6 +11,7 @@ if importlib.util.find_spec("torch.nn.attention.varlen") is None:
 if importlib.util.find_spec("flash_attn") is not None:
     pytest.skip("flash_attn is installed and is what models use", allow_module_level=True)
 
+import flash_kernel  # noqa: E402
 import transformers  # noqa: E402  (it is skipped where torch is too old)
 from rlhf_stack.compat import flash_attention, varlen_attention  # noqa: E402
 
@@ -65,12 +66,30 @@ def compared(logits, tried, options):
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=TOLERANCE * 10, msg=name)
 
 
-@pytest.fixture
-def served():
-    """The name of the implementation that OpenRLHF's default gives to models."""
+@pytest.fixture(params=["CPU", "GPU"])
+def served(request, monkeypatch):
+    """The name of the implementation that OpenRLHF's default gives to models, on its path for each device."""
     name = varlen_attention.implementation("flash_attention_2")
     assert name == varlen_attention.NAME
-    return name
+    if request.param == "CPU":
+        yield name
+        return
+    monkeypatch.setattr(varlen_attention, "_attend_one_by_one", varlen_attention._attend_on_gpu)
+    with flash_kernel.installed():
+        yield name
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_that_are_smaller_than_keys(causal, window):
+    """Multi-head latent attention; the kernel takes one head size."""
+    torch.manual_seed(3)
+    query, key, value = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 8)
+    two = varlen_attention._sequences(1, 9, None, torch.tensor([[*range(5), *range(4)]]), query.device)
+    layer = varlen_attention._Layer(query, key, value, two, None, window, causal)
+    with flash_kernel.installed():
+        found = varlen_attention._attend_on_gpu(layer)
+    torch.testing.assert_close(found, varlen_attention._attend_one_by_one(layer))
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
