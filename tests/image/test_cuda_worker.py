@@ -14,7 +14,7 @@ from rlhf_stack.sync import SyncError  # noqa: E402
 pytestmark = pytest.mark.carries("openrlhf==0.11.2")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def kind():
     """The class of workers that an image for GPUs has."""
     spec = importlib.util.find_spec("rlhf_stack.engine.worker")

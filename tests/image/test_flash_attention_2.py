@@ -173,3 +173,22 @@ def test_our_functions_take_the_arguments_of_flash_attn(name):
     theirs = list(inspect.signature(getattr(flash_attention_2.xformers_interface(), name)).parameters)
     own = list(inspect.signature(getattr(flash_attention_2, name)).parameters)[:-1]
     assert theirs[: len(own)] == own
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_tensors_on_a_gpu_are_given_to_xformers(monkeypatch, name):
+    own, given = getattr(flash_attention_2, name), {}
+
+    def theirs(*arguments, **options):
+        given.update(inspect.signature(own).bind(*arguments, **options).arguments)
+        return arguments[0]
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(flash_attention_2, "xformers_interface", lambda: SimpleNamespace(**{name: theirs}))
+    inputs = tensors(LENGTHS, 2, torch.bfloat16), torch.ones(2), torch.zeros(2)
+    lengths = () if name == "flash_attn_func" else (offsets(LENGTHS), offsets(LENGTHS), 4, 5)
+    options = {"dropout_p": 0.1, "softmax_scale": 0.5, "causal": True, "window_size": (3, 0)}
+    assert own(*inputs, *lengths, **options, deterministic=True) is inputs[0]
+    assert tuple(given.values())[: 3 + len(lengths)] == (*inputs, *lengths)
+    assert {key: given[key] for key in options} == options
+    assert given["options"] == {"deterministic": True}

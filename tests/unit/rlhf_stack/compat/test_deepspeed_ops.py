@@ -211,3 +211,18 @@ def test_on_a_network_file_system_a_lock_is_stale_after_the_longest_build(
     assert deepspeed_ops.stale_locks(tmp_path) == []
     os.utime(lock, (1, 1))
     assert deepspeed_ops.stale_locks(tmp_path) == [lock]
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_the_adam_of_torch_is_the_fused_one_on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_gpu: bool) -> None:
+    monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
+    monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: is_gpu)
+    adam_w = {"type": "AdamW", "params": {"lr": 0.1}}
+    assert deepspeed_ops.optimizer_config(adam_w, False)["params"] == {
+        "lr": 0.1,
+        "torch_adam": True,
+        "fused": is_gpu,
+    }
+    assert "fused" not in deepspeed_ops.optimizer_config({"type": "Adam", "params": {}}, False)["params"]
+    monkeypatch.setattr(deepspeed_ops, "torch", MagicMock())
+    assert deepspeed_ops.adam_class(False).keywords == {"fused": is_gpu}
