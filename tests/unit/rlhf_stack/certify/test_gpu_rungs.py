@@ -17,6 +17,7 @@ from rlhf_stack.certify.model import PASSED, Record
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 
+from tests.unit import fake_cuda
 from tests.unit.fake_cuda import Gpu, Stream, empty, reduce_tensor, tensor
 
 PLACE = Place("", "/nowhere", small=False)
@@ -35,6 +36,7 @@ def nothing(_: pytest.MonkeyPatch) -> None:
 
 def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "wait_stream", lambda *_: None)
+    monkeypatch.setattr(fake_cuda, "HERTZ", 1e8)  # so that a busy machine sends before the buffer is filled
 
 
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
