@@ -7,16 +7,20 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from rlhf_stack.certify import on_cluster
 from rlhf_stack.cli import commands
 from rlhf_stack.cli.commands import patches, reap
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.main import main
+from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.installed_patches import PatchStatus
 from rlhf_stack.diagnostics.monitor import state
 from rlhf_stack.diagnostics.network_check import model
@@ -244,3 +248,16 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
 def test_json_names_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     print_json("doctor", 1, findings=[])
     assert json.loads(capsys.readouterr().out) == {"schema": "rlhf-stack/doctor/1", "findings": []}
+
+
+def test_a_ladder_that_cannot_begin_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the next attempt would be refused, to protect a certificate that does not exist."""
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(on_cluster, "connected", MagicMock(side_effect=UserError("no head answers")))
+    for _ in range(2):
+        assert main(["certify", "--ray", "127.0.0.1:1", "--out", str(tmp_path / "certificate")]) == 2
+        assert capsys.readouterr().err == "error: no head answers\n"
+        assert list(tmp_path.iterdir()) == []
