@@ -345,6 +345,21 @@ def test_what_would_be_ignored_is_refused(words: list[str]) -> None:
     require_refusal(["plan", *words, *([] if "--model" in words else MODEL), *run_of()])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--host --log -",
+        "--host --local",
+        "--host --all",
+        "--log - --local",
+        "--log - --all",
+        "--freeze - --local",
+    ],
+)
+def test_what_doctor_would_ignore_is_refused(words: str) -> None:
+    assert "has no effect with" in require_refusal(["doctor", *words.split()])
+
+
 @pytest.mark.parametrize("role", [["--head"], ["--join", "10.0.0.1"]])
 @pytest.mark.parametrize("token", ["", "short", "a b" * 20, "x" * 20 + "\n" + "y" * 20])
 def test_an_unusable_token_is_refused(role: list[str], token: str, monkeypatch: pytest.MonkeyPatch) -> None:

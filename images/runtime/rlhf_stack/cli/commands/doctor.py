@@ -44,6 +44,7 @@ from rlhf_stack.inputs.files import open_input
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
+WITHOUT_EFFECT = {"host": {"log", "freeze", "local", "all"}, "log": {"local", "all"}, "freeze": {"local"}}
 UNEXPLAINED = 4
 NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
@@ -75,6 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; the exit code follows the worst severity."""
+    _refuse_without_effect(options)
     if options.host:
         if options.log is not None or options.freeze is not None or options.local or options.all:
             raise UserError(
@@ -104,6 +106,14 @@ def run(options: argparse.Namespace) -> int:
         if extra:
             print(f"{extra['lines_read']} lines with a version were read")
     return UNEXPLAINED if is_unexplained(findings, last) else CODES[worst(findings)]
+
+
+def _refuse_without_effect(options: argparse.Namespace) -> None:
+    """`UserError` for an option that another one leaves without an effect."""
+    given = {name for name, value in vars(options).items() if value not in (None, False)}
+    for name, others in WITHOUT_EFFECT.items():
+        if name in given and (ignored := sorted(given & others)):
+            raise UserError(f"--{ignored[0]} has no effect with --{name}: leave it out")
 
 
 def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) -> bool:
