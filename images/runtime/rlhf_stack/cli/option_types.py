@@ -1,7 +1,7 @@
-"""Types of numeric options for argparse, whose errors state the expected range."""
+"""Types of numeric options for argparse, whose errors state the expected range; options without an effect."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -85,3 +85,10 @@ def _checked(parse: Callable[..., _Value], text: str, *limits: object) -> _Value
         return parse(text, *limits)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def refuse_without_effect(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """`UserError` for the first of the options ``names`` that is given, although it has no effect ``why``."""
+    for name in names:
+        if getattr(options, name) is not None and getattr(options, name) is not False:
+            raise UserError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")

@@ -4,7 +4,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_stack.cli.option_types import gibibytes, node_count, non_negative_float, non_negative_int, path
+from rlhf_stack.cli.option_types import (
+    gibibytes,
+    node_count,
+    non_negative_float,
+    non_negative_int,
+    path,
+    refuse_without_effect,
+)
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
@@ -96,11 +103,10 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     ways = [options.nodes is not None, options.cluster is not None, options.ray is not None]
     if sum(ways) != 1:
         raise UserError("describe the machines by exactly one of --nodes N, --cluster FILE and --ray ADDRESS")
-    own = ("gpu_memory",) if options.ray is not None else ()
-    for name in ("gpus", "gpu_memory", "cpus", "memory"):
-        if options.nodes is None and name not in own and getattr(options, name) is not None:
-            source = "--cluster" if options.cluster else "--ray"
-            raise UserError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out")
+    if options.cluster is not None:
+        refuse_without_effect(options, ("gpus", "gpu_memory", "cpus", "memory"), "with --cluster")
+    if options.ray is not None:
+        refuse_without_effect(options, ("gpus", "cpus", "memory"), "with --ray")
     if options.cluster:
         return cluster_spec.read_machines(options.cluster)
     if options.ray is not None:

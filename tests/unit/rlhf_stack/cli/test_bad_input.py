@@ -348,16 +348,21 @@ def test_what_would_be_ignored_is_refused(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--host --log -",
-        "--host --local",
-        "--host --all",
-        "--log - --local",
-        "--log - --all",
-        "--freeze - --local",
+        "doctor --host --log -",
+        "doctor --host --local",
+        "doctor --host --all",
+        "doctor --log - --local",
+        "doctor --log - --all",
+        "doctor --freeze - --local",
+        "start --join 10.0.0.1 --port 7777",
+        "start --join 10.0.0.1 --dashboard-host 127.0.0.1",
+        "start --head --expect-gpus 8",
+        "submit --min-nodes 2 -- true",
+        "submit --node-wait 2 -- true",
     ],
 )
-def test_what_doctor_would_ignore_is_refused(words: str) -> None:
-    assert "has no effect with" in require_refusal(["doctor", *words.split()])
+def test_an_option_that_another_one_makes_useless_is_refused(words: str) -> None:
+    assert "has no effect with" in require_refusal(words.split())
 
 
 @pytest.mark.parametrize("role", [["--head"], ["--join", "10.0.0.1"]])

@@ -37,14 +37,14 @@ from typing import Any
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import seconds
+from rlhf_stack.cli.option_types import refuse_without_effect, seconds
 from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.files import open_input
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
-WITHOUT_EFFECT = {"host": {"log", "freeze", "local", "all"}, "log": {"local", "all"}, "freeze": {"local"}}
+WITHOUT_EFFECT = {"host": ("log", "freeze", "local", "all"), "log": ("local", "all"), "freeze": ("local",)}
 UNEXPLAINED = 4
 NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
@@ -76,7 +76,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; the exit code follows the worst severity."""
-    _refuse_without_effect(options)
+    for name, others in WITHOUT_EFFECT.items():
+        if getattr(options, name):
+            refuse_without_effect(options, others, f"with --{name}")
     if options.host:
         if options.log is not None or options.freeze is not None or options.local or options.all:
             raise UserError(
@@ -106,14 +108,6 @@ def run(options: argparse.Namespace) -> int:
         if extra:
             print(f"{extra['lines_read']} lines with a version were read")
     return UNEXPLAINED if is_unexplained(findings, last) else CODES[worst(findings)]
-
-
-def _refuse_without_effect(options: argparse.Namespace) -> None:
-    """`UserError` for an option that another one leaves without an effect."""
-    given = {name for name, value in vars(options).items() if value not in (None, False)}
-    for name, others in WITHOUT_EFFECT.items():
-        if name in given and (ignored := sorted(given & others)):
-            raise UserError(f"--{ignored[0]} has no effect with --{name}: leave it out")
 
 
 def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) -> bool:

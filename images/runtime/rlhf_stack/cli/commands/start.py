@@ -36,6 +36,7 @@ from rlhf_stack.cli.option_types import (
     non_negative_float,
     non_negative_int,
     port,
+    refuse_without_effect,
     seconds,
 )
 from rlhf_stack.cluster import auth_token
@@ -71,9 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-ip-address", metavar="ADDRESS", help="address of this machine for the other nodes"
     )
-    parser.add_argument("--port", type=port, default=PORT, help=f"port of the head ({PORT})")
+    parser.add_argument("--port", type=port, help=f"with --head: its port ({PORT})")
     parser.add_argument(
-        "--dashboard-host", default=LOOPBACK, metavar="ADDRESS", help=f"address of the dashboard ({LOOPBACK})"
+        "--dashboard-host", metavar="ADDRESS", help=f"with --head: address of the dashboard ({LOOPBACK})"
     )
     parser.add_argument(
         "--auth", choices=("auto", "token", "none"), default="auto", help="auto: a token if Ray supports it"
@@ -84,7 +85,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expect-gpus",
         type=non_negative_float,
-        default=0.0,
         metavar="N",
         help="also wait for N GPUs in total",
     )
@@ -102,6 +102,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start Ray, wait for the nodes and list them; with --block, wait until Ray ends."""
+    if options.join is not None:
+        refuse_without_effect(options, ("port", "dashboard_host"), "with --join ADDRESS[:PORT]")
+    if options.expect_nodes is None:
+        refuse_without_effect(options, ("expect_gpus",), "without --expect-nodes")
     environment = dict(os.environ)
     if with_token := _token(options, environment):
         environment[auth_token.MODE] = "token"
@@ -113,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
         cpus=options.num_cpus,
         object_store=options.object_store_memory,
         address=options.node_ip_address,
-        port=options.port,
-        dashboard=options.dashboard_host,
+        port=options.port or PORT,
+        dashboard=options.dashboard_host or LOOPBACK,
         block=options.block,
     )
     started = ray_start_command(start_options, inspect_host(environment), with_token)
@@ -190,7 +194,7 @@ def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]
     _log(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
     try:
         readiness.wait_for_nodes(
-            options.expect_nodes, options.expect_gpus, options.timeout, options.head, check
+            options.expect_nodes, options.expect_gpus or 0.0, options.timeout, options.head, check
         )
     except readiness.NotReadyError as error:
         raise UserError(

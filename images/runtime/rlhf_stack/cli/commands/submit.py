@@ -51,7 +51,13 @@ from typing import Any
 
 from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import gibibytes, node_count, non_negative_int, seconds
+from rlhf_stack.cli.option_types import (
+    gibibytes,
+    node_count,
+    non_negative_int,
+    refuse_without_effect,
+    seconds,
+)
 from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars
 from rlhf_stack.config.secret_names import has_password, is_secret
@@ -152,9 +158,8 @@ def run(options: argparse.Namespace) -> int:
     def write(text: str) -> None:
         print(text, end="", file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    for name in ("min_nodes", "node_wait"):
-        if getattr(options, name) is not None and not options.restarts:
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --restarts")
+    if not options.restarts:
+        refuse_without_effect(options, ("min_nodes", "node_wait"), "without --restarts")
     # Before anything starts: `UserError` for a variable without a value.
     _warn_of_secrets(environment()["env_vars"], words)
     supervision = _supervision(options, words, environment) if options.restarts or options.grace else None
