@@ -57,6 +57,11 @@ def test_a_folder_that_does_not_exist_is_an_error(folder: str) -> None:
         runtime_env(HERE, [], folder)
 
 
+def test_a_variable_with_two_values_is_an_error() -> None:
+    with pytest.raises(UserError, match="--env A is given twice"):
+        runtime_env(HERE, ["A=1", "B=1", "A=2"])
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

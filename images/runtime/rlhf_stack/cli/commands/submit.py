@@ -241,13 +241,15 @@ def runtime_env(
 ) -> dict[str, Any]:
     """Ray's ``runtime_env`` for a job: the RLHF_STACK_* variables of ``environment`` and those in ``named``.
 
-    ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is not in ``environment``.
+    ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is given twice, or that has no value
+    and is not in ``environment``.
     """
     variables = {
         name: value
         for name, value in environment.items()
         if name.startswith(PREFIX) and name not in OF_THE_IMAGE and value
     }
+    given: set[str] = set()
     for text in named:
         name, equals, value = text.partition("=")
         if not VARIABLE.fullmatch(name):
@@ -256,6 +258,9 @@ def runtime_env(
             )
         if not equals and name not in environment:
             raise UserError(f"--env {text}: {name} is not set in this shell; give it as NAME=VALUE")
+        if name in given:
+            raise UserError(f"--env {name} is given twice")
+        given.add(name)
         variables[name] = value if equals else environment[name]
     if working_dir is not None and "://" not in working_dir and not Path(working_dir).is_dir():
         raise UserError(f"--working-dir {shortened(working_dir)!r}: no such folder")
