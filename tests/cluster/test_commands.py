@@ -22,6 +22,17 @@ SECONDS = 400
 SECOND_ADDRESS = "127.0.1.2"
 GPUS = 4
 REFUSED = 120
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 WRONG_USAGE = {"submit": 121, "check-network": 2, "plan": 2, "tune": 2}
 
 
@@ -174,6 +185,21 @@ def test_a_job_s_end_and_tuned_settings_are_reported_as_json(shell, head, comman
     assert documented(result)
     assert result["fits"]
     assert result["command_line"][:3] == command[:3]
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.carries("openrlhf==0.11.2")
+def test_the_plan_in_the_docs_is_what_is_printed(shell):
+    """tests/unit/docs compares docs/using.md with plan.console, in which ``...`` are lines left out."""
+    text = Path(__file__).with_name("plan.console").read_text(encoding="utf-8")
+    words, _, shown = text.removeprefix("$ rlhf-stack ").replace("\\\n", "").partition("\n")
+    Path(shell.environment["HOME"], "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
+    printed = shell.stack(*words.split(), COLUMNS="96").stdout
+    lines = [line for line in shown.splitlines() if line != "..."]
+    assert list(dict.fromkeys(line for line in printed.splitlines() if line in lines)) == lines, printed
+    small = shell.stack(*words.replace("--gpu-memory 80", "--gpu-memory 40").split(), COLUMNS="96")
+    assert small.returncode == 1
+    assert "try: --ds.zero_stage 3" in small.stdout
 
 
 @pytest.mark.timeout(SECONDS)
