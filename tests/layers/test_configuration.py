@@ -17,6 +17,10 @@ def test_user_is_not_root_and_is_a_number(image: Image) -> None:
     assert image.attrs["Config"]["User"] == "1000"
 
 
+def test_without_a_command_it_is_a_shell(image: Image) -> None:
+    assert image.attrs["Config"]["Cmd"] == ["bash"]
+
+
 def test_processes_have_an_init(image: Image) -> None:
     """tini forwards signals and reaps orphans of Ray."""
     assert image.attrs["Config"]["Entrypoint"][0].endswith("tini")

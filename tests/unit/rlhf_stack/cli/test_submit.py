@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cli.commands import submit
@@ -128,3 +129,13 @@ def test_an_invalid_log_format_is_wrong_usage(
     monkeypatch.setenv(env_vars.LOG_FORMAT, "xml")
     assert main(["submit", "--", "ls"]) == submit.WRONG_USAGE
     assert "RLHF_STACK_LOG_FORMAT='xml': expected text or json" in capsys.readouterr().err
+
+
+def test_an_interrupted_job_goes_on_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = MagicMock(**{"submit.return_value": "raysubmit_1", "follow.side_effect": KeyboardInterrupt})
+    monkeypatch.setattr(submit, "jobs", jobs)
+    assert main(["submit", "--", "true"]) == 130
+    jobs.stop.assert_not_called()
+    assert "ray job logs -f raysubmit_1, ray job stop raysubmit_1" in capsys.readouterr().err
