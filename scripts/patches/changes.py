@@ -11,15 +11,9 @@ from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 
 EXECUTED = "RLHF_STACK_EXECUTED"  # names the file; tests/conftest.py sets it
-NAME = "_change_executed"
-NOTE = f"""
-def {NAME}(mark, noted=set()):
-    import os
-    if mark not in noted and {EXECUTED!r} in os.environ:
-        noted.add(mark)
-        with open(os.environ[{EXECUTED!r}], "a") as file:
-            file.write(mark + "\\n")
-"""
+NOTE = (  # an expression of its own: `rlhf_stack.openrlhf.command_line` runs some blocks without their module
+    "(lambda file: file and open(file, 'a').write({line!r}))(__import__('os').environ.get({variable!r}))"
+)
 Body = ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler
 Statement = ast.stmt | ast.ExceptHandler
 
@@ -44,8 +38,6 @@ def mark(source: str, before: Mapping[str, str], name: str) -> tuple[str, dict[s
             if touched:
                 changes[patch][f"{name}:{first}"] = sorted({marks[id(one)] for one in touched})
     _insert(tree, marks)
-    after = 1 + max((tree.body.index(node) for node in tree.body if _is_first(node)), default=-1)
-    tree.body[after:after] = ast.parse(NOTE).body
     return ast.unparse(ast.fix_missing_locations(tree)), changes
 
 
@@ -76,15 +68,15 @@ def _insert(tree: ast.Module, marks: dict[int, str]) -> None:
             marked: list[ast.stmt] = []
             for statement in body:
                 if id(statement) in marks and not isinstance(statement, Body):
-                    marked.append(_call(marks[id(statement)]))
+                    marked.append(_note(marks[id(statement)]))
                 marked.append(statement)
             setattr(node, field, marked)
         if isinstance(node, Body) and id(node) in marks:
-            node.body.insert(_is_first(node.body[0]), _call(marks[id(node)]))
+            node.body.insert(_is_first(node.body[0]), _note(marks[id(node)]))
 
 
-def _call(made: str) -> ast.stmt:
-    return ast.parse(f"{NAME}({made!r})").body[0]
+def _note(made: str) -> ast.stmt:
+    return ast.parse(NOTE.format(variable=EXECUTED, line=f"{made}\n")).body[0]
 
 
 def _is_first(node: ast.AST) -> bool:

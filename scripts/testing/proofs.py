@@ -1,6 +1,7 @@
 """How the tests of the patches ended: on the series without the patch alone, and on the whole series."""
 
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -9,10 +10,12 @@ from rich.table import Table
 
 from scripts.matrix.load import Cell
 from scripts.patches.series import Series
+from scripts.paths import ROOT
 from scripts.testing.records import Executed, Proof, Tally
 
 CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Exit|Timeout|Expired))\b")
 PASSED = "exit 0"
+NOT_EXECUTED = ROOT / "tests" / "patches" / "not_executed.toml"
 
 
 class Proved(msgspec.Struct, frozen=True):
@@ -67,8 +70,27 @@ def unproved(cell: Cell, series: Iterable[Series], proofs: Sequence[Proof]) -> l
     return [f"{s.package}/{p.name}" for s in series for p in s.patches if s.id_of(p) not in proved]
 
 
-def report(cell: Cell, series: Sequence[Series], tally: Tally, console: Console) -> int:
-    """Print the table of a cell; 1 if one of its patches is not proved."""
+def unexplained(executed: Mapping[str, Executed], reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What is wrong with the ``reasons`` why the suite does not execute some changes, by patch and change."""
+    missed = {(patch, change) for patch, found in executed.items() for change in found.missed}
+    excused = {(patch, change) for patch, changes in reasons.items() for change in changes}
+    name = NOT_EXECUTED.relative_to(ROOT)
+    return [
+        *(f"{patch}: no test executed {change}: extend one" for patch, change in sorted(missed - excused)),
+        *(
+            f"{name}: {patch} {change} was executed or is no change"
+            for patch, change in sorted(excused - missed)
+        ),
+    ]
+
+
+def report(
+    cell: Cell, series: Sequence[Series], tally: Tally, console: Console, complete: bool = False
+) -> int:
+    """Print the table of a cell; 1 if one of its patches is not proved.
+
+    If ``complete``, each change has to be executed, or be in `NOT_EXECUTED` with the reason.
+    """
     found, executed = proofs_of(series, tally.proofs), executed_of(series, [tally.executed])
     table = Table("patch", "without it alone", "with it", "changes executed", title=cell.id)
     for name in (f"{s.package}/{patch.name}" for s in series for patch in s.patches):
@@ -76,14 +98,15 @@ def report(cell: Cell, series: Sequence[Series], tally: Tally, console: Console)
         outcomes = (proved.without, proved.patched) if proved else ("not tested", "")
         table.add_row(name, *outcomes, described(executed.get(name)))
     console.print(table)
-    missing = unproved(cell, series, tally.proofs)
-    for name in missing:
-        console.print(
-            f"error: {name}: no test failed without it and passed with it on this cell: prove it or drop it",
-            markup=False,
-            soft_wrap=True,
-        )
-    return 1 if missing else 0
+    errors = [
+        f"{name}: no test failed without it and passed with it on this cell: prove it or drop it"
+        for name in unproved(cell, series, tally.proofs)
+    ]
+    if complete:
+        errors += unexplained(tally.executed, tomllib.loads(NOT_EXECUTED.read_text(encoding="utf-8")))
+    for error in errors:
+        console.print(f"error: {error}", markup=False, soft_wrap=True)
+    return 1 if errors else 0
 
 
 def described(executed: Executed | None) -> str:

@@ -1,7 +1,82 @@
 import pytest
 
 # By the torch of the cell: built for CPUs, or for CUDA.
-NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver on your system"
+NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver on your system|'_cuda_setDevice'"
+
+# A step of actor and critic in this process, with batches of a fixed and of a dynamic size, and every role.
+STEP = """
+import torch
+
+from rlhf_stack.demo import tiny_model, tiny_run
+from rlhf_stack.openrlhf import command_line
+
+folder = Path("files").absolute()
+tiny_model.make(folder, seed=0, steps=1)
+options = [
+    *tiny_run.train_arguments("hybrid", folder, steps=1, seed=0),
+    *("--critic.model_name_or_path", str(folder / "model"), "--train.enable_ema"),
+    *("--critic.adam.lr", "1e-2", "--critic.lr_scheduler", "constant", "--critic.lr_warmup_ratio", "0"),
+    *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "1"),
+    *("--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "1"),
+    *("--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "2", "--rollout.micro_batch_size", "4"),
+    *("--train.batch_size", "4", "--train.micro_batch_size", "4", "--train.max_tokens_per_gpu", "48"),
+]
+args = command_line.parse(options).values
+
+from openrlhf.models.ring_attn_utils import reset_ring_attn_position_ids
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.launcher import ReferenceModelActor, RewardModelActor
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.utils import get_strategy
+
+alone()
+
+
+def rank(role, **options):
+    own = role.__ray_metadata__.modified_class(1, 0, "127.0.0.1", None)
+    own.init_model_from_pretrained(get_strategy(args), args.actor.model_name_or_path, **options)
+    return own
+
+
+SAMPLES, LENGTH, PROMPT = 4, 32, 16
+ids = torch.randint(10, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
+mask, each = torch.ones_like(ids), torch.ones(SAMPLES)
+answer = (torch.arange(1, LENGTH) >= PROMPT).expand(SAMPLES, -1)
+
+
+def trained(own):
+    # The role's change, by a step, of what it computes.
+    before = own.forward(ids, answer, mask)
+    policy = {f"{name}action_log_probs": actor.forward(ids, answer, mask) for name in ("", "base_")}
+    logs = policy["action_log_probs"]
+    value = {name: torch.ones_like(logs) for name in ("values", "returns", "advantages", "kl")}
+    counts = {"response_length": each * (LENGTH - PROMPT), "total_length": each.int() * LENGTH}
+    texts = {name: [""] * SAMPLES for name in ("index", "prompts", "labels", "images", "mm_train_inputs")}
+    own.append(Experience(
+        sequences=ids, attention_mask=mask, action_mask=answer, rollout_log_probs=logs, rewards=each,
+        scores=each, truncated=0 * each, info={"reward": each}, **policy, **value, **counts, **texts,
+    ))
+    own.reload_states()
+    own.fit()
+    own.offload_states()
+    return (own.forward(ids, answer, mask) - before)[answer].mean()
+
+
+for is_dynamic in (True, False):
+    args.train.dynamic_batch_enable = is_dynamic
+    actor, critic = rank(PolicyModelActor, max_steps=4), rank(CriticModelActor, max_steps=4)
+    assert trained(actor) > 0, "the policy does not prefer the tokens that it was rewarded for"
+    assert trained(critic) > 0, "the values do not approach the returns"
+logs = actor.forward(ids, answer, mask)
+assert not torch.equal(rank(ReferenceModelActor).forward(ids, answer, mask), logs)
+assert rank(RewardModelActor).forward(ids, mask).shape == (SAMPLES,)
+assert reset_ring_attn_position_ids(2, 8, [3, 2, 4, 1]).tolist() == [[2, 0, 1, 0, 1, 2]]
+assert actor.strategy.all_gather(each).equal(each)
+actor.form_weight_group({})
+actor.empty_cache()
+print("actor and critic take a step")
+"""
 
 REPLAY_BUFFER = """
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
@@ -44,16 +119,23 @@ print("past the barrier")
 """
 
 
-TENSORS = (
-    "openrlhf/0.11.2/0003-put-tensors-on-the-accelerator",
-    "openrlhf/0.5.1/0003-put-tensors-on-the-accelerator",
+@pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(
+            STEP, marks=pytest.mark.patch("openrlhf/0.11.2/0003-put-tensors-on-the-accelerator"), id="0.11"
+        ),
+        pytest.param(
+            REPLAY_BUFFER,
+            marks=pytest.mark.patch("openrlhf/0.5.1/0003-put-tensors-on-the-accelerator"),
+            id="0.5",
+        ),
+    ],
 )
-
-
-@pytest.mark.patch(*TENSORS)
+@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("cpu_only")
-def test_the_replay_buffer_is_on_the_configured_accelerator(proves):
-    proves(REPLAY_BUFFER, NO_CUDA)
+def test_trainers_are_on_the_configured_accelerator(proves, probe):
+    proves(probe, NO_CUDA)
 
 
 @pytest.mark.patch("openrlhf/0.5.1/0006-honour-the-sync-backend")

@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 
-SECTIONS = """
+SECTIONS = (
+    """
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 
 arguments = types.SimpleNamespace(
@@ -9,11 +12,47 @@ arguments = types.SimpleNamespace(
 trainer = types.SimpleNamespace(args=arguments, wandb_logger=None, tensorboard_logger=None)
 logs = {"rollout/reward_mean": 0.25, "policy_loss": 1.5, "generated_samples": ["text", 0.25]}
 BasePPOTrainer.save_logs_and_checkpoints(trainer, 3, logs, {})
-steps = recorded("step")
-assert [step["step"] for step in steps] == [3], f"steps recorded: {steps}"
-assert steps[0]["reward"] == 0.25 and steps[0]["policy_loss"] == 1.5, steps
-print("step 3 is recorded with reward 0.25")
 """
+    + Path(__file__).with_name("sections.py").read_text(encoding="utf-8")
+    + """
+import vllm
+
+from openrlhf.trainer.ray import vllm_engine
+
+
+@stub("vLLM's engine, which is up at once")
+class Engine:
+    @classmethod
+    def from_engine_args(cls, _):
+        return cls()
+
+    async def is_sleeping(self):
+        return False
+
+
+class Actor(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):
+    async def __init__(self, *arguments, **options):
+        replace(vllm, AsyncEngineArgs=some, AsyncLLMEngine=Engine)
+        await super().__init__(*arguments, **options)
+
+    async def sleep(self):
+        pass
+
+    def where(self):
+        return [{"node_id": "the node"}]
+
+
+replace(vllm_engine, RolloutRayActor=ray.remote(Actor))
+train_ppo_ray.train(args)
+steps, phases = recorded("step"), sorted(recorded("phase"), key=lambda phase: phase["time"])
+found = [step["step"] for step in steps], [phase["name"] for phase in phases]
+expected = [3], ["started", "engine up", "models up", "trained", "saved"]
+assert found == expected, f"steps and phases recorded: {found}"
+assert steps[0]["reward"] == 0.25 and steps[0]["policy_loss"] == 1.5, steps
+print("step 3 is recorded with reward 0.25, and each phase")
+ray.shutdown()
+"""
+)
 
 FLAT = """
 from openrlhf.trainer.ppo_trainer import PPOTrainer
@@ -32,13 +71,22 @@ print("step 3 is recorded once, with reward 0.25")
 
 
 @pytest.mark.parametrize(
-    "probe",
+    ("probe", "reason"),
     [
         pytest.param(
-            SECTIONS, marks=pytest.mark.patch("openrlhf/0.11.2/0008-record-steps-and-phases"), id="0.11"
+            SECTIONS,
+            r"steps and phases recorded: \(\[\], \[\]\)",
+            marks=pytest.mark.patch("openrlhf/0.11.2/0008-record-steps-and-phases"),
+            id="0.11",
         ),
-        pytest.param(FLAT, marks=pytest.mark.patch("openrlhf/0.5.1/0008-record-steps-and-phases"), id="0.5"),
+        pytest.param(
+            FLAT,
+            r"steps recorded: \[\]",
+            marks=pytest.mark.patch("openrlhf/0.5.1/0008-record-steps-and-phases"),
+            id="0.5",
+        ),
     ],
 )
-def test_a_training_step_is_recorded_with_its_reward(proves, probe):
-    proves(probe, r"steps recorded: \[\]")
+@pytest.mark.timeout(200)
+def test_steps_and_phases_are_recorded(proves, probe, reason):
+    proves(probe, reason)

@@ -86,8 +86,17 @@ def drivers():
     return "" if all(cpus) else f"engine drivers request {cpus} CPUs, so Ray 2.9.3 places them anywhere"
 
 
+def shared():
+    # Actor and reference share GPUs, and critic and reward model.
+    actors = train(arguments(role(1, 2), (1, 1), ref=role(1, 2), critic=role(1, 1)))
+    pairs = [("actor", "ref"), ("critic", "reward")]
+    apart = [pair for pair in pairs if actors[pair[0]].where() != actors[pair[1]].where()]
+    return f"not on the same nodes: {apart}" if apart else ""
+
+
 problems = [
     stage([6, 6, 7], three_of_six),
+    stage([2, 1, 1], shared),
     stage([8, 8, 8], lambda: few_cpus(train, arguments(role(2, 6))), cpus=3),
     stage([8, 8, 8], drivers),
 ]

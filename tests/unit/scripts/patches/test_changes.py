@@ -87,3 +87,13 @@ def test_all_statements_of_a_change_have_to_run(tmp_path: Path) -> None:
     after = BEFORE.replace("    return 0\n", "    if x == 2:\n        return 2\n    return 0\n")
     assert executed(after, "one(2)", tmp_path) == {"m.py:8": True}
     assert executed(after, "one(3)", tmp_path) == {"m.py:8": False}
+
+
+def test_a_marked_statement_runs_without_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As upstream's parser, which `rlhf_stack.openrlhf.command_line` runs alone."""
+    source, _ = mark(f"{BEFORE}\nfile = 1\n", {"a patch": BEFORE}, "m.py")
+    notes, scope = tmp_path / "notes", {"file": 2}
+    monkeypatch.setenv(EXECUTED, str(notes))
+    exec("\n".join(source.splitlines()[-2:]), scope)  # noqa: S102
+    assert notes.read_text(encoding="utf-8") == "m.py:22\n"
+    assert scope["file"] == 1

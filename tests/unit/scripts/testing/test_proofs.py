@@ -95,3 +95,23 @@ def test_the_stubs_of_all_tests_of_a_patch_are_listed() -> None:
     tests = [Proof("f", "a", FAILED, PASSED, ALL[0].patch, (stub,)) for stub in ("ray.get", "an engine")]
     [proved] = proofs.proofs_of(SERIES, tests).values()
     assert proved.stubs == ("an engine", "ray.get")
+
+
+def test_a_change_that_is_not_executed_needs_a_reason() -> None:
+    executed = {"p/1/a": Executed(3, ("a.py:1", "a.py:9")), "p/1/b": Executed(1, ())}
+    reasons = {"p/1/a": {"a.py:9": "why", "a.py:2": "why"}, "p/1/c": {"c.py:1": "why"}}
+    assert proofs.unexplained(executed, reasons) == [
+        "p/1/a: no test executed a.py:1: extend one",
+        "tests/patches/not_executed.toml: p/1/a a.py:2 was executed or is no change",
+        "tests/patches/not_executed.toml: p/1/c c.py:1 was executed or is no change",
+    ]
+    executed["p/1/a"] = Executed(3, ("a.py:9",))
+    assert proofs.unexplained(executed, {"p/1/a": {"a.py:9": "why"}}) == []
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_only_a_complete_report_fails_on_a_change_that_no_test_executes(complete: bool) -> None:
+    tally = Tally(proofs=ALL, executed={ALL[0].patch: Executed(3, ("a.py:1",))})
+    console = Console(file=io.StringIO(), width=200)
+    assert proofs.report(CELL, SERIES, tally, console, complete) == complete
+    assert (f"error: {ALL[0].patch}: no test executed a.py:1" in console.file.getvalue()) == complete  # type: ignore[attr-defined]
