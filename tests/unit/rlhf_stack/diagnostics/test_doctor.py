@@ -460,8 +460,8 @@ def test_a_log_of_consequences_names_no_first_cause(
         (["--freeze", "/dev/null"], "no line has a version"),
         (["--log", "-", "--freeze", "-"], "cannot both be read"),
         (["--log", "/proc/self/mem"], "/proc/self/mem: Input/output error"),
-        (["--host", "--log", "-"], "--host checks this machine"),
-        (["--host", "--all"], "--host checks this machine"),
+        (["--host", "--log", "-"], "--log has no effect with --host"),
+        (["--host", "--all"], "--all has no effect with --host"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(
