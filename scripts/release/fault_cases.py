@@ -18,6 +18,7 @@ from scripts.paths import ROOT
 MERGED = ROOT / "images" / "faults.json"
 CASES = ROOT / "build" / "faults"
 START, GENERATION, SYNC, TRAINING = "engine start", "generation", "sync", "training"
+SEPARATE, HYBRID = "separate", "hybrid"  # layouts: engines on GPUs of their own, or on the trainer's
 PHASES = (START, GENERATION, SYNC, TRAINING)
 Outcome = Literal["ended", "goes on", "hangs"]
 FAULTS = {
@@ -65,6 +66,7 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     prompts_again: int = 0
     equal: bool | None = None
     refused: int = 0
+    layout: str = SEPARATE
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -76,7 +78,7 @@ class Merged(msgspec.Struct, frozen=True):
 
 def write(case: Case, cases: Path = CASES) -> None:
     """Write a case; it replaces an older one."""
-    name = "-".join(f"{case.fault} {case.phase}".replace("/", " ").split())
+    name = "-".join(f"{case.layout} {case.fault} {case.phase}".replace("/", " ").split())
     path = cases / case.cell / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=2) + b"\n")
@@ -109,16 +111,25 @@ def _merged(cases: Iterable[Case]) -> Merged:
 
 
 def merge(known: Iterable[Case], new: Iterable[Case]) -> list[Case]:
-    """Return the newest case of each cell, fault and phase, in the order of `FAULTS`; drop other faults.
+    """Return the newest case of each `case_key`, in the order of `FAULTS`; drop other faults.
 
     All cases of a cell are of one image, that of its newest case; those of other images are dropped.
     """
-    newest: dict[tuple[str, str, str], Case] = {}
-    for case in of_one_image((*known, *new)):
-        newest[case.cell, case.fault, case.phase] = case
+    newest = {case_key(case): case for case in of_one_image((*known, *new))}
     cells = sorted({case.cell for case in newest.values()})
-    wanted = ((cell, fault, phase) for cell in cells for fault, phases in FAULTS.items() for phase in phases)
+    wanted = (
+        (cell, layout, fault, phase)
+        for cell in cells
+        for layout in (SEPARATE, HYBRID)
+        for fault, phases in FAULTS.items()
+        for phase in phases
+    )
     return [newest[key] for key in wanted if key in newest]
+
+
+def case_key(case: Case) -> tuple[str, str, str, str]:
+    """Return what identifies a case in the table: cell, layout, fault and phase."""
+    return case.cell, case.layout, case.fault, case.phase
 
 
 def of_one_image(cases: Iterable[Case]) -> list[Case]:

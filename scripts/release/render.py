@@ -15,7 +15,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import FAULTS, Case, of_one_image
+from scripts.release.fault_cases import FAULTS, HYBRID, SEPARATE, Case, case_key, of_one_image
 from scripts.testing import records
 from scripts.testing.proofs import described
 
@@ -25,6 +25,7 @@ COLUMNS = ("GPU", "driver", "tag", "status")
 OVERVIEW_COLUMNS = ("cell", "image", "state", "size", "shared", "own", "architectures", "supported")
 SUITE_COLUMNS = ("suite", "outcome", "passed", "failed", "skipped", "seconds", "attempts", "commit")
 FAULT_COLUMNS = (
+    "layout",
     "fault",
     "during",
     "the run",
@@ -145,7 +146,8 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
 
     ``image`` is the id of the image with the inputs that this checkout gives, if it was measured.
     """
-    own = {(case.fault, case.phase): case for case in of_one_image(cases) if case.cell == cell}
+    own = {case_key(case): case for case in of_one_image(cases) if case.cell == cell}
+    layouts = [one for one in (SEPARATE, HYBRID) if any(one == case.layout for case in own.values())]
     return {
         "id": cell,
         "images": ", ".join(sorted({f"`{_short(case.image)}`" for case in own.values()})),
@@ -154,7 +156,8 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
         "outdated": any(case.image != image for case in own.values()),
         "left": sum(bool(case.left) for case in own.values()),
         "rows": [
-            (fault, _phase(phase, own.get((fault, phase))), *_outcome(own.get((fault, phase))))
+            (layout, fault, _phase(phase, case := own.get((cell, layout, fault, phase))), *_outcome(case))
+            for layout in layouts
             for fault, phases in FAULTS.items()
             for phase in phases
         ],
@@ -259,7 +262,7 @@ def _phase(phase: str, case: Case | None) -> str:
 
 def _outcome(case: Case | None) -> tuple[str, ...]:
     if case is None:
-        return ("not run on this image", *[""] * (len(FAULT_COLUMNS) - 3))
+        return ("not run on this image", *[""] * (len(FAULT_COLUMNS) - 4))
     again = f", submitted again {case.submissions} times" if case.submissions else ""
     outcome = {
         "ended": f"ends after {case.seconds:.0f} s",

@@ -74,11 +74,15 @@ def by_address(cluster: Cluster) -> list[tuple[Container, str]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: its injection, its removal, and the addresses of which an error should name one."""
+    """A fault: its injection, its removal, and the addresses of which an error should name one.
+
+    One that does not last needs no removal, also not the restart of a node.
+    """
 
     inject: Callable[[Site], None]
     remove: Callable[[Site], None] = lambda _: None
     expected_nodes: Callable[[Site], Sequence[str]] = lambda site: [site.address]
+    lasts: bool = True
 
 
 def kill_process(site: Site) -> None:
@@ -198,12 +202,14 @@ def unlimit_memory(site: Site) -> None:
 
 FAULTS = {
     "node killed": Fault(lambda site: site.node.kill()),
-    "process killed": Fault(kill_process),
+    "process killed": Fault(kill_process, lasts=False),
     "link cut": Fault(cut_link, restore_link),
     "node paused": Fault(lambda site: pause(site.node), lambda site: site.node.unpause()),
     "disk of the checkpoints full": replace(fill(CHECKPOINTS), expected_nodes=lambda site: site.ranks),
     "head restarted": Fault(
-        lambda site: site.cluster.head.restart(timeout=0), expected_nodes=lambda _: [remote.SERVER]
+        lambda site: site.cluster.head.restart(timeout=0),
+        expected_nodes=lambda _: [remote.SERVER],
+        lasts=False,
     ),
     f"link slowed to {MEGABITS} Mbit/s": Fault(slow_down, speed_up),
     "shared memory full": fill(SHARED_MEMORY),

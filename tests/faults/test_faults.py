@@ -5,7 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import docker
 import msgspec
 import pytest
 from docker.models.images import Image
@@ -15,7 +14,7 @@ from scripts.errors import UserError
 from scripts.git import revision
 from scripts.matrix.load import Cell
 from scripts.release import fault_cases
-from scripts.release.fault_cases import START, TRAINING, Case
+from scripts.release.fault_cases import HYBRID, SEPARATE, START, TRAINING, Case
 from scripts.testing import demo, records
 from scripts.testing.cluster import Cluster
 from tests.faults.injecting import FAULTS, Site, by_address, rejoin
@@ -37,12 +36,15 @@ class Undisturbed(msgspec.Struct, frozen=True):
 class Trial:
     """The runs that one fault hits, sequentially; each resumes the previous one."""
 
-    def __init__(self, cluster: Cluster, folder: Path, fault: str, cell: Cell, image: str) -> None:
-        self._cluster, self._folder, self._fault = cluster, folder, fault
+    def __init__(
+        self, cluster: Cluster, folder: Path, fault: str, layout: str, cell: Cell, image: str
+    ) -> None:
+        self._cluster, self._folder, self._fault, self._layout = cluster, folder, fault, layout
         self._cell, self._image = cell.id, image
         self._run = run_of(cell)
+        layout = HYBRID if layout == HYBRID else self._run.layout
         demo.prepare(cluster, STEPS, seed=0)
-        self._command = [*demo.command(cluster, self._run.layout, STEPS, seed=0), *self._run.arguments]
+        self._command = [*demo.command(cluster, layout, STEPS, seed=0), *self._run.arguments]
         self._runs = self._refused = 0
         self.cases: list[Case] = []
         self._undisturbed = self._rewards_of_the_undisturbed_run()
@@ -58,7 +60,7 @@ class Trial:
 
     def _rewards_of_the_undisturbed_run(self) -> dict[int, float]:
         """Return the reward of each step of a run without faults, which is run once for an image."""
-        path = fault_cases.CASES / f"undisturbed-{self._cell}.json"
+        path = fault_cases.CASES / f"undisturbed-{self._cell}-{self._layout}.json"
         with suppress(FileNotFoundError, msgspec.DecodeError):
             known = msgspec.json.decode(path.read_bytes(), type=Undisturbed)
             if known.image == self._image:
@@ -117,6 +119,7 @@ class Trial:
             image=self._image,
             revision=revision(),
             when=records.now(),
+            layout=self._layout,
             fault=self._fault,
             phase=phase,
             in_time=in_time,
@@ -125,7 +128,7 @@ class Trial:
             said=error[:ERROR_LENGTH],
             node_named=named,
             left=tuple(left),
-            repaired=repaired,
+            repaired=repaired and fault.lasts,
             refused=self._refused,
             **(self._recovery(job, phase, since, last, submissions) if outcome == "goes on" else {}),
         )
@@ -178,12 +181,15 @@ class Trial:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", [SEPARATE, HYBRID])
 @pytest.mark.parametrize("fault", fault_cases.FAULTS)
 def test_a_run_ends_with_an_error_or_continues_after_a_fault(
-    client: docker.DockerClient, cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str
+    cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str, layout: str
 ) -> None:
     """The run does not hang, leaves nothing, and the next run resumes from the last checkpoint."""
-    trial = Trial(cluster, folder, fault, cell, str(image.id))
+    if layout == HYBRID and not run_of(cell).has_hybrid:
+        pytest.skip("this release has no hybrid layout")
+    trial = Trial(cluster, folder, fault, layout, cell, str(image.id))
     job = trial.submit()
     for phase in fault_cases.FAULTS[fault]:
         if trial.hit(job, phase):

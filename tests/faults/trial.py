@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 SUBMIT = ("rlhf-stack", "submit", "--address", remote.SERVER, "--restarts", "8", "--node-wait", "180", "--")
-SUBMITTED = "rlhf-stack: job "
+SUBMITTED = re.compile(r"rlhf-stack: job (\w+)")  # the whole line: another one reports its end
 REAP = ("rlhf-stack", "reap", "--older-than", "0")
 RESERVED = f"""
 import json
@@ -87,8 +87,8 @@ class Job:
 
     @property
     def _submitted(self) -> list[str]:
-        """The line with the job's id, once it is printed."""
-        return [line for line in tuple(self.printed) if line.startswith(SUBMITTED)]
+        """The id of each job, once it is printed."""
+        return [found[1] for line in tuple(self.printed) if (found := SUBMITTED.fullmatch(line))]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events of one kind so far."""
@@ -184,8 +184,7 @@ class Job:
     def stop(self) -> None:
         """Stop the job if it runs."""
         if not self.ended:
-            name = self._submitted[-1].removeprefix(SUBMITTED)
-            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, name]
+            stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, self._submitted[-1]]
             self._cluster.output(self._cluster.head, stop)
 
     @property

@@ -79,7 +79,10 @@ def test_the_newest_case_is_kept_and_an_unknown_fault_dropped() -> None:
     newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1), seconds=5.0)
     other = msgspec.structs.replace(CASE, fault="meteorite")
     first = msgspec.structs.replace(CASE, phase="engine start")
-    assert fault_cases.merge([newer, other], [CASE, first]) == [first, newer]
+    shared = msgspec.structs.replace(CASE, layout=fault_cases.HYBRID)
+    assert fault_cases.merge([newer, other, shared], [CASE, first]) == [first, newer, shared]
+    lines = render.fault_table(CASE.cell, [first, newer, shared])["rows"]
+    assert [line[0] for line in lines if not line[3].startswith("not run")] == ["separate"] * 2 + ["hybrid"]
 
 
 def test_the_cases_of_a_cell_are_of_one_image() -> None:
@@ -149,6 +152,11 @@ def test_every_cell_has_a_run_for_faults() -> None:
     for run in runs.values():
         assert CHECKPOINTS in run.arguments
         assert len({run.engine, run.trainer}) == 2
+
+
+def test_a_submission_is_counted_once() -> None:
+    lines = ["rlhf-stack: job raysubmit_1", "rlhf-stack: job raysubmit_1 failed: exit code 1", "other"]
+    assert [bool(trial.SUBMITTED.fullmatch(line)) for line in lines] == [True, False, False]
 
 
 @pytest.mark.parametrize(
