@@ -18,7 +18,9 @@ TAG = re.compile(r"global_step(\d+)")
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 SHARDED_MODEL = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+CONVERT = "convert the checkpoint by `python -m deepspeed.checkpoint.ds_to_universal` (see docs/faults.md)"
+UNIVERSAL_FLAG = "--ds.use_universal_ckpt"
 ASIDE = "incomplete"
 
 
@@ -27,7 +29,9 @@ class Checkpoints:
     """The checkpoints that a run saves below ``folder``: for each of ``ranks``, a folder ``_ROLE``.
 
     ``every`` is the number of steps between two of them, 0 if none is saved. ``loads`` is whether the command
-    already has ``load_flag``. ``stage`` and ``tensor_parallel`` decide the files of a checkpoint.
+    already has ``load_flag``. ``stage`` and ``tensor_parallel`` decide the files of a checkpoint. If
+    ``universal``, the command loads checkpoints that were converted into DeepSpeed's universal ones; None if
+    the release of OpenRLHF cannot.
     """
 
     folder: Path
@@ -37,6 +41,7 @@ class Checkpoints:
     loads: bool
     stage: int
     tensor_parallel: int = 1
+    universal: bool | None = None
 
     def complete_steps(self, since: float) -> set[int]:
         """Return the steps of which every role has a complete checkpoint, written after ``since``.
@@ -75,10 +80,18 @@ class Checkpoints:
     def obstacles(self) -> list[str]:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
 
-        DeepSpeed loads them with as many ranks as saved them. What was not written to its end is not counted.
+        DeepSpeed loads them with as many ranks as saved them, or universal ones with any number. What was not
+        written to its end is not counted.
         """
         found = []
         for role, ranks in self.ranks.items() if self.loads and self.stage else ():
+            if self.universal:
+                latest = self._of(role) / LATEST_UNIVERSAL
+                if self._of(role).is_dir() and not latest.is_file():
+                    found.append(
+                        f"{UNIVERSAL_FLAG}: {latest} does not exist: {CONVERT}, or leave out this flag"
+                    )
+                continue
             latest = self._of(role) / LATEST
             tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
             files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
@@ -87,7 +100,8 @@ class Checkpoints:
                 found.append(
                     f"the checkpoint {tag} in {self._of(role)} is of {saved} ranks, and {role} has {ranks} "
                     "in this run: DeepSpeed loads the optimizer's state with as many ranks as saved it; give "
-                    f"{role} {saved} ranks, or leave out {self.load_flag} and start from a saved model"
+                    f"{role} {saved} ranks, {'' if self.universal is None else f'{CONVERT}, '}or leave out "
+                    f"{self.load_flag} and start from a saved model"
                 )
         return found
 
@@ -113,10 +127,12 @@ def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
     parsed = command_line.parse(command_line.extract_arguments(words))
     run = run_of(parsed.release, parsed.values)
     folder, every, loads, without = _settings(run, parsed.values)
+    universal = None if run.flat else bool(parsed.values.ds.use_universal_ckpt)
     ranks = {role.name: role.ranks for role in run.roles if role.name in (ACTOR, CRITIC)}
     flag = "--load_checkpoint" if run.flat else "--ckpt.load_enable"
     saved = 0 if without else max(0, every)
-    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, run.zero.stage, run.tensor_parallel)
+    of_zero = run.zero.stage, run.tensor_parallel, universal
+    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, *of_zero)
 
 
 def _settings(run: Run, values: Any) -> tuple[str, int, bool, bool]:

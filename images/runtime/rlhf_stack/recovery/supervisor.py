@@ -13,7 +13,7 @@ from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery.attempts import FAILED, HEAD_LOST, SUCCEEDED, Attempt, excluded_nodes, why_not_again
-from rlhf_stack.recovery.checkpoints import Checkpoints
+from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
 from rlhf_stack.recovery.engines import with_fewer_engines
 from rlhf_stack.recovery.job import Ended, HeadLostError
 from rlhf_stack.recovery.nodes import Nodes, missing
@@ -167,12 +167,15 @@ class Supervisor:
     def _prepare(self) -> None:
         """Select the checkpoint, and wait until the cluster has room for the next attempt."""
         state, saved = self.state, self.state.attempts[-1].saved
-        if saved or self._checkpoints.loads:
+        if saved or (self._checkpoints.loads and not self._checkpoints.universal):
             for path in self._checkpoints.select(saved, state.began):
                 run_log.warning(f"an incomplete checkpoint was set aside: {path}")
         flag = self._checkpoints.load_flag
-        if saved and not self._checkpoints.loads and flag not in state.words:
-            state.words = [*state.words, flag]
+        if saved:
+            if not self._checkpoints.loads and flag not in state.words:
+                state.words = [*state.words, flag]
+            # The run's own checkpoints are not universal ones.
+            state.words = [word for word in state.words if word != UNIVERSAL_FLAG]
         state.job, state.resumed = "", saved
         run_log.info(
             f"submitting the run again, {len(state.attempts)} of {self._limits.restarts} restarts, "

@@ -70,6 +70,16 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(
         assert "leave out --load" in found[0]
 
 
+def test_a_universal_checkpoint_has_no_number_of_ranks_but_must_exist(tmp_path: Path) -> None:
+    universal = Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads=True, stage=2, universal=True)
+    assert universal.obstacles() == []
+    tag = save(tmp_path, "actor", 4, ranks=3)
+    (found,) = universal.obstacles()
+    assert f"--ds.use_universal_ckpt: {tag.parent}/latest_universal does not exist" in found
+    (tag.parent / "latest_universal").write_text("global_step4_universal")
+    assert universal.obstacles() == []
+
+
 def test_a_file_that_was_written_in_part_is_not_complete(tmp_path: Path) -> None:
     tag = save(tmp_path, "actor", 4)
     file = next(tag.glob("*optim_states.pt"))

@@ -22,7 +22,7 @@ WORDS = ["train", "--vllm.num_engines", "2"]
 class Saved:
     """The checkpoints of a run: one after each attempt, at the next of ``steps``."""
 
-    loads, every, load_flag = False, 1, "--load"
+    loads, every, load_flag, universal = False, 1, "--load", False
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.steps = list(steps)
@@ -120,6 +120,17 @@ def test_without_a_checkpoint_the_run_begins_again() -> None:
     _, _, saved = supervise(cluster, [0, 9], Limits(3))
     assert [words for words, _ in cluster.submitted] == [WORDS, WORDS]
     assert saved.selected == []
+
+
+def test_a_universal_checkpoint_is_loaded_until_the_run_has_saved_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Saved, "loads", True)
+    monkeypatch.setattr(Saved, "universal", True)
+    words, cluster = [*WORDS, "--load", "--ds.use_universal_ckpt"], Faulty([DEAD, "OSError: other", "ok"])
+    _, _, saved = supervise(cluster, [0, 5, 9], Limits(3), State(list(words), 0.0))
+    assert [one for one, _ in cluster.submitted] == [words, words, [*WORDS, "--load"]]
+    assert saved.selected == [5], "the folder of the universal checkpoint was set aside"
 
 
 def test_the_flag_that_loads_is_added_once() -> None:
