@@ -33,6 +33,9 @@ def _watch() -> None:
     if phase in ("sync", "sleep"):
         _die_in_call(phase)
         return
+    if phase == "start":
+        while not _core():
+            time.sleep(POLL_SECONDS)
     if phase == "generation":
         while _generations() < int(os.environ[STEP]):
             time.sleep(POLL_SECONDS)
@@ -72,7 +75,8 @@ def _die() -> None:
         return
     marker.touch()
     if os.environ[PROCESS] in ("core", "node"):
-        os.kill(_core(), signal.SIGKILL)
+        (pid,) = _core()
+        os.kill(pid, signal.SIGKILL)
     if os.environ[PROCESS] == "node":
         os.kill(os.getppid(), signal.SIGKILL)  # the raylet
     if os.environ[PROCESS] in ("actor", "node"):
@@ -88,8 +92,9 @@ def _generations() -> int:
     return sum(event["event"] == "begins" and event["name"] == "generation" for event in found)
 
 
-def _core() -> int:
-    """Return the process id of vLLM's engine process, a child of this one."""
+def _core() -> list[int]:
+    """Return the process id of vLLM's engine process, a child of this one; none before it has started."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
@@ -97,5 +102,5 @@ def _core() -> int:
         except OSError:
             continue
         if int(parent) == os.getpid() and command.startswith(CORE):
-            return int(path.name)
-    raise RuntimeError(f"no child process {CORE}")
+            found.append(int(path.name))
+    return found

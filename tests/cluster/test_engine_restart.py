@@ -90,6 +90,7 @@ def assert_continued(run):
             "sync",
         ),
         ("separate", (1, 2), (*LAYOUT, *engines(2)), "actor", "start"),
+        ("separate", (1, 1, 1, 1), (*LAYOUT, *engines(2)), "node", "start"),
         ("hybrid", (2,), HYBRID, "core", "sleep"),
     ],
     ids=[
@@ -99,6 +100,7 @@ def assert_continued(run):
         "in a sync",
         "in a sync with ZeRO-3",
         "while it starts",
+        "its node while it starts, and another one has room",
         "while it sleeps on the trainer's GPUs",
     ],
 )

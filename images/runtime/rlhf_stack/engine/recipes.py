@@ -59,10 +59,16 @@ def lost_nodes(index: int) -> list[str]:
     return sorted(set(found["addresses"]) - alive) if found else []
 
 
+def name(index: int) -> str | None:
+    """Return the name of the actor that has replaced engine ``index``, None if none has."""
+    found = load(index)
+    return found["name"] if found else None
+
+
 def current(index: int, handle: Any) -> Any:
     """Return the actor that is engine ``index`` now: ``handle``, or the one that has replaced it."""
-    found = load(index)
-    return ray.get_actor(found["name"]) if found and found["name"] else handle
+    found = name(index)
+    return ray.get_actor(found) if found else handle
 
 
 def replace(index: int) -> Any | None:
@@ -87,15 +93,15 @@ def replace(index: int) -> Any | None:
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
-    name = f"{_key(index)}/{group.id.hex()}"
+    unique = f"{_key(index)}/{group.id.hex()}"
     actor = RolloutRayActor.options(
-        name=name,
+        name=unique,
         num_cpus=driver_cpus(gpus),
         num_gpus=gpus,
         scheduling_strategy=strategy,
         max_restarts=env_vars.engine_restarts(),
     )
-    entry |= {"name": name, "addresses": pinned_addresses(group, bundles)}
+    entry |= {"name": unique, "addresses": pinned_addresses(group, bundles)}
     gcs_kv.put_record(_key(index), entry)
     run_log.warning(f"engine {index} moves to {', '.join(sorted(set(entry['addresses'])))}")
     return actor.remote(**arguments)

@@ -94,6 +94,11 @@ def weights_received() -> None:
     run_log.info(f"engine {restart.engine} has the trainer's weights {seconds:.0f} s after its restart")
 
 
+def number() -> int:
+    """Return the number of the restart that this process is, 0 if it is the first one of its engine."""
+    return _pending[-1].number if _pending else 0
+
+
 def end_process(reason: str) -> None:
     """End this process at once, so that Ray restarts it."""
     run_log.warning(f"the engine's actor ends to be restarted: {reason}")

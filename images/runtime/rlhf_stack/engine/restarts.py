@@ -7,6 +7,7 @@ engine comes back when a place is free. This happens before a weight sync, and a
 
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from rlhf_stack.cluster import actor_registry
@@ -16,7 +17,14 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes, restarted, roster, startup
 from rlhf_stack.engine.roster import ALIVE, DEAD, Roster
 from rlhf_stack.lazy import ray
-from rlhf_stack.sync import SyncError, SyncMismatch, wait_for_engine_results, wait_for_sync
+from rlhf_stack.sync import (
+    SyncError,
+    SyncMismatch,
+    actor_trainer,
+    wait_for_engine_results,
+    wait_for_engine_start,
+    wait_for_sync,
+)
 from rlhf_stack.sync import report as sync_report
 from rlhf_stack.telemetry import events, run_log
 
@@ -43,21 +51,57 @@ def send_weights_now() -> None:
 
 
 def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
-    """See `startup.wait_for_engine_startup`; Ray starts an engine that dies meanwhile again, if it may."""
+    """See `startup.wait_for_engine_startup`; an engine that is lost meanwhile starts again, if it may.
+
+    Ray restarts its process. If its node is gone, an actor on other free GPUs replaces it in ``engines``.
+    """
     if not env_vars.engine_restarts():
         startup.wait_for_engine_startup(engines, others)
         return
-    startup.wait_for_engine_startup(engines, others, _permit_restarts)
+    startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing))
     # None has other weights than those with which the run begins.
     wait_for_engine_results([engine.weights_received.remote() for engine in engines or []], "the engines")
 
 
-def _permit_restarts(engines: Sequence[int]) -> None:
-    """Let restarted ones of ``engines`` start; `PeerError` if the node of one is gone."""
-    for index in engines:
+def _start_again(engines: Sequence[Any], missing: Sequence[int]) -> dict[int, Any]:
+    """Let restarted ones of the ``missing`` start; replace those whose node is gone, and return these.
+
+    `PeerError` if there is no other place.
+    """
+    replaced = {}
+    for index in missing:
         restarted.permit(index)
         if nodes := recipes.lost_nodes(index):
-            raise PeerError(f"engine {index} has not started, and its node {', '.join(nodes)} is gone")
+            if (replacement := recipes.replace(index)) is None:
+                raise PeerError(f"{_no_place(index, nodes)}; it has not started")
+            ray.kill(engines[index])
+            replaced[index] = replacement
+    return replaced
+
+
+def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """See `actor_trainer.forms_weight_group`; engines that were replaced while they started are used."""
+    formed = actor_trainer.forms_weight_group(method)
+
+    @wraps(method)
+    def formed_with_replacements(trainer: Any, backend: str) -> None:
+        if env_vars.engine_restarts():
+            trainer.vllm_engines = [_started(*entry) for entry in enumerate(trainer.vllm_engines)]
+        formed(trainer, backend)
+
+    return formed_with_replacements
+
+
+def _started(index: int, handle: Any) -> Any:
+    """Wait until engine ``index`` has started; return its actor, ``handle`` unless that was replaced."""
+    while True:
+        handle, name = recipes.current(index, handle), recipes.name(index)
+        try:
+            wait_for_engine_start([handle])
+            return handle
+        except PeerError:
+            if recipes.name(index) == name:
+                raise
 
 
 def wait_for_restarts(engines: Any, actor_group: Any) -> None:
@@ -196,7 +240,11 @@ def _is_up(handle: Any) -> bool:
 def _require_others(team: Roster, index: int, nodes: Sequence[str]) -> None:
     """Raise `PeerError` unless enough engines are left without engine ``index``, whose ``nodes`` are gone."""
     left, least = len(team.engines), env_vars.min_engines()
-    why = f"engine {index} cannot be restarted: its node {', '.join(nodes)} is gone, and no other has room"
+    why = _no_place(index, nodes)
     if left < least:
         raise PeerError(f"{why}; {left} engines are left, and {env_vars.MIN_ENGINES} is {least}")
     run_log.warning(f"{why}; the run continues with {left} engines")
+
+
+def _no_place(index: int, nodes: Sequence[str]) -> str:
+    return f"engine {index} cannot be restarted: its node {', '.join(nodes)} is gone, and no other has room"

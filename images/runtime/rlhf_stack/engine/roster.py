@@ -28,6 +28,8 @@ class Roster:
     """The engines in ``engines``, upstream's list in this process; an index is an engine's first position."""
 
     def __init__(self, engines: list[Any]) -> None:
+        if env_vars.engine_restarts():  # one may have been replaced while it started
+            engines[:] = [recipes.current(*entry) for entry in enumerate(engines)]
         self.engines = engines
         self.handles = dict(enumerate(engines))
         self.lost: dict[int, float] = {}  # since when, on the monotonic clock
@@ -99,7 +101,9 @@ _rosters: dict[int, Roster] = {}  # by the identity of the list, to which the ro
 
 def of(engines: Any) -> Roster:
     """Return the roster of a list of engines, which is complete when it is first given."""
-    return _rosters.setdefault(id(engines), Roster(engines))
+    if id(engines) not in _rosters:
+        _rosters[id(engines)] = Roster(engines)
+    return _rosters[id(engines)]
 
 
 def engine_results(

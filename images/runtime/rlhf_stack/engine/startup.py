@@ -5,10 +5,11 @@ record of its last step in the GCS.
 """
 
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlhf_stack.telemetry import events, run_log
 WORKER_CLASS = "rlhf_stack.engine.worker.InstrumentedWorker"
 POLL_SECONDS = 2.0
 TRANSFER_BACKEND = "rlhf_stack"  # of vLLM's weight-transfer interface
+EXIT_CODES = re.compile(r"Failed core proc\(s\): \{(.*)\}")
 ENGINE = "RLHF_STACK_ENGINE"  # "job/index", set for the processes of an engine, never by users
 
 
@@ -66,11 +68,31 @@ def step(name: str, rank: int | None = None) -> Iterator[None]:
 
 
 async def start_engine(engine_class: Any, arguments: Any) -> Any:
-    """Return vLLM's asynchronous engine once it responds; the step is reported."""
-    with step("engine up"):
-        engine = engine_class.from_engine_args(arguments)
-        await engine.is_sleeping()
+    """Return vLLM's asynchronous engine once it responds; the step is reported.
+
+    If vLLM's process was killed and this engine can be restarted, this process ends, so that Ray restarts it.
+    """
+    try:
+        with step("engine up"):
+            engine = engine_class.from_engine_args(arguments)
+            await engine.is_sleeping()
+    except RuntimeError as error:
+        if restarted.number() < _restarts_after(str(error)):
+            restarted.end_process(str(error))
+        raise
     return engine
+
+
+def _restarts_after(error: str) -> int:
+    """Return how many restarts an engine may have when vLLM's process has ended with ``error``.
+
+    A negative exit code is a signal. Without a code, which vLLM may not know yet, it is restarted once, and
+    after an error of its own never.
+    """
+    allowed, codes = env_vars.engine_restarts(), EXIT_CODES.search(error)
+    if codes and not codes[1]:
+        return min(1, allowed)
+    return allowed if codes and ": -" in codes[1] else 0
 
 
 def startup_arguments(index: int) -> dict[str, Any]:
@@ -117,16 +139,18 @@ def _use_process_local_tqdm_lock() -> None:
 
 
 def wait_for_engine_startup(
-    engines: Sequence[Any] | None,
+    engines: list[Any] | None,
     others: Sequence[Any] = (),
-    check: Callable[[Sequence[int]], None] = lambda _: None,
+    check: Callable[[Sequence[int]], Mapping[int, Any]] = lambda _: {},
 ) -> None:
     """Wait until every engine is up and ``others`` (references) are done; raise the first error at once.
 
     Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error. ``check``
-    is called with the indices of the missing engines from time to time.
+    is called with the indices of the missing engines from time to time; it returns the actors that replace
+    some of them in ``engines``, for which the time starts again.
     """
-    starts = {engine.__ray_ready__.remote(): index for index, engine in enumerate(engines or [])}
+    engines = [] if engines is None else engines
+    starts = {engine.__ray_ready__.remote(): index for index, engine in enumerate(engines)}
     pending = [*starts, *others]
     end = time.monotonic() + env_vars.engine_timeout()
     while pending:
@@ -134,7 +158,12 @@ def wait_for_engine_startup(
         ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS if missing else None)
         ray.get(ready)
         if missing and not ready:
-            check(missing)
+            for index, engine in check(missing).items():
+                engines[index] = engine
+                pending = [reference for reference in pending if starts.get(reference) != index]
+                pending.append(engine.__ray_ready__.remote())
+                starts[pending[-1]] = index
+                end = time.monotonic() + env_vars.engine_timeout()
             if time.monotonic() > end:
                 raise late(missing)
 

@@ -22,7 +22,12 @@ from rlhf_stack.engine.gpu_contention import track_collectives
 from rlhf_stack.engine.prompt_requests import answers_of, request_answers
 from rlhf_stack.engine.recipes import record as record_engine
 from rlhf_stack.engine.request_balancer import assign_prompts
-from rlhf_stack.engine.restarts import sync_weights, use_to_send_weights, wait_for_restarts
+from rlhf_stack.engine.restarts import (
+    forms_weight_group,
+    sync_weights,
+    use_to_send_weights,
+    wait_for_restarts,
+)
 from rlhf_stack.engine.restarts import wait_for_start as wait_for_engine_startup
 from rlhf_stack.engine.roster import engine_results
 from rlhf_stack.engine.startup import begin as begin_engine_startup
@@ -37,7 +42,7 @@ from rlhf_stack.openrlhf.run_groups import (
 )
 from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
 from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
-from rlhf_stack.sync.actor_trainer import forms_weight_group, sends_weights
+from rlhf_stack.sync.actor_trainer import sends_weights
 from rlhf_stack.sync.regrouping import form_group_again
 from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase

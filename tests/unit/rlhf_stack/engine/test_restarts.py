@@ -17,7 +17,7 @@ from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import prompt_requests, recipes, request_balancer, restarted, restarts, roster, startup
 from rlhf_stack.engine.startup import StartError
-from rlhf_stack.sync import SyncError, report
+from rlhf_stack.sync import SyncError, actor_trainer, report
 from rlhf_stack.telemetry import events
 
 
@@ -276,6 +276,56 @@ def test_the_wait_for_a_restart_is_bounded(
     else:
         with pytest.raises(expected[0], match=expected[1]):
             restarts._bring_back(team, 0)
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "no room"])
+def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    room: bool,
+) -> None:
+    monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 1 else [])
+    monkeypatch.setattr(recipes, "replace", lambda _: "new" if room else None)
+    engines = ["up", "lost"]
+    if room:
+        assert restarts._start_again(engines, [0, 1]) == {1: "new"}
+        ray.kill.assert_called_once_with("lost")
+    else:
+        with pytest.raises(PeerError, match=r"engine 1 .* has room; it has not started"):
+            restarts._start_again(engines, [0, 1])
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_the_trainer_uses_the_engine_that_replaced_one_which_had_not_started(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    records: list[dict[str, Any]] = [{"name": None}]
+    new = engine(__ray_ready__=True)
+    ray.get_actor.return_value = new
+
+    def wait(engines: list[Any]) -> None:
+        if engines == ["lost"]:
+            records[0] = {"name": "replacement" if replaced else None}
+            raise PeerError("engine 0 is dead")
+
+    monkeypatch.setattr(recipes, "load", lambda _: records[0])
+    monkeypatch.setattr(restarts, "wait_for_engine_start", wait)
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    trainer = SimpleNamespace(vllm_engines=["lost"])
+    form = MagicMock(__name__="form")
+    if replaced:
+        restarts.forms_weight_group(form)(trainer, "gloo")
+        form.assert_called_once_with(trainer, "gloo")
+        assert trainer.vllm_engines == [new]
+        engines: list[Any] = ["lost"]
+        assert roster.of(engines).handles == {0: new}
+        assert engines == [new]
+    else:
+        with pytest.raises(PeerError, match="engine 0 is dead"):
+            restarts.forms_weight_group(form)(trainer, "gloo")
 
 
 def test_a_run_goes_on_without_an_engine_that_has_no_place(

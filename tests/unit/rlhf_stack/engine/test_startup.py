@@ -1,12 +1,14 @@
 """Reports of an engine's startup; real engines are in tests/cluster and tests/patches."""
 
+import asyncio
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import startup
+from rlhf_stack.engine import restarted, startup
 
 
 def record(engine: int, who: str, step: str, ago: float) -> dict[str, object]:
@@ -72,6 +74,53 @@ def test_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pyt
         startup.StartError, match=r"engines \[0\] are not up after 0.01 s.*\n  engine 0: late"
     ):
         startup.wait_for_engine_startup([engine("slow")])
+
+
+def test_an_engine_that_is_replaced_is_waited_for_instead(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
+    done = ["up"]
+    ray.wait.side_effect = lambda pending, **_: (
+        [one for one in pending if one in done][:1],
+        [one for one in pending if one not in done],
+    )
+    engines, new = [engine("lost"), engine("up")], engine("replacement")
+
+    def check(missing: Sequence[int]) -> dict[int, SimpleNamespace]:
+        assert list(missing) == [0]
+        done.append("replacement")
+        return {0: new}
+
+    startup.wait_for_engine_startup(engines, [], check)
+    assert engines[0] is new
+    assert [call.args[0] for call in ray.get.call_args_list] == [["up"], [], ["replacement"]]
+
+
+@pytest.mark.parametrize(
+    ("codes", "before", "allowed", "ends"),
+    [
+        ("{'EngineCore_DP0': -9}", 1, 2, True),
+        ("{'EngineCore_DP0': -9}", 1, 1, False),
+        ("{'EngineCore_DP0': -9}", 0, 0, False),
+        ("{}", 0, 2, True),
+        ("{}", 1, 2, False),
+        ("{'EngineCore_DP0': 1}", 0, 2, False),
+    ],
+    ids=["killed", "none is left", "not allowed", "unknown", "unknown again", "its own error"],
+)
+def test_an_engine_whose_process_is_killed_while_it_starts_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, codes: str, before: int, allowed: int, ends: bool
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(allowed))
+    end = MagicMock()
+    monkeypatch.setattr(restarted, "end_process", end)
+    monkeypatch.setattr(restarted, "number", lambda: before)
+    error = RuntimeError(f"See root cause above. Failed core proc(s): {codes}")
+    engine_class = SimpleNamespace(from_engine_args=MagicMock(side_effect=error))
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        asyncio.run(startup.start_engine(engine_class, None))
+    assert end.called == ends
 
 
 def test_no_step_is_reported_outside_an_engine(
