@@ -13,7 +13,7 @@ from scripts.matrix.load import Cell
 from scripts.matrix.model import Accelerator
 from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
-from scripts.release import certificates, facts, published_scripts
+from scripts.release import certificates, facts, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import FAULTS, HYBRID, SEPARATE, Case, case_key, of_one_image
 from scripts.testing import records
@@ -136,6 +136,8 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         certificates=certificates.rows(certificates.load()),
         script_columns=published_scripts.COLUMNS,
         scripts=published_scripts.rows(),
+        works_with_columns=works_with.COLUMNS,
+        works_with=works_with.rows(),
         cells=[_section(cell, known) for cell in cells],
     )
     return f"{text.rstrip()}\n"

@@ -1,9 +1,9 @@
 """A weight sync of a tiny model into a real engine, and what both compute before and after it.
 
-reloaded.py FAMILY DIR: writes to DIR/result.json the mean difference of the log-probabilities of fixed tokens
-between transformers' model, which is the trainer's, and vLLM's: when the engine has loaded the model
-(``fresh``), after the trainer has changed it (``changed``), after two weight syncs (``synced``), and after
-vLLM's load_weights alone (``direct``, a text if it raises).
+reloaded.py FAMILY DIR [DTYPE] [lora]: writes to DIR/result.json the mean difference of the log-probabilities
+of fixed tokens between transformers' model, which is the trainer's, and vLLM's: when the engine has loaded
+the model (``fresh``), after the trainer has changed it (``changed``), after two weight syncs (``synced``),
+and after vLLM's load_weights alone (``direct``, a text if it raises).
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -48,6 +49,7 @@ CONFIGURATIONS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": ("DeepseekV2Config", {**EXPERTS, **MLA}),
 }
@@ -73,24 +75,29 @@ def trainer_computes(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tens
 def main() -> None:
     """Sync twice and compare."""
     family, folder = sys.argv[1], Path(sys.argv[2])
+    dtype = next(iter(sys.argv[3:4]), "bfloat16")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from rlhf_stack.engine import startup
     from rlhf_stack.sync import same_gpu
     from rlhf_stack.sync.buckets import plan_buckets
-    from rlhf_stack.sync.engine_parameters import parameter_spec
+    from rlhf_stack.sync.engine_parameters import engine_parameters
     from rlhf_stack.sync.sending import BucketSender
     from vllm import LLM, SamplingParams, TokensPrompt
 
     name, options = CONFIGURATIONS[family]
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**BASE | options))
-    model.to(torch.bfloat16).eval()
+    model.to(getattr(torch, dtype)).eval()
     change(model, seed=0)
     model.save_pretrained(folder / "model")
+    if "lora" in sys.argv:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4)).to(model.dtype)
     arguments = startup.startup_arguments(0)
     del arguments["engine_index"]
     os.environ["RLHF_STACK_GPU_ID"] = GPU
     quiet = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False}
-    sizes = {"max_model_len": 128, "gpu_memory_utilization": 0.05, "dtype": "bfloat16"}
+    sizes = {"max_model_len": 128, "gpu_memory_utilization": 0.05, "dtype": dtype}
     engine = LLM(model=str(folder / "model"), **quiet, **sizes, **arguments)
     tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
 
@@ -102,13 +109,17 @@ def main() -> None:
         computed = torch.tensor([choices[token].logprob for token, choices in given])
         return float((computed - trainer_computes(model, tokens)).abs().mean())
 
+    arguments = SimpleNamespace(ds=SimpleNamespace(zero_stage=2))
+    trainer = SimpleNamespace(
+        actor=SimpleNamespace(model=SimpleNamespace(module=model)), strategy=SimpleNamespace(args=arguments)
+    )
     offer = same_gpu.Offer(GPU)
     engine.collective_rpc("join_same_gpu", args=({GPU: offer.address},))
     group = offer.accept()
 
     def sync() -> None:
-        named = list(model.named_parameters())
-        specs = [parameter_spec(*each) for each in named]
+        sent = engine_parameters(trainer, list(model.named_parameters()))
+        specs = [each.spec(trainer) for each in sent]
         limit = 20_000
         buckets = plan_buckets(specs, limit)
 
@@ -116,7 +127,7 @@ def main() -> None:
             with group.syncing():
                 sender = BucketSender(group, in_place=False)
                 for number, bucket in enumerate(buckets):
-                    sender.send(number, bucket, [named[span.index][1].data for span in bucket.spans])
+                    sender.send(number, bucket, [sent[span.index].value() for span in bucket.spans])
                 sender.finish()
 
         sending = Thread(target=send)

@@ -1,11 +1,12 @@
-"""The trainer's parameters as engines know them: LoRA adapters of PEFT are merged."""
+"""The trainer's parameters as engines know them: in the checkpoint's layout, LoRA adapters of PEFT merged."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import ParameterSpec
+from rlhf_stack.sync.checkpoint_layout import Region, checkpoint_layout
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.trainer import full_shape
 
@@ -14,11 +15,15 @@ WRAPPER, BASE_LAYER, ADAPTER = "base_model.model.", ".base_layer.", ".lora_"  # 
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """A ``parameter`` under the engine's ``name``; ``layer`` is PEFT's, if adapters belong to it."""
+    """A ``parameter`` under the engine's ``name``; ``layer`` is PEFT's, if adapters belong to it.
+
+    With ``region`` it is only a part of the parameter, such as one of several experts.
+    """
 
     name: str
     parameter: Any
     layer: Any = None
+    region: Region | None = None
 
     @property
     def sources(self) -> list[Any]:
@@ -28,7 +33,8 @@ class EngineParameter:
 
     def spec(self, trainer: Any) -> ParameterSpec:
         """Describe it for an engine; every trainer rank must take part, see `full_shape`."""
-        return parameter_spec(self.name, self.parameter, full_shape(trainer, self.parameter))
+        shape = full_shape(trainer, self.parameter) if self.region is None else self.region.size
+        return parameter_spec(self.name, self.parameter, shape)
 
     def value(self) -> "torch.Tensor":
         """Return what the engine must hold, as PEFT's own merge computes it."""
@@ -36,7 +42,7 @@ class EngineParameter:
         with torch.no_grad():
             for adapter in () if self.layer is None else self.layer.active_adapters:
                 weight = weight + self.layer.get_delta_weight(adapter).to(weight.dtype)
-        return weight
+        return weight if self.region is None else self.region.of(weight)
 
 
 def parameter_spec(name: str, parameter: Any, shape: Any = None) -> ParameterSpec:
@@ -56,21 +62,21 @@ def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> li
         for layer in trainer.actor.model.module.modules()
         if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer")
     }
-    if not layers:
-        return [EngineParameter(name, parameter) for name, parameter in parameters]
     missing = len(layers.keys() - {id(parameter) for _, parameter in parameters})
     if missing:
         raise SyncError(
             f"{missing} weights of layers with LoRA adapters are not sent, as they are frozen in a "
             "vision-language model: train it without LoRA"
         )
-    return [
-        EngineParameter(
-            name.removeprefix(WRAPPER).replace(BASE_LAYER, "."), parameter, layers.get(id(parameter))
-        )
+    named = {
+        name.removeprefix(WRAPPER).replace(BASE_LAYER, ".") if layers else name: parameter
         for name, parameter in parameters
-        if ADAPTER not in name
-    ]
+        if not layers or ADAPTER not in name
+    }
+    whole = {name: EngineParameter(name, each, layers.get(id(each))) for name, each in named.items()}
+    shapes = {name: (full_shape(trainer, each), each.dtype) for name, each in named.items()}
+    layout = checkpoint_layout(trainer.actor.model.module, shapes)
+    return [replace(whole[source], name=name, region=region) for name, source, region in layout]
 
 
 def lora_obstacle(arguments: Any) -> str:

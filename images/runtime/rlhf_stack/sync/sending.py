@@ -78,7 +78,8 @@ def _gathered(
 ) -> Iterator[Sequence[int]]:
     """Gather the parameters of which ``linked`` buckets have bytes; yield their indices in ``sent``."""
     indices = list(dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans))
-    with gathered(trainer, [source for index in indices for source in sent[index].sources]):
+    sources = {id(source): source for index in indices for source in sent[index].sources}
+    with gathered(trainer, list(sources.values())):
         yield indices
 
 
