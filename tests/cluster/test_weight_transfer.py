@@ -85,4 +85,4 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_sync(
     assert found["synced"] < TOLERANCE
     if "lora" not in arguments:  # upstream sends PEFT's names, which vLLM refuses
         direct = found["direct"]
-        assert (isinstance(direct, str) or direct > 10 * TOLERANCE) == direct_is_wrong, direct
+        assert (isinstance(direct, str) or direct > 5 * TOLERANCE) == direct_is_wrong, direct
