@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 ALIGNMENT = 16  # bytes: a multiple of every dtype's size
 LARGE = 1 << 20  # bytes: a parameter of this size is sent from its own memory, without a copy into the bucket
@@ -9,12 +10,16 @@ LARGE = 1 << 20  # bytes: a parameter of this size is sent from its own memory, 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter of the trainer: ``dtype`` is its name in torch ("bfloat16"), ``size`` is in bytes."""
+    """A parameter of an engine: ``dtype`` is its name in torch ("bfloat16"), ``size`` is in bytes.
+
+    ``fused`` names the trainer's parameter of which this one and its neighbours are parts, if it is one.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
+    fused: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,16 @@ class Bucket:
 def plan_buckets(parameters: Sequence[ParameterSpec], limit: int) -> list[Bucket]:
     """Return buckets of at most ``limit`` bytes (16 or more) in the order of ``parameters``.
 
-    A parameter that is larger begins in a new bucket and continues in the next ones.
+    A parameter that is larger begins in a new bucket and continues in the next ones. So do the parts of a
+    fused one: what a bucket shares with the one before is of one parameter of the trainer.
     """
     limit = max(ALIGNMENT, limit // ALIGNMENT * ALIGNMENT)
     runs: list[list[Span]] = []
     end = limit + 1
+    together = dict(_fused_sizes(parameters))
     for index, parameter in enumerate(parameters):
         begin = -(-end // ALIGNMENT) * ALIGNMENT
-        if begin + parameter.size > limit:
+        if begin + together.get(index, parameter.size) > limit:
             runs.append([])
             begin = 0
         start = 0
@@ -81,11 +88,23 @@ def plan_buckets(parameters: Sequence[ParameterSpec], limit: int) -> list[Bucket
     ]
 
 
-def linked_buckets(buckets: Sequence[Bucket]) -> Iterator[list[tuple[int, Bucket]]]:
-    """Yield numbered buckets together that share a parameter, so that ZeRO-3 gathers each of them once."""
+def _fused_sizes(parameters: Sequence[ParameterSpec]) -> Iterator[tuple[int, int]]:
+    """Yield the index of the first part of each fused parameter, and the room that all of its parts take."""
+    by_fused = groupby(enumerate(parameters), key=lambda each: each[1].fused)
+    for parts in (list(parts) for fused, parts in by_fused if fused):
+        yield parts[0][0], sum(-(-each.size // ALIGNMENT) * ALIGNMENT for _, each in parts)
+
+
+def linked_buckets(
+    buckets: Sequence[Bucket], parameters: Sequence[ParameterSpec]
+) -> Iterator[list[tuple[int, Bucket]]]:
+    """Yield numbered buckets together that share a trainer's parameter: ZeRO-3 gathers each of them once."""
     linked: list[tuple[int, Bucket]] = []
     for number, bucket in enumerate(buckets):
-        if linked and not bucket.spans[0].start:
+        first = bucket.spans[0]
+        before = linked[-1][1].spans[-1].index if linked else first.index
+        is_part = parameters[first.index].fused and parameters[first.index].fused == parameters[before].fused
+        if linked and not first.start and not is_part:
             yield linked
             linked = []
         linked.append((number, bucket))

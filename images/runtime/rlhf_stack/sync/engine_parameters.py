@@ -17,13 +17,14 @@ WRAPPER, BASE_LAYER, ADAPTER = "base_model.model.", ".base_layer.", ".lora_"  # 
 class EngineParameter:
     """A ``parameter`` under the engine's ``name``; ``layer`` is PEFT's, if adapters belong to it.
 
-    With ``region`` it is only a part of the parameter, such as one of several experts.
+    With ``region`` it is only a part of the parameter ``fused``, such as one of several experts.
     """
 
     name: str
     parameter: Any
     layer: Any = None
     region: Region | None = None
+    fused: str = ""
 
     @property
     def sources(self) -> list[Any]:
@@ -34,7 +35,7 @@ class EngineParameter:
     def spec(self, trainer: Any) -> ParameterSpec:
         """Describe it for an engine; every trainer rank must take part, see `full_shape`."""
         shape = full_shape(trainer, self.parameter) if self.region is None else self.region.size
-        return parameter_spec(self.name, self.parameter, shape)
+        return replace(parameter_spec(self.name, self.parameter, shape), fused=self.fused)
 
     def value(self) -> "torch.Tensor":
         """Return what the engine must hold, as PEFT's own merge computes it."""
@@ -76,7 +77,10 @@ def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> li
     whole = {name: EngineParameter(name, each, layers.get(id(each))) for name, each in named.items()}
     shapes = {name: (full_shape(trainer, each), each.dtype) for name, each in named.items()}
     layout = checkpoint_layout(trainer.actor.model.module, shapes)
-    return [replace(whole[source], name=name, region=region) for name, source, region in layout]
+    return [
+        replace(whole[source], name=name, region=region, fused="" if region is None else source)
+        for name, source, region in layout
+    ]
 
 
 def lora_obstacle(arguments: Any) -> str:

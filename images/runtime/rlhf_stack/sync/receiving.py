@@ -42,7 +42,7 @@ def receive(
     start = time.monotonic()
     loading = 0.0
     with group.syncing():
-        specs = [ParameterSpec(name, kind, tuple(shape), size) for name, kind, shape, size in content]
+        specs = [ParameterSpec(name, kind, tuple(shape), *rest) for name, kind, shape, *rest in content]
         _refuse_other_dtypes(specs, dtype)
         buckets = plan_buckets(specs, limit)
         assembler = Assembler(specs, device)

@@ -34,7 +34,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
     buckets = plan_buckets(specs, limit)
     group = own_group(trainer)
     if group is None:  # a rank that only helps to gather
-        for linked in linked_buckets(buckets):
+        for linked in linked_buckets(buckets, specs):
             with _gathered(trainer, sent, linked):
                 pass
         return
@@ -52,7 +52,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
                 for engine in trainer.vllm_engines
             ]
         failure: SyncError | None = None
-        for linked in linked_buckets(buckets):
+        for linked in linked_buckets(buckets, specs):
             with _gathered(trainer, sent, linked) as indices:
                 if failure is None:
                     values = {index: sent[index].value() for index in indices}

@@ -261,3 +261,11 @@ def test_a_ladder_that_cannot_begin_leaves_no_folder(
         assert main(["certify", "--ray", "127.0.0.1:1", "--out", str(tmp_path / "certificate")]) == 2
         assert capsys.readouterr().err == "error: no head answers\n"
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_refused_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certify", "--out", str(tmp_path)]) == 2
+    assert "it exists already" in capsys.readouterr().err
+    assert tmp_path.is_dir()

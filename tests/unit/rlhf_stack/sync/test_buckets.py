@@ -1,6 +1,7 @@
 """Division of parameters into buckets; sending them is in tests/cluster."""
 
 import itertools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -48,7 +49,7 @@ def test_every_byte_is_in_one_bucket_in_order_and_no_bucket_exceeds_the_limit(
 @given(SIZES, LIMITS)
 def test_buckets_of_a_parameter_are_linked_and_others_are_not(sizes: list[int], limit: int) -> None:
     buckets = plan_buckets(specs(sizes), limit)
-    groups = list(linked_buckets(buckets))
+    groups = list(linked_buckets(buckets, specs(sizes)))
     assert [one for group in groups for one in group] == list(enumerate(buckets))
     indices = [{span.index for _, bucket in group for span in bucket.spans} for group in groups]
     assert sum(map(len, indices)) == len(sizes), "each parameter is in one group"
@@ -56,6 +57,31 @@ def test_buckets_of_a_parameter_are_linked_and_others_are_not(sizes: list[int], 
         others = sum(sizes[index] for index in members if sizes[index] <= limit - ALIGNMENT)
         assert others <= limit, "a group has at most one large parameter and a bucket of small ones"
         assert len(group) == 1 or sum(sizes[index] > limit - ALIGNMENT for index in members) <= 1
+
+
+@given(SIZES, st.lists(st.integers(1, 6), min_size=1), LIMITS)
+def test_parts_of_a_fused_parameter_are_linked_and_no_other_is_gathered_with_them(
+    sizes: list[int], parts: list[int], limit: int
+) -> None:
+    """Parameter f has ``parts[f]`` parts; with one part it is not fused."""
+    owners = [
+        f for f, count in zip(range(len(sizes)), itertools.cycle(parts), strict=False) for _ in range(count)
+    ]
+    described = [
+        replace(spec, fused=f"f{owner}" if owners.count(owner) > 1 else "")
+        for spec, owner in zip(specs(sizes), owners, strict=False)
+    ]
+    room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    groups = list(linked_buckets(plan_buckets(described, limit), described))
+    held = [{owners[span.index] for _, bucket in group for span in bucket.spans} for group in groups]
+    assert sum(map(len, held)) == len({*owners[: len(sizes)]}), "each is gathered once"
+    for group, members in zip(groups, held, strict=True):
+        whole = {
+            one: sum(size for size, owner in zip(room, owners, strict=False) if owner == one)
+            for one in members
+        }
+        assert sum(size for size in whole.values() if size <= limit - ALIGNMENT) <= limit + ALIGNMENT
+        assert len(group) == 1 or sum(size > limit - 2 * ALIGNMENT for size in whole.values()) <= 1
 
 
 @given(SIZES, LIMITS)

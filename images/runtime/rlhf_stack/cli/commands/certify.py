@@ -65,22 +65,8 @@ def fake_gpus(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> int:
     """Climb the ladder; return 1 if a rung failed."""
-    try:
-        return _certify(options)
-    finally:
-        with suppress(OSError):
-            options.out.rmdir()  # if it is empty: nothing was climbed
-
-
-def _certify(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from rlhf_stack.accelerator import devices
-    from rlhf_stack.certify import ladder, on_cluster
-    from rlhf_stack.certify.certificate import FILE, certify
-    from rlhf_stack.certify.climb import INTERRUPTED
-    from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Subject
-    from rlhf_stack.config import image
+    from rlhf_stack.certify import ladder
     from rlhf_stack.inputs.text import suggestion
 
     chosen = ("facts", *(options.rung or ladder.NAMES))
@@ -95,6 +81,23 @@ def _certify(options: argparse.Namespace) -> int:
         raise UserError(
             f"--out {options.out}: it exists already; a certificate is never overwritten"
         ) from None
+    try:
+        return _climb(options, chosen)
+    finally:
+        with suppress(OSError):
+            options.out.rmdir()  # if it is empty: nothing was climbed
+
+
+def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
+    from rich.console import Console
+
+    from rlhf_stack.accelerator import devices
+    from rlhf_stack.certify import ladder, on_cluster
+    from rlhf_stack.certify.certificate import FILE, certify
+    from rlhf_stack.certify.climb import INTERRUPTED
+    from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Subject
+    from rlhf_stack.config import image
+
     about = image.about()
     subject = Subject(about.cell, about.release, about.inputs)
     console = Console(stderr=True, soft_wrap=True)
