@@ -264,8 +264,9 @@ def test_a_ladder_that_cannot_begin_leaves_no_folder(
 
 
 def test_a_folder_that_exists_is_refused_and_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
     assert main(["certify", "--out", str(tmp_path)]) == 2
     assert "it exists already" in capsys.readouterr().err
     assert tmp_path.is_dir()
