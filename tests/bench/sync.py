@@ -96,12 +96,17 @@ def rows(where: str, workers: int, found: dict[str, Any]) -> list[Row]:
                 if peer != ours:
                     name = f"{title}: {text} against {PEERS[peer]}"
                     table.append(Row(name, "s", seconds[ours], seconds[peer]))
+        if "sharded" in seconds:
+            name = f"{title} of one engine: each copies its shard, against all"
+            table.append(Row(name, "s", seconds["sharded"], seconds["whole"]))
+            name = f"{title} of one engine: bytes that one copies, of all"
+            table.append(Row(name, "MB", measured["copied"] / 1e6, size / 1e6))
         table.append(Row(f"{title}: all weights, which are kept", "s", seconds["kept"]))
         table.append(Row(f"{title}: bytes of changes, of all", "MB", measured["sent"] / 1e6, size / 1e6))
-        for method, (trainer, *others) in sorted(measured["peaks"].items()):
-            if others:
+        for method, peaks in sorted(measured["peaks"].items()):
+            if peaks:  # those of upstream and over a link are not measured
                 name = f"{title}: memory of the trainer, of a worker, {method}"
-                table.append(Row(name, "MB", trainer / 1e6, max(others) / 1e6))
+                table.append(Row(name, "MB", peaks[0] / 1e6, max(peaks[1:]) / 1e6))
     return table
 
 

@@ -22,6 +22,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync import encoding
 from rlhf_stack.sync.buckets import ParameterSpec, plan_buckets
 from rlhf_stack.sync.engine_parameters import parameter_spec
+from rlhf_stack.sync.reads import Reads
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import new_sender
 
@@ -29,8 +30,9 @@ HIDDEN, HEADS, LAYERS, INNER, WORDS, LORA = 896, 128, 24, 4864, 151936, 16
 DTYPE = torch.bfloat16
 Shapes = list[tuple[str, tuple[int, ...]]]
 Action = Callable[[str], list[int]]  # of a model; returns the peaks of the ranks
-SYNCS = ("full", "kept", "changed")  # in this order: a full sync frees what is kept
-ON_LINK = ("raw", "one_by_one", *SYNCS)
+SYNCS = ("full", "whole", "sharded", "kept", "changed")  # in this order: a full sync frees what is kept
+ON_LINK = ("raw", "one_by_one", "full", "kept", "changed")
+ROWS = ("o.weight", "down.weight")  # tensor parallelism splits their columns
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -85,7 +87,9 @@ class Rank:
         }
         self.flat = {model: torch.ones(self.bytes_of(model), dtype=torch.uint8) for model in models}
         self.generator = torch.Generator().manual_seed(0)
-        self.sent = 0
+        self.sent = self.copied = 0
+        self.shard, self.shards = max(rank - 1, 0), world - 1
+        self.reads: dict[str, Reads] = {}
 
     def bytes_of(self, model: str) -> int:
         """Return the bytes of a model."""
@@ -115,6 +119,47 @@ class Rank:
     def barrier(self) -> None:
         """Wait until the last worker calls it."""
         self.group.broadcast(torch.ones(1), src=self.group._members.world - 1, stream=None)
+
+    def own_shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this worker holds of a weight if all workers are one engine with tensor parallelism."""
+        if "norm" in name or (whole.ndim == 1 and name.endswith(ROWS)):
+            return whole
+        return whole.chunk(self.shards, dim=1 if name.endswith(ROWS) else 0)[self.shard]
+
+    def sync_shard(self, model: str, reads: Reads | None) -> None:
+        """Run this rank's side of a sync to one engine, whose loader keeps the tensors, as vLLM's."""
+        if not self.group.rank:
+            self.sync(model, encoding.FULL)
+            return
+        held = {name: self.own_shard(name, whole) for name, whole in self.weights[model]}
+
+        def load(views: Sequence[tuple[str, torch.Tensor]]) -> None:
+            for name, view in views:
+                held[name].copy_(self.own_shard(name, view))
+
+        content = [astuple(parameter) for parameter in self.specs(model)]
+        options = {"load_keeps": True, "reads": reads}
+        report = receive(
+            self.group,
+            content,
+            env_vars.sync_bucket(),
+            self.group.device,
+            load,
+            DTYPE,
+            encoding.FULL,
+            **options,
+        )
+        if reads is not None:
+            reads.ended()
+        self.copied = report["copied"]
+
+    def whole(self, model: str) -> None:
+        """Send all weights to one engine, each of whose workers copies all of them."""
+        self.sync_shard(model, None)
+
+    def sharded(self, model: str) -> None:
+        """Send all weights to one engine, each of whose workers copies its shard, after the first sync."""
+        self.sync_shard(model, self.reads.setdefault(model, Reads()))
 
     def sync(self, model: str, encoding: str) -> None:
         """Run this rank's side of a sync; a worker's loader copies."""
@@ -156,6 +201,10 @@ class Rank:
         getattr(self, method)(model)
         return status("VmHWM") - before
 
+    def bytes_copied(self) -> int:
+        """Return the bytes that the last sync of `sharded` or `whole` copied into this worker."""
+        return self.copied
+
     def update_weight(self, name: str, shape: tuple[int, ...], model: str) -> None:
         """Receive one parameter as upstream's worker does."""
         weight = torch.empty(shape, dtype=DTYPE)
@@ -191,7 +240,12 @@ def loopback(workers: int, models: Sequence[str], repeat: int) -> dict[str, Any]
         return []
 
     methods = {"upstream": upstream} | {name: on_all_ranks(name) for name in ("raw", *SYNCS)}
-    return {model: side_by_side(trainer, methods, model, repeat) for model in models}
+
+    def measured(model: str) -> dict[str, Any]:
+        found = side_by_side(trainer, methods, model, repeat)
+        return found | {"copied": max(ray.get([actor.bytes_copied.remote() for actor in actors]))}
+
+    return {model: measured(model) for model in models}
 
 
 def side_by_side(trainer: Rank, methods: dict[str, Action], model: str, repeat: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ SYNC_TIMEOUT = "RLHF_STACK_SYNC_TIMEOUT"
 SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 SYNC_SPARSE = "RLHF_STACK_SYNC_SPARSE"
 SYNC_FULL_EVERY = "RLHF_STACK_SYNC_FULL_EVERY"
+SYNC_SHARDED = "RLHF_STACK_SYNC_SHARDED"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 ENGINE_RESTARTS = "RLHF_STACK_ENGINE_RESTARTS"
 MIN_ENGINES = "RLHF_STACK_MIN_ENGINES"
@@ -106,6 +107,11 @@ def sync_sparse() -> str:
 def sync_full_every() -> int:
     """Return after how many syncs all weights are sent again, where changed elements are sent (50)."""
     return _whole(SYNC_FULL_EVERY, 50, 1, digits=6)
+
+
+def sync_sharded() -> str:
+    """Return when a worker copies only its shard of the weights that arrive: "auto" (default) or "off"."""
+    return _one_of(SYNC_SHARDED, ("auto", "off"))
 
 
 def engine_timeout() -> float:

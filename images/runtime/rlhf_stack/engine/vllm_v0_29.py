@@ -9,6 +9,7 @@ The interface differs between releases of vLLM: `tests/cluster/test_weight_trans
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
 from rlhf_stack.engine.startup import TRANSFER_BACKEND
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync import SyncError, create_group, same_gpu
 from rlhf_stack.sync.group import WeightGroup
+from rlhf_stack.sync.reads import Reads
 from rlhf_stack.sync.receiving import receive
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     group: WeightGroup | None = None
+    reads: Reads | None = None  # of the workers of a sharded engine
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join the sync group, after leaving the one that this worker was in."""
@@ -94,6 +98,8 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         """Receive and load all weights; ``report`` is the worker's report of it."""
         if self.group is None:
             raise SyncError("weight sync: this worker has joined no sync group")
+        if self.reads is None and self._is_sharded():
+            self.reads = Reads()
         self.report = receive(
             self.group,
             update_info.parameters,
@@ -103,11 +109,23 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
             self.model_config.dtype,
             update_info.encoding,
             load_keeps=True,  # a layer is loaded when it is complete
+            reads=self.reads,
         )
+
+    def _is_sharded(self) -> bool:
+        """Report whether this worker's loader reads a part of each parameter, the same in every sync.
+
+        Models with layers that vLLM rearranges, such as fused experts, were not verified.
+        """
+        is_off = env_vars.sync_sharded() == "off" or self.vllm_config.parallel_config.enable_eplb
+        return not is_off and torch.distributed.get_world_size() > 1 and not rearranged_tensors(self.model)
 
     def finish_weight_update(self) -> None:
         """Process the layers that are left, and those that received nothing keep their weights."""
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        with nullcontext() if self.reads is None else self.reads.recorded():
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        if self.reads is not None:
+            self.reads.ended()
         devices.empty_cache()
 
     def abort_weight_update(self) -> None:
@@ -116,6 +134,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
             info = layerwise.get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
+        self.reads = None  # what the loader has read of a sync that failed is unknown
         self.finish_weight_update()
 
     def shutdown(self) -> None:

@@ -41,7 +41,7 @@ def copies(
 
     def intercept(function: Any, args: Any, kwargs: Any) -> Any:
         nonlocal is_followed
-        used = any(storage_of(each) == storage_of(source) for each in _tensors((args, kwargs)))
+        used = any(storage_of(each) == storage_of(source) for each in tensors_in((args, kwargs)))
         written = _written(function, args, kwargs)
         if any(storage_of(each) in engine for each in written):
             if used and function is torch.ops.aten.copy_.default:
@@ -50,7 +50,7 @@ def copies(
                 is_followed = False
             return args[0] if function._schema.returns else None
         result = function(*args, **kwargs)
-        results = _tensors(result)
+        results = tensors_in(result)
         is_view = results and all(storage_of(each) == storage_of(source) for each in results)
         if used and (written or not is_view):
             is_followed = False
@@ -117,15 +117,20 @@ def _digits(shape: tuple[int, ...], base: int, digit: int, like: "torch.Tensor")
 
 
 def _load(model: Any, name: str, value: "torch.Tensor", intercept: Any) -> None:
-    """Load one parameter with ``intercept(function, args, kwargs)`` in place of each operation of torch."""
+    """Load one parameter with ``intercept`` in place of each operation of torch, see `intercepted`."""
+    with torch.no_grad(), intercepted(intercept):
+        model.load_weights(weights=[(name, value)])
+
+
+def intercepted(intercept: Any) -> Any:
+    """Return a context in which ``intercept(function, args, kwargs)`` replaces each operation of torch."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Intercepted(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return intercept(function, args, kwargs or {})
 
-    with torch.no_grad(), Intercepted():
-        model.load_weights(weights=[(name, value)])
+    return Intercepted()
 
 
 def _typical(tensors: Sequence["torch.Tensor"]) -> "torch.Tensor":
@@ -140,10 +145,15 @@ def _written(function: Any, args: Any, kwargs: Any) -> list["torch.Tensor"]:
     for each in function._schema.arguments:
         if each.alias_info is not None and each.alias_info.is_write and each.name in kwargs:
             values.append(kwargs[each.name])
-    return _tensors(values)
+    return tensors_in(values)
 
 
-def _tensors(values: Any) -> list["torch.Tensor"]:
-    from torch.utils._pytree import tree_flatten
-
-    return [each for each in tree_flatten(values)[0] if isinstance(each, torch.Tensor)]
+def tensors_in(values: Any) -> list["torch.Tensor"]:
+    """Return the tensors in nested tuples, lists and dictionaries: arguments or results of an operation."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]

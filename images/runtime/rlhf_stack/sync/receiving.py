@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.lazy import torch
-from rlhf_stack.sync.buckets import Bucket, ParameterSpec, plan_buckets
+from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, plan_buckets
 from rlhf_stack.sync.changed import arriving, kept_memory
 from rlhf_stack.sync.encoding import CHANGED, FULL
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
+from rlhf_stack.sync.reads import Reads
 
-Load = Callable[[list[tuple[str, "torch.Tensor"]]], Any]
+Tensors = list[tuple[str, "torch.Tensor"]]
+Load = Callable[[Tensors], Any]
 
 
 def receive(
@@ -25,32 +28,32 @@ def receive(
     encoding: str = FULL,
     *,
     load_keeps: bool = False,
+    reads: Reads | None = None,
 ) -> dict[str, Any]:
     """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
     ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's. ``load`` gets names and
     tensors on ``device``, valid until it returns; all memory that they used is free when this returns, except
     what ``encoding`` lets the node keep. With ``load_keeps`` the tensors are valid for as long as ``load``
-    refers to them. Returns ``rank`` (in the group), ``who`` (rank and node, for logs), ``seconds`` in total,
-    and of these the seconds ``loading`` and ``waiting``.
+    refers to them, and only their elements that ``reads`` needs are copied. Returns ``rank`` (in the group),
+    ``who`` (rank and node, for logs), ``seconds`` in total, of these the seconds ``loading`` and ``waiting``,
+    and the bytes ``copied`` from where they arrived.
     """
-
-    def take(buffer: "torch.Tensor") -> "torch.Tensor":
-        received = buffer.to(device)
-        return buffer.clone() if load_keeps and received is buffer else received
-
     start = time.monotonic()
     loading = 0.0
     with group.syncing():
         specs = [ParameterSpec(name, kind, tuple(shape), *rest) for name, kind, shape, *rest in content]
         _refuse_other_dtypes(specs, dtype)
         buckets = plan_buckets(specs, limit)
-        assembler = Assembler(specs, device)
-        for bucket, received in _arriving(group, encoding, buckets, take):
+        if reads is not None:
+            reads.begin(specs)
+        assembler = Assembler(specs, device, load_keeps, reads)
+        for tensors in _arriving(group, encoding, buckets, assembler.take):
             arrived = time.monotonic()
-            if tensors := assembler.add(received, bucket):
-                load(tensors)
-            del received, tensors
+            if tensors:
+                with nullcontext() if reads is None else reads.recorded(tensors):
+                    load(tensors)
+            del tensors
             loading += time.monotonic() - arrived
     devices.empty_cache()
     seconds = time.monotonic() - start
@@ -60,6 +63,7 @@ def receive(
         "seconds": seconds,
         "loading": loading,
         "waiting": seconds - loading,
+        "copied": assembler.copied,
     }
 
 
@@ -67,15 +71,15 @@ def _arriving(
     group: WeightGroup,
     encoding: str,
     buckets: Sequence[Bucket],
-    take: Callable[["torch.Tensor"], "torch.Tensor"],
-) -> Iterator[tuple[Bucket, "torch.Tensor"]]:
-    """Yield each bucket and what ``take`` returns for its bytes: themselves, or a copy.
+    take: Callable[["torch.Tensor", Bucket], tuple[Tensors, bool]],
+) -> Iterator[Tensors]:
+    """Yield what ``take`` returns for each bucket: tensors, and whether they are copies of its bytes.
 
-    The caller has read a bucket when it asks for the next one. The memory of one that was copied is free at
-    once for the next bucket.
+    The caller has read them when it asks for the next ones. The memory of a bucket that was copied is free
+    at once for the next one.
     """
     if encoding == CHANGED:
-        yield from ((bucket, take(buffer)) for bucket, buffer in arriving(group, buckets))
+        yield from (take(buffer, bucket)[0] for bucket, buffer in arriving(group, buckets))
         return
     memory = kept_memory(group, encoding, buckets) or group.buffers
 
@@ -94,12 +98,13 @@ def _arriving(
     for number, bucket in enumerate(buckets):
         buffer, transfer = started.pop(0)
         transfer.finish()
-        received = take(buffer)
-        if is_copy := received is not buffer:
+        tensors, are_copies = take(buffer, bucket)
+        del buffer
+        if are_copies:
             release(transfer, number)
-        yield bucket, received
-        del received, buffer
-        if not is_copy:
+        yield tensors
+        del tensors
+        if not are_copies:
             release(transfer, number)
 
 
@@ -115,24 +120,63 @@ def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any) -> None:
 
 
 class Assembler:
-    """Makes parameters of buckets; one that is split over several is assembled in memory of its own."""
+    """Makes parameters of buckets; one that is split over several is assembled in memory of its own.
 
-    def __init__(self, specs: Sequence[ParameterSpec], device: Any) -> None:
-        self._specs, self._device = specs, device
+    With ``keeps`` the tensors are copies in any case. ``copied`` counts the bytes of copies.
+    """
+
+    def __init__(
+        self, specs: Sequence[ParameterSpec], device: Any, keeps: bool = False, reads: Reads | None = None
+    ) -> None:
+        self._specs, self._device, self._keeps = specs, device, keeps
+        self._reads = reads if reads is not None and reads.is_known else None
         self._whole: torch.Tensor | None = None  # at most one parameter is split at a time
+        self.copied = 0
 
-    def add(self, buffer: "torch.Tensor", bucket: Bucket) -> list[tuple[str, "torch.Tensor"]]:
-        """Return names and tensors of the parameters that end in ``bucket``, whose bytes are ``buffer``."""
+    def take(self, buffer: "torch.Tensor", bucket: Bucket) -> tuple[Tensors, bool]:
+        """Return names and tensors of the parameters that end in ``bucket``, whose bytes are ``buffer``.
+
+        Also whether they are copies.
+        """
         tensors = []
+        is_split = all(span.size < self._specs[span.index].size for span in bucket.spans)
+        memory = buffer if is_split else self._memory(buffer)
         for span in bucket.spans:
-            spec, content = self._specs[span.index], buffer[span.begin : span.end]
+            spec, content = self._specs[span.index], memory[span.begin : span.end]
             if span.size < spec.size:
                 if self._whole is None:
                     self._whole = torch.empty(spec.size, dtype=torch.uint8, device=self._device)
                 end = span.start + span.size
-                self._whole[span.start : end].copy_(content)
+                self._copy(span, buffer, self._whole[span.start : end])
                 if end < spec.size:
                     continue
                 content, self._whole = self._whole, None
+            elif self._reads is not None:
+                self._copy(span, buffer, content)
             tensors.append((spec.name, content.view(getattr(torch, spec.dtype)).view(spec.shape)))
-        return tensors
+        return tensors, is_split or memory is not buffer
+
+    def _memory(self, buffer: "torch.Tensor") -> "torch.Tensor":
+        """Return where parameters of ``buffer`` are: there, in a copy, or in memory without content yet."""
+        if self._reads is not None:
+            return torch.empty(len(buffer), dtype=torch.uint8, device=self._device)
+        memory = buffer.to(self._device)
+        memory = buffer.clone() if self._keeps and memory is buffer else memory
+        self.copied += 0 if memory is buffer else len(buffer)
+        return memory
+
+    def _copy(self, span: Span, buffer: "torch.Tensor", target: "torch.Tensor") -> None:
+        """Copy a span's bytes from the bucket ``buffer``, or those of elements that the loader needs."""
+        spec, source = self._specs[span.index], buffer[span.begin : span.end]
+        needed = None if self._reads is None else self._reads.needed(spec)
+        if needed is None:
+            target.copy_(source)
+            self.copied += span.size
+            return
+        dtype = getattr(torch, spec.dtype)
+        source, target, begin = source.view(dtype), target.view(dtype), span.start // dtype.itemsize
+        for view in needed:
+            for part in view.within(begin, begin + len(source)):
+                elements = part.select(source, source.storage_offset() - begin)
+                part.select(target, target.storage_offset() - begin).copy_(elements)
+                self.copied += part.count * dtype.itemsize

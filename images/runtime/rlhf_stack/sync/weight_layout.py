@@ -8,6 +8,7 @@ memory for one parameter; a checksum after each sync then only reads the live we
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.lazy import torch
@@ -40,11 +41,46 @@ class View:
         """Return the elements of the storage of ``tensor``, from its element ``offset`` on."""
         return tensor.as_strided(self.sizes, self.strides, self.offset + offset)
 
-    def mark(self, covered: "torch.Tensor") -> None:
-        """Set the elements of the flat ``covered`` to True."""
-        distinct = [side for side in zip(self.sizes, self.strides, strict=True) if side[1]]
-        sizes, strides = [size for size, _ in distinct], [stride for _, stride in distinct]
-        covered.as_strided(sizes, strides, self.offset).fill_(True)
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return prod(self.sizes)
+
+    def mark(self, covered: "torch.Tensor", value: bool = True) -> None:
+        """Set the elements of the flat ``covered`` to ``value``."""
+        self.simplified().select(covered).fill_(value)
+
+    def simplified(self) -> "View":
+        """Return a view of the same elements, each once, in order of their addresses, with few sides."""
+        sides = sorted(
+            side for side in zip(self.strides, self.sizes, strict=True) if side[0] and side[1] != 1
+        )
+        merged: list[tuple[int, int]] = []
+        for stride, size in sides:
+            if merged and stride == merged[-1][0] * merged[-1][1]:
+                merged[-1] = merged[-1][0], merged[-1][1] * size
+            else:
+                merged.append((stride, size))
+        merged.reverse()
+        return View(self.offset, tuple(size for _, size in merged), tuple(stride for stride, _ in merged))
+
+    def shifted(self, elements: int) -> "View":
+        """Return the same view, so many ``elements`` later."""
+        return View(self.offset + elements, self.sizes, self.strides)
+
+    def within(self, begin: int, end: int) -> Iterator["View"]:
+        """Yield views of its elements from ``begin`` to ``end``; this view is `simplified`."""
+        sides = tuple(zip(self.sizes, self.strides, strict=True))
+        last = self.offset + sum((size - 1) * stride for size, stride in sides)
+        if last < begin or end <= self.offset:
+            return
+        if begin <= self.offset and last < end:
+            yield self
+            return
+        (size, stride), half = sides[0], self.sizes[0] // 2
+        for first, count in ((0, half), (half, size - half)):
+            part = View(self.offset + first * stride, (count, *self.sizes[1:]), self.strides)
+            yield from part.simplified().within(begin, end)
 
     def bounds(self, shape: Shape) -> list[list[int]] | None:
         """Return [start, stop] for each dimension of a contiguous tensor of ``shape``, None if not a box."""
