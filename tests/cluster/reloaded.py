@@ -1,14 +1,16 @@
 """A weight sync of a tiny model into a real engine, and what both compute before and after it.
 
-reloaded.py FAMILY DIR [DTYPE] [lora]: writes to DIR/result.json the mean difference of the log-probabilities
-of fixed tokens between transformers' model, which is the trainer's, and vLLM's: when the engine has loaded
-the model (``fresh``), after the trainer has changed it (``changed``), after two weight syncs (``synced``),
-and after vLLM's load_weights alone (``direct``, a text if it raises).
+reloaded.py FAMILY DIR [--dtype D] [--lora] [--workers N]: writes to DIR/result.json the mean difference of the
+log-probabilities of fixed tokens between transformers' model, which is the trainer's, and vLLM's: when the
+engine has loaded the model (``fresh``), after the trainer has changed it (``changed``), after two weight syncs
+(``synced``), and after vLLM's load_weights alone (``direct``, a text if it raises). Of an engine of several
+workers it has no ``direct``, but the bytes of all weights and those that each worker copied in each sync
+(``copied``).
 """
 
+import argparse
 import json
 import os
-import sys
 from dataclasses import astuple
 from pathlib import Path
 from threading import Thread
@@ -18,7 +20,7 @@ import torch
 import transformers
 from rlhf_stack.sync.encoding import FULL
 
-GPU, VOCABULARY, TOKENS = "node:0", 256, 48
+VOCABULARY, TOKENS = 256, 48
 BASE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -74,30 +76,38 @@ def trainer_computes(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tens
 
 def main() -> None:
     """Sync twice and compare."""
-    family, folder = sys.argv[1], Path(sys.argv[2])
-    dtype = next(iter(sys.argv[3:4]), "bfloat16")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("family", choices=CONFIGURATIONS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    folder, workers = options.folder, options.workers
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # workers of one engine share the cores of a node
+    from rlhf_stack.cluster.host import free_port
     from rlhf_stack.engine import startup
-    from rlhf_stack.sync import same_gpu
+    from rlhf_stack.sync import create_group
     from rlhf_stack.sync.buckets import plan_buckets
     from rlhf_stack.sync.engine_parameters import engine_parameters
     from rlhf_stack.sync.sending import BucketSender
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    name, options = CONFIGURATIONS[family]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**BASE | options))
-    model.to(getattr(torch, dtype)).eval()
+    name, changes = CONFIGURATIONS[options.family]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**BASE | changes))
+    model.to(getattr(torch, options.dtype)).eval()
     change(model, seed=0)
     model.save_pretrained(folder / "model")
-    if "lora" in sys.argv:
+    if options.lora:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4)).to(model.dtype)
     arguments = startup.startup_arguments(0)
     del arguments["engine_index"]
-    os.environ["RLHF_STACK_GPU_ID"] = GPU
     quiet = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False}
-    sizes = {"max_model_len": 128, "gpu_memory_utilization": 0.05, "dtype": dtype}
+    sizes = {"max_model_len": 128, "gpu_memory_utilization": 0.05, "dtype": options.dtype}
+    sizes["tensor_parallel_size"] = workers
     engine = LLM(model=str(folder / "model"), **quiet, **sizes, **arguments)
     tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
 
@@ -113,9 +123,13 @@ def main() -> None:
     trainer = SimpleNamespace(
         actor=SimpleNamespace(model=SimpleNamespace(module=model)), strategy=SimpleNamespace(args=arguments)
     )
-    offer = same_gpu.Offer(GPU)
-    engine.collective_rpc("join_same_gpu", args=({GPU: offer.address},))
-    group = offer.accept()
+    where = "127.0.0.1", free_port("127.0.0.1")
+    join = {"args": (*where, 1, workers + 1, "gloo")}
+    joining = Thread(target=engine.collective_rpc, args=("join_weight_group",), kwargs=join)
+    joining.start()
+    group = create_group(*where, 0, workers + 1, torch.device("cpu"), "gloo")
+    joining.join()
+    copied: list[list[int]] = []
 
     def sync() -> None:
         sent = engine_parameters(trainer, list(model.named_parameters()))
@@ -132,22 +146,26 @@ def main() -> None:
 
         sending = Thread(target=send)
         sending.start()
-        engine.collective_rpc("receive_weights", args=([astuple(spec) for spec in specs], limit, FULL))
+        content = [astuple(spec) for spec in specs]
+        reports = engine.collective_rpc("receive_weights", args=(content, limit, FULL))
+        copied.append([sum(spec.size for spec in specs), *(report["copied"] for report in reports)])
         sending.join()
 
     result: dict[str, object] = {"fresh": difference()}
     change(model, seed=2)
     result["changed"] = difference()
     sync()
-    sync()
-    result["synced"] = difference()
     change(model, seed=3)
-    try:
+    sync()
+    result |= {"synced": difference(), "copied": copied}
+    if workers == 1:
+        change(model, seed=4)
         loader = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
-        loader.load_weights([(name, each.data) for name, each in model.named_parameters()])
-        result["direct"] = difference()
-    except Exception as error:
-        result["direct"] = f"{type(error).__name__}: {error}"
+        try:
+            loader.load_weights([(name, each.data) for name, each in model.named_parameters()])
+            result["direct"] = difference()
+        except Exception as error:
+            result["direct"] = f"{type(error).__name__}: {error}"
     (folder / "result.json").write_text(json.dumps(result))
 
 

@@ -64,11 +64,13 @@ def transfers():
     """The rows of works_with.toml that are verified here."""
     for row in tomllib.loads(SCRIPT.with_name("works_with.toml").read_text())["row"]:
         if "family" in row:
-            arguments = [row.get("dtype", "bfloat16"), *(["lora"] if row.get("lora") else [])]
-            marks = [] if row.get("ci") else [OUTSIDE_CI]
-            name = "-".join([row["family"], *arguments])
+            dtype, lora = row.get("dtype", "bfloat16"), ["--lora"] if row.get("lora") else []
             yield pytest.param(
-                row["family"], arguments, row.get("direct_is_wrong", False), marks=marks, id=name
+                row["family"],
+                ["--dtype", dtype, *lora],
+                row.get("direct_is_wrong", False),
+                marks=[] if row.get("ci") else [OUTSIDE_CI],
+                id="".join([row["family"], "-", dtype, *lora]),
             )
 
 
@@ -83,6 +85,21 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_sync(
     assert found["fresh"] < TOLERANCE
     assert found["changed"] > 10 * TOLERANCE, "the weights matter"
     assert found["synced"] < TOLERANCE
-    if "lora" not in arguments:  # upstream sends PEFT's names, which vLLM refuses
+    if "--lora" not in arguments:  # upstream sends PEFT's names, which vLLM refuses
         direct = found["direct"]
         assert (isinstance(direct, str) or direct > 5 * TOLERANCE) == direct_is_wrong, direct
+
+
+@CPU_ENGINE
+@OUTSIDE_CI
+@pytest.mark.timeout(180)
+def test_the_workers_of_an_engine_copy_their_shards_and_compute_the_same(synced):
+    """The second sync, of other weights, copies a part of them: a half, and what is replicated."""
+    found = synced("llama", "--workers", "2")
+    assert found["fresh"] < TOLERANCE
+    assert found["changed"] > 10 * TOLERANCE
+    assert found["synced"] < TOLERANCE
+    (total, *first), (_, *second) = found["copied"]
+    assert min(first) >= total
+    assert max(second) <= 0.55 * total
+    assert sum(second) >= total, "every element is copied by some worker"
