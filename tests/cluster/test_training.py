@@ -118,3 +118,18 @@ def test_engine_that_cannot_start_ends_the_run_at_once(train):
     assert "Engine core initialization failed" in run.log
     assert run.of("step") == []
     assert run.left_over == []
+
+
+@SECTIONS
+@CPU_ENGINE
+@pytest.mark.integration
+@pytest.mark.timeout(SECONDS + 40)
+def test_answers_that_mix_versions_are_logged_with_the_step_of_asynchronous_training(train):
+    """Weights are sent while engines generate: answers begin with one version and end with the next."""
+    asynchronous = "--train.async_enable", "--train.partial_rollout_enable"
+    run = train("separate", (2, 2), 4, SECONDS, *asynchronous)
+    steps, syncs = run.of("step"), run.of("sync")
+    assert run.code == 0, run.log
+    assert [step["weights/version"] for step in steps] == [sync["version"] for sync in syncs]
+    assert [step["weights/mixed_answers"] for step in steps] == [sync["mixed_answers"] for sync in syncs]
+    assert sum(step["weights/mixed_answers"] for step in steps) > 0

@@ -34,6 +34,7 @@ class _EngineState:
     _sync_error: str | None = None
     weight_version = 0
     _mixed = 0  # answers since the last sync that began with the weights of an earlier version
+    _last_mixed = 0
 
     def _throughput_meter(self) -> Meter:
         if not hasattr(self, "_meter"):
@@ -76,12 +77,16 @@ class AsyncEngineMixin(_EngineState):
             self._sync_error = str(error)
             raise
         self.weight_version = version
-        mixed, self._mixed = self._mixed, 0
-        return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": mixed}
+        self._last_mixed, self._mixed = self._mixed, 0
+        return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": self._last_mixed}
 
-    async def weights_received(self) -> None:
-        """Note that this engine has the weights of all others: it answers prompts if it was restarted."""
+    async def weights_received(self) -> tuple[int, int]:
+        """Note that this engine has the weights of all others: it answers prompts if it was restarted.
+
+        Returns their version, and the mixed answers that the last `receive_weights` returned.
+        """
         restarted.weights_received()
+        return self.weight_version, self._last_mixed
 
     async def leave_weight_group(self) -> None:
         """Leave the sync group, which is formed again; the error of its last sync no longer counts."""

@@ -30,6 +30,7 @@ from rlhf_stack.telemetry import events, run_log
 
 TOTAL = 3  # times the restarts of one engine is the limit for all engines of a run together
 POLL_SECONDS = 2.0
+VERSION, MIXED = "weights/version", "weights/mixed_answers"  # among the values that upstream logs of a step
 
 _senders: list[Callable[[], None]] = []  # at most one
 
@@ -126,6 +127,8 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
     references = actor_group.async_run_method("broadcast_to_vllm")
     if engines is None or not env_vars.engine_restarts():
         wait_for_sync(references, engines)
+        received = [engine.weights_received.remote() for engine in engines or []]
+        _log_versions(wait_for_engine_results(received, "the engines"))
         return
     team = roster.of(engines)
     is_repeated = False
@@ -149,7 +152,14 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
         if sleeps:
             team.ask(lambda engine: engine.wake_up.remote(tags=["weights"]), "wake_up")
         references = actor_group.async_run_method("broadcast_to_vllm")
-    team.ask(lambda engine: engine.weights_received.remote(), "weights_received")
+    _log_versions(team.ask(lambda engine: engine.weights_received.remote(), "weights_received"))
+
+
+def _log_versions(states: Sequence[tuple[int, int]]) -> None:
+    """Log the version of the engines' weights, and the answers that mix two, with the training step."""
+    if states:
+        versions, mixed = zip(*states, strict=True)
+        events.log_with_step({VERSION: min(versions), MIXED: sum(mixed)})
 
 
 def _have_ended(references: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import run_log, step_metrics, traces
 
 END_BYTES, MOST_FILES = 1 << 18, 512  # of what `read_recent` reads
+
+_with_step: dict[str, float] = {}
 
 
 def emit(event: str, **fields: Any) -> None:
@@ -99,11 +101,19 @@ def begin(name: str) -> None:
     emit("begins", name=name)
 
 
-def step(number: int, logs: Mapping[str, Any]) -> None:
+def log_with_step(values: Mapping[str, float]) -> None:
+    """Let upstream log ``values`` with the next training step of this process."""
+    _with_step.update(values)
+
+
+def step(number: int, logs: MutableMapping[str, Any]) -> None:
     """Record training step ``number`` (from 1): the numbers that upstream logs and the mean ``reward``.
 
+    Upstream then logs ``logs``, to which the values of `log_with_step` are added.
     The seconds of its phases go to the histogram of `step_metrics` and to `traces`, also if events are off.
     """
+    logs.update(_with_step)
+    _with_step.clear()
     values = {
         name: float(value)
         for name, value in logs.items()

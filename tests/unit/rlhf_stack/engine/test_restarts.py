@@ -374,13 +374,16 @@ def test_a_failed_sync_is_repeated(
     monkeypatch.setattr(restarts, "wait_for_sync", wait)
     monkeypatch.setattr(restarts, "_drop_lost", lambda _: [0] if lost else [])
     monkeypatch.setattr(restarts, "_recover", MagicMock())
-    engines, group = [engine(weights_received=None)], MagicMock()
+    logs: dict[str, float] = {}
+    monkeypatch.setattr("rlhf_stack.telemetry.events.log_with_step", logs.update)
+    engines, group = [engine(weights_received=(3, 2)), engine(weights_received=(3, 5))], MagicMock()
     if syncs is None:
         with pytest.raises(SyncError, match="rank 2 does not answer"):
             restarts.sync_weights(engines, group, sleeps=False)
     else:
         restarts.sync_weights(engines, group, sleeps=False)
         assert group.async_run_method.call_count == syncs
+    assert logs == ({} if syncs is None else {"weights/version": 3, "weights/mixed_answers": 7})
 
 
 def test_a_restarted_engine_that_sleeps_starts_when_the_trainer_permits(

@@ -128,3 +128,11 @@ def test_the_recent_events_of_a_long_run_take_no_longer(
     assert found[0]["event"] == "engine"
     assert found[-1]["step"] == 4999
     assert len(found) < 60
+
+
+def test_upstream_logs_further_values_with_the_next_step_alone() -> None:
+    logs: list[dict[str, float]] = [{"loss": 2.0}, {"loss": 1.0}]
+    events.log_with_step({"weights/version": 3})
+    for number, each in enumerate(logs, 1):
+        events.step(number, each)
+    assert logs == [{"loss": 2.0, "weights/version": 3}, {"loss": 1.0}]
