@@ -138,7 +138,6 @@ class Rank:
                 held[name].copy_(self.own_shard(name, view))
 
         content = [astuple(parameter) for parameter in self.specs(model)]
-        options = {"load_keeps": True, "reads": reads}
         report = receive(
             self.group,
             content,
@@ -147,7 +146,8 @@ class Rank:
             load,
             DTYPE,
             encoding.FULL,
-            **options,
+            load_keeps=True,
+            reads=reads,
         )
         if reads is not None:
             reads.ended()

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import docker
@@ -21,6 +21,11 @@ STEPS = 8
 GRACE = 30
 SECONDS = 600  # for what takes a minute on a quiet machine
 EVENTS = "/events"
+ON_REQUEST = "0.11."  # releases of OpenRLHF that save a checkpoint on request
+NESTED, FLAT = (
+    ("--ckpt.path", "--ckpt.save_steps", "--ckpt.output_dir", "--ckpt.load_enable"),
+    ("--ckpt_path", "--save_steps", "--save_path", "--load_checkpoint"),
+)
 SUBMIT = f"echo $$ > {EVENTS}/pid; exec rlhf-stack submit --grace {GRACE} -- "
 
 
@@ -46,8 +51,6 @@ def shared(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def cluster(client: docker.DockerClient, cell: Cell, folder: Path, disk: Path) -> Iterator[Cluster]:
     """The demo's two nodes, which share the folders of events and checkpoints."""
-    if not cell.versions["openrlhf"].startswith("0.11."):
-        pytest.skip("this release saves no checkpoint on request")
     mounts = {str(disk): {"bind": CHECKPOINTS, "mode": "rw"}, str(folder): {"bind": EVENTS, "mode": "rw"}}
     environment = demo.ENVIRONMENT | {"RLHF_STACK_EVENTS": EVENTS}
     with Cluster(client, cell.tag, demo.NODES, environment, options={"volumes": mounts}) as running:
@@ -61,9 +64,10 @@ def steps(folder: Path) -> list[int]:
 
 
 def learned(folder: Path) -> list[list[float]]:
-    """Return reward, loss and gradient norm of each step, in their order."""
-    names = "reward", "policy_loss", "actor_grad_norm"
-    return [[event[name] for name in names] for event in events.read(folder) if event["event"] == "step"]
+    """Return reward, losses and gradient norm of each step, if the release has them, in their order."""
+    names = "reward", "policy_loss", "actor_grad_norm", "critic_loss"
+    found = [event for event in events.read(folder) if event["event"] == "step"]
+    return [[event[name] for name in names if name in event] for event in found]
 
 
 def weights(trained: Path) -> dict[str, str]:
@@ -73,10 +77,68 @@ def weights(trained: Path) -> dict[str, str]:
     return {name: digest.hexdigest() for name, digest in found.items()}
 
 
+def submitter(
+    cluster: Cluster, layout: str, folder: Path, flags: Sequence[str], every: int, printed: list[str]
+) -> Callable[[str], int]:
+    """Remove the events of earlier runs; return a function that submits the run and returns its exit code.
+
+    It takes the name of the folder of the checkpoints, saved ``every`` so many steps, and the trained model.
+    """
+    for file in folder.glob("*.jsonl"):
+        file.unlink()
+    training = demo.command(cluster, layout, STEPS, seed=0)
+    path, save, trained, load = flags
+
+    def submit(name: str) -> int:
+        own = f"{CHECKPOINTS}/{layout}/{name}"
+        words = [*training, path, own, save, str(every), trained, f"{own}/trained", load]
+        shell = ["sh", "-c", SUBMIT + " ".join(f"'{word}'" for word in words)]
+        return cluster.follow(shell, printed.append, timeout=SECONDS)
+
+    return submit
+
+
+def terminate(cluster: Cluster, running: Future[int], printed: Sequence[str]) -> None:
+    """Send SIGTERM to the `submit` that is ``running``, which ends within its time."""
+    assert not running.done(), printed[-20:]
+    began = time.monotonic()
+    cluster.output(cluster.head, ["sh", "-c", f"kill -TERM $(cat {EVENTS}/pid)"])
+    assert running.result() == 143, printed[-20:]
+    assert time.monotonic() - began < GRACE
+
+
+@pytest.mark.timeout(SECONDS * 3 + 300)
+def test_a_run_of_a_release_without_requests_ends_as_the_undisturbed_one(
+    cluster: Cluster, cell: Cell, folder: Path, disk: Path
+) -> None:
+    """SIGTERM stops it; the next one continues from the last checkpoint, as if it had not been stopped."""
+    if cell.versions["openrlhf"].startswith(ON_REQUEST):
+        pytest.skip("this release saves a checkpoint on request")
+    printed: list[str] = []
+    submit = submitter(cluster, "spread", folder, FLAT, 2, printed)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(submit, "preempted")
+        until(lambda: first.done() or max(steps(folder), default=0) >= 3, "a step after a checkpoint")
+        terminate(cluster, first, printed)
+    stopped = steps(folder)
+    assert len(stopped) < STEPS, "the run had ended before it was preempted"
+    assert submit("preempted") == 0, printed[-20:]
+    resumed = steps(folder)[len(stopped) :]
+    assert 2 < resumed[0] <= stopped[-1] + 1, "it did not continue from a checkpoint"
+    assert resumed == list(range(resumed[0], STEPS + 1))
+    count = len(steps(folder))
+    assert submit("undisturbed") == 0, printed[-20:]
+    both = learned(folder)
+    preempted = [*both[: resumed[0] - 1], *both[len(stopped) : count]]
+    assert preempted == both[count:]
+    trained = [weights(disk / "spread" / name / "trained") for name in ("preempted", "undisturbed")]
+    assert trained[0] == trained[1]
+
+
 @pytest.mark.timeout(SECONDS * 3 + 300)
 @pytest.mark.parametrize("layout", ["separate", "hybrid"])
 def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
-    layout: str, cluster: Cluster, folder: Path, disk: Path
+    layout: str, cluster: Cluster, cell: Cell, folder: Path, disk: Path
 ) -> None:
     """`checkpoint` saves while the run goes on; SIGTERM to `submit` saves later; the next run continues.
 
@@ -84,22 +146,10 @@ def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
     In the undisturbed run each engine is on one node and has the trainer's weights; in the layout hybrid both
     nodes have an engine on the GPUs of the trainer's ranks.
     """
-    for file in folder.glob("*.jsonl"):
-        file.unlink()
-    training = demo.command(cluster, layout, STEPS, seed=0)
+    if not cell.versions["openrlhf"].startswith(ON_REQUEST):
+        pytest.skip("this release saves no checkpoint on request")
     printed: list[str] = []
-
-    def submit(name: str) -> int:
-        saved = [
-            "--ckpt.path",
-            f"{CHECKPOINTS}/{layout}/{name}",
-            "--ckpt.save_steps",
-            "100",
-            "--ckpt.load_enable",
-        ]
-        words = [*training, *saved, "--ckpt.output_dir", f"{CHECKPOINTS}/{layout}/{name}/trained"]
-        shell = ["sh", "-c", SUBMIT + " ".join(f"'{word}'" for word in words)]
-        return cluster.follow(shell, printed.append, timeout=SECONDS)
+    submit = submitter(cluster, layout, folder, NESTED, 100, printed)
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(submit, "preempted")
@@ -110,11 +160,7 @@ def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
         ]
         assert on_request["saved"], on_request
         until(lambda: first.done() or max(steps(folder)) > on_request["step"], "a step after it")
-        assert not first.done(), printed[-20:]
-        terminated = time.monotonic()
-        cluster.output(cluster.head, ["sh", "-c", f"kill -TERM $(cat {EVENTS}/pid)"])
-        assert first.result() == 143, printed[-20:]
-    assert time.monotonic() - terminated < GRACE
+        terminate(cluster, first, printed)
     before = steps(folder)
     assert before == list(range(1, len(before) + 1))
     said = [line for line in printed if line.startswith("rlhf-stack:")]

@@ -152,27 +152,37 @@ CRITIC = """
 import torch
 
 os.environ["RLHF_STACK_REPEATABLE"] = "1"
+from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ray import ppo_critic
 
 
-@stub("the loader of a critic")
+@stub("the loader of a trainer")
 class Loader:
     def __init__(self, buffer, **_):
         raise StopIteration([int(item.sequences[0]) for item in buffer.items])
 
 
 replace(ppo_critic, DataLoader=Loader)
-found = set()
-for arrival in ([3, 1, 2], [2, 3, 1]):
+replace(ppo_trainer, DataLoader=Loader)
+found, seeds = set(), set()
+optimizer = torch.optim.SGD([torch.zeros(1)])
+model = types.SimpleNamespace(optimizer=optimizer, model=types.SimpleNamespace(optimizer=optimizer))
+for before, arrival in enumerate(([3, 1, 2], [2, 3, 1])):
+    torch.manual_seed(before)
     items = [types.SimpleNamespace(sequences=torch.tensor([number])) for number in arrival]
     buffer = types.SimpleNamespace(items=items, sample_batch_size=1, collate_fn=None)
-    trainer = types.SimpleNamespace(replay_buffer=buffer, dataloader_pin_memory=False)
-    try:
-        ppo_critic.CriticPPOTrainer.ppo_train(trainer)
-    except StopIteration as stopped:
-        found.add(tuple(stopped.value))
+    trainer = types.SimpleNamespace(
+        replay_buffer=buffer, dataloader_pin_memory=False, actor=model, critic=model
+    )
+    for train in (ppo_critic.CriticPPOTrainer.ppo_train, ppo_trainer.PPOTrainer.ppo_train):
+        try:
+            train(trainer)
+        except StopIteration as stopped:
+            found.add(tuple(stopped.value))
+            seeds.add(torch.initial_seed())
 assert len(found) == 1, f"the critic trains in the order of arrival: {sorted(found)}"
-print("the critic trains in the same order")
+assert len(seeds) == 1, f"the order of training follows from earlier draws: {seeds}"
+print("the critic trains in the same order, and equal samples whatever was drawn before")
 """
 
 
