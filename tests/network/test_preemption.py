@@ -18,6 +18,7 @@ from tests.faults.runs import CHECKPOINTS
 from tests.network.waiting import until
 
 STEPS = 8
+QUICK_STEPS, QUICK_SAVES = 60, 10  # of OpenRLHF 0.5.1, of which many end before a job is stopped
 GRACE = 30
 SECONDS = 600  # for what takes a minute on a quiet machine
 EVENTS = "/events"
@@ -54,7 +55,8 @@ def cluster(client: docker.DockerClient, cell: Cell, folder: Path, disk: Path) -
     mounts = {str(disk): {"bind": CHECKPOINTS, "mode": "rw"}, str(folder): {"bind": EVENTS, "mode": "rw"}}
     environment = demo.ENVIRONMENT | {"RLHF_STACK_EVENTS": EVENTS}
     with Cluster(client, cell.tag, demo.NODES, environment, options={"volumes": mounts}) as running:
-        demo.prepare(running, STEPS, seed=0)
+        count = STEPS if cell.versions["openrlhf"].startswith(ON_REQUEST) else QUICK_STEPS
+        demo.prepare(running, count, seed=0)
         yield running
 
 
@@ -78,15 +80,23 @@ def weights(trained: Path) -> dict[str, str]:
 
 
 def submitter(
-    cluster: Cluster, layout: str, folder: Path, flags: Sequence[str], every: int, printed: list[str]
+    cluster: Cluster,
+    layout: str,
+    folder: Path,
+    flags: Sequence[str],
+    printed: list[str],
+    *,
+    count: int = STEPS,
+    every: int = 100,
 ) -> Callable[[str], int]:
-    """Remove the events of earlier runs; return a function that submits the run and returns its exit code.
+    """Remove the events of earlier runs; return a function that submits a run of ``count`` steps.
 
-    It takes the name of the folder of the checkpoints, saved ``every`` so many steps, and the trained model.
+    It takes the name of the folder of the checkpoints, saved ``every`` so many steps, and the trained model,
+    and returns the exit code.
     """
     for file in folder.glob("*.jsonl"):
         file.unlink()
-    training = demo.command(cluster, layout, STEPS, seed=0)
+    training = demo.command(cluster, layout, count, seed=0)
     path, save, trained, load = flags
 
     def submit(name: str) -> int:
@@ -115,17 +125,19 @@ def test_a_run_of_a_release_without_requests_ends_as_the_undisturbed_one(
     if cell.versions["openrlhf"].startswith(ON_REQUEST):
         pytest.skip("this release saves a checkpoint on request")
     printed: list[str] = []
-    submit = submitter(cluster, "spread", folder, FLAT, 2, printed)
+    submit = submitter(cluster, "spread", folder, FLAT, printed, count=QUICK_STEPS, every=QUICK_SAVES)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(submit, "preempted")
-        until(lambda: first.done() or max(steps(folder), default=0) >= 3, "a step after a checkpoint")
+        until(
+            lambda: first.done() or max(steps(folder), default=0) > QUICK_SAVES, "a step after a checkpoint"
+        )
         terminate(cluster, first, printed)
     stopped = steps(folder)
-    assert len(stopped) < STEPS, "the run had ended before it was preempted"
+    assert len(stopped) < QUICK_STEPS, "the run had ended before it was preempted"
     assert submit("preempted") == 0, printed[-20:]
     resumed = steps(folder)[len(stopped) :]
-    assert 2 < resumed[0] <= stopped[-1] + 1, "it did not continue from a checkpoint"
-    assert resumed == list(range(resumed[0], STEPS + 1))
+    assert QUICK_SAVES < resumed[0] <= stopped[-1] + 1, "it did not continue from a checkpoint"
+    assert resumed == list(range(resumed[0], QUICK_STEPS + 1))
     count = len(steps(folder))
     assert submit("undisturbed") == 0, printed[-20:]
     both = learned(folder)
@@ -149,7 +161,7 @@ def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
     if not cell.versions["openrlhf"].startswith(ON_REQUEST):
         pytest.skip("this release saves no checkpoint on request")
     printed: list[str] = []
-    submit = submitter(cluster, layout, folder, NESTED, 100, printed)
+    submit = submitter(cluster, layout, folder, NESTED, printed)
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(submit, "preempted")
