@@ -16,18 +16,21 @@ import sys
 import torch
 from rlhf_stack.compat import adam_history, deepspeed_ops
 
-path, first, last, offload = sys.argv[1], *map(int, sys.argv[2:])
-parameter = torch.nn.Parameter(torch.zeros(4096))
-optimizer = deepspeed_ops.adam_class(bool(offload))([parameter], **{ARGUMENTS})
+path, first, last, groups, offload = sys.argv[1], *map(int, sys.argv[2:])
+parameters = [torch.nn.Parameter(torch.zeros(4096)) for _ in range(groups)]
+sections = [{{"params": [each]}} for each in parameters]
+optimizer = deepspeed_ops.adam_class(bool(offload))(sections, **{ARGUMENTS})
 if first:
     values, state = torch.load(path)
-    parameter.data.copy_(values)
+    for parameter, value in zip(parameters, values):
+        parameter.data.copy_(value)
     optimizer.load_state_dict(state)
     adam_history.replay_steps(optimizer)
 for step in range(first, last):
-    parameter.grad = torch.randn(4096, generator=torch.Generator().manual_seed(step))
+    for parameter in parameters:
+        parameter.grad = torch.randn(4096, generator=torch.Generator().manual_seed(step))
     optimizer.step()
-torch.save((parameter.data, optimizer.state_dict()), path)
+torch.save(([parameter.data for parameter in parameters], optimizer.state_dict()), path)
 """
 
 
@@ -69,11 +72,12 @@ def test_torch_s_adamw_equals_deepspeed_s(
         torch.testing.assert_close(of_torch, trained(substitute, seed=1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("offload", [False, True], ids=["fused_adam", "cpu_adam"])
 def test_a_continued_optimizer_equals_the_undisturbed_one(
-    offload: bool, cell: dict[str, Any], tmp_path: Path
+    offload: bool, groups: int, cell: dict[str, Any], tmp_path: Path
 ) -> None:
-    """From a checkpoint, in a new process, the parameters are equal bit for bit."""
+    """From a checkpoint, in a new process, the parameters of each group are equal bit for bit."""
     import torch
 
     if cell["accelerator"]["kind"] != "cpu":
@@ -81,10 +85,10 @@ def test_a_continued_optimizer_equals_the_undisturbed_one(
 
     def train(file: str, first: int, last: int) -> Any:
         path = tmp_path / file
-        command = [sys.executable, "-c", CONTINUED, str(path), str(first), str(last), str(int(offload))]
-        subprocess.run(command, check=True, timeout=300)
-        return torch.load(path)[0]
+        numbers = map(str, (first, last, groups, int(offload)))
+        subprocess.run([sys.executable, "-c", CONTINUED, str(path), *numbers], check=True, timeout=300)
+        return torch.stack(torch.load(path)[0])
 
-    undisturbed = train("undisturbed", 0, 8)
-    assert not torch.equal(train("continued", 0, 5), undisturbed)
-    assert torch.equal(train("continued", 5, 8), undisturbed)
+    undisturbed = train("undisturbed", 0, 24)
+    assert not torch.equal(train("continued", 0, 20), undisturbed)
+    assert torch.equal(train("continued", 20, 24), undisturbed)

@@ -15,15 +15,18 @@ from rlhf_stack.accelerator import devices
 
 @functools.cache
 def replay_steps(optimizer: Any) -> None:
-    """Call DeepSpeed's ``optimizer`` on zeros once for each step in its state; once per optimiser.
+    """Call DeepSpeed's ``optimizer`` on zeros for each step in its state; once per optimiser.
 
     ``optimizer`` is DeepSpeed's, or a wrapper of ZeRO with one. One without that C++ state is left as it is.
+    In a step it was called for each group of parameters, of which ZeRO makes one tensor: from the second call
+    on it used ``pow``, and the next step began from that.
     """
     adam = getattr(optimizer, "optimizer", optimizer)
     steps = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
     if steps and (update := _update(adam, adam.param_groups[0])):
         for step in range(1, steps + 1):
-            update(step)
+            for _ in adam.state:
+                update(step)
 
 
 def _update(adam: Any, group: dict[str, Any]) -> Callable[[int], None] | None:
