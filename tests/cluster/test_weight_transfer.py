@@ -6,9 +6,12 @@ import sys
 import tomllib
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
 
 pytestmark = pytest.mark.carries("openrlhf==0.11.2")
 
@@ -45,6 +48,31 @@ def test_the_interface_of_this_release_is_the_one_that_the_engine_implements():
     assert parameters(layerwise.finalize_layerwise_processing) == ["model", "model_config"]
     found = WeightTransferEngineFactory._registry[vllm_v0_29.TRANSFER_BACKEND]()
     assert found is vllm_v0_29.SyncGroupEngine
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_a_gpu", "workers", "rearranged", "expected"),
+    [
+        ("auto", False, 2, [], True),
+        ("auto", True, 2, [], False),
+        ("on", True, 2, [], True),
+        ("off", False, 2, [], False),
+        ("on", False, 1, [], False),
+        ("on", False, 2, ["w13_weight"], False),
+    ],
+)
+def test_a_worker_copies_its_shard_alone_where_that_was_verified(
+    setting, on_a_gpu, workers, rearranged, expected, monkeypatch
+):
+    from rlhf_stack.engine import vllm_v0_29
+
+    monkeypatch.setenv(env_vars.SYNC_SHARDED, setting)
+    monkeypatch.setattr(devices, "is_gpu", lambda: on_a_gpu)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: workers)
+    monkeypatch.setattr(vllm_v0_29, "rearranged_tensors", lambda _: rearranged)
+    parallel = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+    worker = SimpleNamespace(vllm_config=parallel, model=None)
+    assert vllm_v0_29.SyncGroupEngine._is_sharded(worker) == expected
 
 
 @pytest.fixture

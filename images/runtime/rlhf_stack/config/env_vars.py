@@ -110,8 +110,8 @@ def sync_full_every() -> int:
 
 
 def sync_sharded() -> str:
-    """Return when a worker copies only its shard of the weights that arrive: "auto" (default) or "off"."""
-    return _one_of(SYNC_SHARDED, ("auto", "off"))
+    """Return when workers copy their shards alone: "auto" (the default: on CPUs), "on" or "off"."""
+    return _one_of(SYNC_SHARDED, ("auto", "on", "off"))
 
 
 def engine_timeout() -> float:

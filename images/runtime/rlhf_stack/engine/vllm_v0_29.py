@@ -115,10 +115,13 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
     def _is_sharded(self) -> bool:
         """Report whether this worker's loader reads a part of each parameter, the same in every sync.
 
-        Models with layers that vLLM rearranges, such as fused experts, were not verified.
+        Models with layers that vLLM rearranges (fused experts) were not verified. Nor was a GPU, where
+        copying all weights is quick next to recording what is read.
         """
-        is_off = env_vars.sync_sharded() == "off" or self.vllm_config.parallel_config.enable_eplb
-        return not is_off and torch.distributed.get_world_size() > 1 and not rearranged_tensors(self.model)
+        setting = env_vars.sync_sharded()
+        is_on = setting == "on" or (setting == "auto" and not devices.is_gpu())
+        is_same = not (self.vllm_config.parallel_config.enable_eplb or rearranged_tensors(self.model))
+        return is_on and is_same and torch.distributed.get_world_size() > 1
 
     def finish_weight_update(self) -> None:
         """Process the layers that are left, and those that received nothing keep their weights."""

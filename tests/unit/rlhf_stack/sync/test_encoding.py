@@ -97,5 +97,5 @@ def test_a_wrong_number_of_syncs_is_refused(value: str, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"RLHF_STACK_SYNC_SPARSE=.*expected auto or on or off"):
         env_vars.sync_sparse()
     monkeypatch.setenv(env_vars.SYNC_SHARDED, value)
-    with pytest.raises(ValueError, match=r"RLHF_STACK_SYNC_SHARDED=.*expected auto or off"):
+    with pytest.raises(ValueError, match=r"RLHF_STACK_SYNC_SHARDED=.*expected auto or on or off"):
         env_vars.sync_sharded()
