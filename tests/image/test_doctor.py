@@ -27,7 +27,7 @@ MACHINE_FINDINGS = {"disk", *(["gpus"] if env_vars.accelerator() != "cpu" else [
 PORT = "7391"
 GLOO = """
 import torch.distributed as group
-group.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
 """
 NO_CLUSTER = "import ray; ray.init(address='auto')"
 

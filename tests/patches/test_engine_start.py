@@ -48,7 +48,6 @@ import time
 import ray
 
 os.environ["RLHF_STACK_ENGINE_TIMEOUT"] = "5"
-del os.environ["RLHF_STACK_EVENTS"]  # with events the trainer waits for its engines' location
 own_ray(num_cpus=4, num_gpus=2)
 """
     + FLAT_TRAINER
@@ -70,6 +69,7 @@ def train():
 
 replace(train_ppo_ray, create_vllm_engines=lambda *_, **__: [Hanging.remote()])
 Models.fit = train.remote
+del os.environ["RLHF_STACK_EVENTS"]  # with events the trainer waits for its engines' location
 ends(
     lambda: train_ppo_ray.train(args),
     "engines [0] are not up after 5 s",

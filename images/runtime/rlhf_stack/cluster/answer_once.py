@@ -72,6 +72,17 @@ def execute(method: Callable[..., Any], arguments: tuple[Any, ...], options: dic
     return result
 
 
+def started(actor: Any) -> Any:
+    """Return a reference that is ready when an actor has started; it holds Ray's error if the actor is dead.
+
+    Ray repeats the call if its connection breaks, from the first release that reports that.
+    """
+    ready = actor.__ray_ready__
+    if hasattr(ray.exceptions, "ActorUnavailableError"):
+        ready = ready.options(max_task_retries=WHILE_IT_LIVES)
+    return ready.remote()
+
+
 def repeated(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
     """Decorate an asynchronous method of an actor: Ray repeats its calls, and each is executed once."""
     method = ray.method(max_task_retries=WHILE_IT_LIVES)(method)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf_stack.cluster import actor_registry, gcs_kv
+from rlhf_stack.cluster import actor_registry, answer_once, gcs_kv
 from rlhf_stack.compat import resource_tracker
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes, restarted
@@ -150,7 +150,7 @@ def wait_for_engine_startup(
     some of them in ``engines``, for which the time starts again.
     """
     engines = [] if engines is None else engines
-    starts = {engine.__ray_ready__.remote(): index for index, engine in enumerate(engines)}
+    starts = {answer_once.started(engine): index for index, engine in enumerate(engines)}
     pending = [*starts, *others]
     end = time.monotonic() + env_vars.engine_timeout()
     while pending:
@@ -161,7 +161,7 @@ def wait_for_engine_startup(
             for index, engine in check(missing).items():
                 engines[index] = engine
                 pending = [reference for reference in pending if starts.get(reference) != index]
-                pending.append(engine.__ray_ready__.remote())
+                pending.append(answer_once.started(engine))
                 starts[pending[-1]] = index
                 end = time.monotonic() + env_vars.engine_timeout()
             if time.monotonic() > end:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_stack.cluster import actor_registry
+from rlhf_stack.cluster import actor_registry, answer_once
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync.errors import SyncError
@@ -22,7 +22,7 @@ def wait_for_engine_results(references: Sequence[Any], what: str) -> list[Any]:
 
 def wait_for_engine_start(engines: Sequence[Any]) -> None:
     """Wait until every engine actor has started, so that the rendezvous cannot wait for one that has died."""
-    references = [engine.__ray_ready__.remote() for engine in engines]
+    references = [answer_once.started(engine) for engine in engines]
     _get(references, env_vars.engine_timeout(), env_vars.ENGINE_TIMEOUT, "the engines to start")
 
 

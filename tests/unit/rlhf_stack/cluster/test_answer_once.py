@@ -85,3 +85,17 @@ def test_ray_repeats_only_calls_that_are_executed_once(monkeypatch: pytest.Monke
     for python in (Rank, object):
         answer_once.repeats_calls(SimpleNamespace(python=python))
     assert retries.call_count == 1
+
+
+@pytest.mark.parametrize("reports_broken_connections", [True, False], ids=["Ray 2.55.0", "Ray 2.9.3"])
+def test_a_broken_connection_is_no_failed_start(
+    monkeypatch: pytest.MonkeyPatch, reports_broken_connections: bool
+) -> None:
+    exceptions = SimpleNamespace(ActorUnavailableError=Exception) if reports_broken_connections else None
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=exceptions))
+    ready = MagicMock()
+    ready.remote.return_value, ready.options.return_value.remote.return_value = "once", "until it is dead"
+    started = answer_once.started(SimpleNamespace(__ray_ready__=ready))
+    assert started == ("until it is dead" if reports_broken_connections else "once")
+    if reports_broken_connections:
+        ready.options.assert_called_once_with(max_task_retries=answer_once.WHILE_IT_LIVES)

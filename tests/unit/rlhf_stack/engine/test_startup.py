@@ -29,7 +29,9 @@ def test_last_step_of_each_rank_of_a_late_engine_is_described() -> None:
 
 
 def engine(reference: str) -> SimpleNamespace:
-    return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: reference))
+    ready = SimpleNamespace(remote=lambda: reference)
+    ready.options = lambda max_task_retries: ready  # until the actor is dead
+    return SimpleNamespace(__ray_ready__=ready)
 
 
 @pytest.fixture

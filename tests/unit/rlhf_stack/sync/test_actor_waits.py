@@ -58,7 +58,9 @@ def test_a_wait_past_its_deadline_names_the_operation_and_the_engine(
 
 
 def engine(answer: str) -> SimpleNamespace:
-    return SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: answer))
+    ready = SimpleNamespace(remote=lambda: answer)
+    ready.options = lambda max_task_retries: ready
+    return SimpleNamespace(__ray_ready__=ready)
 
 
 def test_the_sync_waits_for_the_start_of_engines(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
