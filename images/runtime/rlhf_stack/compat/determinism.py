@@ -22,7 +22,7 @@ from rlhf_stack.config import env_vars
 
 WAIT_SECONDS = 10.0
 SEED_BYTES = 4
-BASE = "rlhf_stack_seed"  # in the extra arguments of vLLM's sampling parameters
+BASE, ATTEMPT = "rlhf_stack_seed", "rlhf_stack_attempt"  # in extra_args of vLLM's SamplingParams
 
 
 class Rollout:
@@ -50,18 +50,19 @@ rollout = Rollout()
 class RequestSeeds:
     """Seeds for the requests to one engine, derived from a base, the prompt and its repetition.
 
-    The base is that of the request, if the trainer gives one, otherwise the engine's ``seed``.
+    The base is that of the request, if the trainer gives one, otherwise the engine's ``seed``. A request that
+    was sent again has the seeds of its first attempt, also if this engine executed that one.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._counts: Counter[bytes] = Counter()
 
-    def next(self, tokens: Sequence[int], base: int | None = None) -> int:
-        """Return the seed (32 bits) of the next request with the prompt ``tokens`` and the same base."""
+    def next(self, tokens: Sequence[int], base: int | None = None, attempt: int = 1) -> int:
+        """Return the seed (32 bits) of the next request with this prompt, base and attempt."""
         origin = f"engine {self._seed}" if base is None else f"trainer {base}"
         prompt = f"{origin} {list(tokens)}".encode()
-        key = hashlib.sha256(prompt).digest()
+        key = hashlib.sha256(b"%d %s" % (attempt, prompt)).digest()
         self._counts[key] += 1
         return _seed(b"%d %s" % (self._counts[key], prompt))
 
@@ -94,6 +95,16 @@ def seed_prompt(prompt: str, parameters: Any) -> Any:
     seeded = copy.copy(parameters)
     seeded.extra_args = (parameters.extra_args or {}) | {BASE: rollout.next(prompt)}
     return seeded
+
+
+def next_attempt(parameters: Any) -> Any:
+    """Return ``parameters`` of `seed_prompt` for the next attempt to send the prompt, from 1."""
+    given = parameters.extra_args or {}
+    if BASE not in given:
+        return parameters
+    numbered = copy.copy(parameters)
+    numbered.extra_args = given | {ATTEMPT: given.get(ATTEMPT, 0) + 1}
+    return numbered
 
 
 def seed_training(replay_buffer: Any, optimizer: Any) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack.cluster.answer_once import repeated
-from rlhf_stack.compat.determinism import BASE, RequestSeeds
+from rlhf_stack.compat.determinism import ATTEMPT, BASE, RequestSeeds
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import restarted
 from rlhf_stack.engine.worker_extension import own_node
@@ -59,8 +59,8 @@ class AsyncEngineMixin(_EngineState):
         if env_vars.flag(env_vars.REPEATABLE) and parameters.seed is None:
             if not hasattr(self, "_request_seeds"):
                 self._request_seeds = RequestSeeds(self.kwargs["seed"])
-            base = (parameters.extra_args or {}).get(BASE)
-            parameters.seed = self._request_seeds.next(tokens, base)
+            given = parameters.extra_args or {}
+            parameters.seed = self._request_seeds.next(tokens, given.get(BASE), given.get(ATTEMPT, 1))
         return parameters
 
     async def receive_weights(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.cluster import actor_registry
-from rlhf_stack.compat.determinism import seed_prompt
+from rlhf_stack.compat.determinism import next_attempt, seed_prompt
 from rlhf_stack.engine import request_balancer, roster
 from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events, run_log
@@ -29,6 +29,7 @@ class Request:
         """Send the prompt to the engine at ``position``."""
         engine = self.engines[position]
         self.index = roster.of(self.engines).index_of(engine)
+        self.arguments["sampling_params"] = next_attempt(self.arguments["sampling_params"])
         self.answers = engine.generate_responses.remote(**self.arguments)
 
 

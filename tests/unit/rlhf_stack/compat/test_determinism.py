@@ -1,5 +1,6 @@
 """Reproducible rollouts."""
 
+import copy
 import sys
 import types
 
@@ -94,6 +95,20 @@ def test_an_engine_uses_the_seed_of_the_trainer(monkeypatch: pytest.MonkeyPatch)
         for extra in (given, given, None)
     ]
     assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_an_engine_that_answered_a_prompt_gives_it_the_same_seed_again(
+    rollout: determinism.Rollout,
+) -> None:
+    """Its answer was lost with the connection, and the prompt is sent to it again."""
+    one, sent, seeds = engine(), types.SimpleNamespace(seed=None, extra_args=None), []
+    sent = determinism.seed_prompt("a", sent)
+    for _ in range(2):
+        sent = determinism.next_attempt(sent)
+        turns = ([1], [1], [1, 2])
+        seeds.append([one.request_parameters(turn, copy.copy(sent)).seed for turn in turns])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
 
 
 @pytest.fixture

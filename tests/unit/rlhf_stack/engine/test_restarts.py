@@ -221,7 +221,7 @@ def test_only_unanswered_prompts_of_a_lost_engine_move(
             0,
             prompt=prompt,
             hf_tokenizer=_tokens,
-            sampling_params=SimpleNamespace(max_tokens=4),
+            sampling_params=SimpleNamespace(max_tokens=4, extra_args=None),
             max_length=64,
             num_samples=1,
         )
