@@ -49,10 +49,7 @@ def deviations(rows, tolerance):
 
 @pytest.mark.timeout(SECONDS)
 def test_activations_of_openrlhfs_actor():
-    """OpenRLHF 0.5 keeps one more copy of the logits than is modelled, but not at peak memory."""
-    judged = "" if IS_CURRENT else "training peak"
-    rows = [row for row in measured("activations") if row["name"].endswith(judged)]
-    assert deviations(rows, ACTIVATIONS) == []
+    assert deviations(measured("activations"), ACTIVATIONS) == []
 
 
 @NO_GPU

@@ -18,7 +18,8 @@ class Pass:
 
     ``checkpointing``: only the input of each layer is saved. ``split``: ranks that share each sequence (ring
     attention) or each layer (tensor parallelism). ``value_head``: the output is a scalar per token instead of
-    logits. ``half_precision_logits``: logits stay in 16 bits (OpenRLHF 0.5).
+    logits. ``half_precision_logits``: logits stay in 16 bits, and their log-probabilities are kept too
+    (OpenRLHF 0.5).
     """
 
     sequences: int
@@ -47,7 +48,7 @@ def training_peak(shape: Shape, work: Pass) -> int:
     The peak is either at the gradient of the logits or in the recomputation of a layer.
     """
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    head = logits * (3 * BYTES_16BIT if work.half_precision_logits else 3 * BYTES_32BIT)
+    head = logits * (2 * BYTES_16BIT if work.half_precision_logits else 3 * BYTES_32BIT)
     recomputed = _layer(shape, work) if work.checkpointing else 0
     gradient = work.tokens * BYTES_16BIT * (2 * shape.mlp_width + shape.hidden)
     return saved_activations(shape, work) + max(head, recomputed + gradient - _head(shape, work))
@@ -56,7 +57,7 @@ def training_peak(shape: Shape, work: Pass) -> int:
 def forward_peak(shape: Shape, work: Pass) -> int:
     """Peak bytes of a pass without gradients."""
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    head = logits * (2 * BYTES_16BIT if work.half_precision_logits else 2 * BYTES_32BIT)
+    head = logits * (3 * BYTES_16BIT if work.half_precision_logits else 2 * BYTES_32BIT)
     layer = work.tokens * BYTES_16BIT * (3 * shape.mlp_width + 5 * shape.hidden)
     return max(head, layer + _scores(shape, work))
 
@@ -90,7 +91,7 @@ def _scores(shape: Shape, work: Pass) -> int:
 
 
 def _head(shape: Shape, work: Pass) -> int:
-    """The logits, or one scalar per token."""
+    """The logits, in 16 bits with their log-probabilities, or one scalar per token."""
     if work.value_head:
         return BYTES_32BIT * work.tokens
-    return work.tokens * shape.vocabulary * (BYTES_16BIT if work.half_precision_logits else BYTES_32BIT)
+    return work.tokens * shape.vocabulary * (2 * BYTES_16BIT if work.half_precision_logits else BYTES_32BIT)
