@@ -30,6 +30,7 @@ from scripts.paths import ROOT
 
 FOLDER = ROOT / "build" / "hip"
 HERE = ROOT / "scripts" / "hip"
+PINS = HERE / "requirements.txt"
 TRANSLATOR = ("torch_for_rocm.py", "symbols.py")
 TARGET = "compiled"
 # What compiling depends on, of the build context; BuildKit keeps wheels by the same files.
@@ -163,7 +164,7 @@ def lay_out(matrix: Matrix, cell: Cell, torch: str, folder: Path) -> Path:
     pins_of_sources = lock + "".join(
         path.read_text(encoding="utf-8") for path in sorted(same) if path.exists()
     )
-    blocks = {entry.name: entry.block for entry in lockfile.parse(lock)}
+    blocks = {entry.name: entry.block for entry in lockfile.parse(PINS.read_text(encoding="utf-8") + lock)}
     lowest = cell.layers[0]
     present = [name for name in lowest.packages if name in blocks and name != "torch"]
     against = torch + "".join(blocks[name] for name in (*present, *proof_of(matrix, cell).requires))

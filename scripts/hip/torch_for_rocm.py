@@ -92,13 +92,14 @@ OF_TORCH_2_12 = """
 xpu = types.SimpleNamespace(_is_compiled=lambda: False)
 from . import utils
 """
-# The recipe for ROCm 7 runs CMake. Torch's own file requires the CMake files of ROCm's libraries.
+# The recipe for ROCm 7 runs CMake. Torch's own file requires the CMake files of ROCm's libraries. The options
+# that torch itself is compiled with are those of its users too, such as the version, hipify's CUDA_VERSION.
 CMAKE = """get_filename_component(TORCH_INSTALL_PREFIX "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 set(headers ${TORCH_INSTALL_PREFIX}/include)
 set(TORCH_INCLUDE_DIRS ${headers} ${headers}/torch/csrc/api/include)
 add_library(torch INTERFACE IMPORTED)
 target_include_directories(torch INTERFACE ${TORCH_INCLUDE_DIRS} /opt/rocm/include)
-target_compile_definitions(torch INTERFACE USE_ROCM __HIP_PLATFORM_AMD__=1)
+target_compile_definitions(torch INTERFACE USE_ROCM __HIP_PLATFORM_AMD__=1 TORCH_HIP_VERSION=@VERSION@)
 set(TORCH_LIBRARIES torch)
 foreach(name c10 torch_cpu torch c10_hip torch_hip)
   list(APPEND TORCH_LIBRARIES ${TORCH_INSTALL_PREFIX}/lib/lib${name}.so)
@@ -131,7 +132,9 @@ def main(wheel: Path, version: str, release: str, out: Path) -> None:
         libraries, prefix = LIBRARIES | OF_ROCM_7, "/opt/venv/lib/python3.11/site-packages/torch/share/cmake"
         config = torch / "share" / "cmake" / "Torch"
         config.mkdir(parents=True)
-        (config / "TorchConfig.cmake").write_text(CMAKE, encoding="utf-8")
+        major, minor = map(int, release.split(".")[:2])
+        text = CMAKE.replace("@VERSION@", str(100 * major + minor))
+        (config / "TorchConfig.cmake").write_text(text, encoding="utf-8")
         short = VERSION.format(version.partition("+")[0])
         (config / "TorchConfigVersion.cmake").write_text(short, encoding="utf-8")
     (torch / "__init__.py").write_text(module, encoding="utf-8")
