@@ -18,7 +18,8 @@ from scripts.release.kernels import Kernel
 
 # Device objects and kernels of each package for each architecture. Nine of the ten CUDA sources in the
 # CMakeLists.txt of vLLM 0.4.2 have kernels; the tenth, cuda_utils_kernels.cu, queries the device.
-EXPECTED = {"vllm_rocm_ops": (9, 351), "deepspeed": (1, 8)}
+EXPECTED = {"vllm_rocm_ops": (9, 351), "deepspeed": (1, 8), "vllm_rocm": (33, 6158)}
+COPIED = "amdsmi/"  # of a wheel: the compiler's root has this library, no recipe compiles it
 OF_TORCH = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
 CUDA, TWIN = "libc10_cuda.so", "libc10_hip.so, by its name in libc10_cuda.so"
 OF_SYSTEM = (
@@ -27,6 +28,7 @@ OF_SYSTEM = (
     "libc.so.6",
     "libm.so.6",
     "libgcc_s.so.1",
+    "ld-linux-x86-64.so.2",
     "libpython3.11.so.1.0",
 )
 # How each requires HIP: the recipe of vLLM's names the file in torch's wheel. DeepSpeed's own build names the
@@ -41,6 +43,16 @@ LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1
 EXPLAINED = {
     "_ZN2at4cuda24getCurrentCUDABlasHandleEv": "libtorch_hip.so; in libtorch_cuda.so under the same name",
     MASQUERADING: "libtorch_hip.so; declared by torch's header of the same name",
+    **{
+        symbol: "libtorch_hip.so; in libtorch_cuda.so of torch 2.12 under the same name"
+        for symbol in (
+            "_ZN2at4cuda26getCurrentDevicePropertiesEv",
+            "aoti_torch_get_current_cuda_stream",
+            "torch_c10_cuda_check_msg",
+            "torch_c10_cuda_free_error_msg",
+            "torch_get_current_cuda_blas_handle",
+        )
+    },
     "hipblasHgemm": "libhipblas.so, which the wheel contains; declared by hipBLAS's header",
 }
 
@@ -65,7 +77,8 @@ def inspect(
 ) -> Package:
     """Return the facts about a wheel, with everything that is wrong about it."""
     with zipfile.ZipFile(wheel) as archive:
-        shared = [archive.read(file) for file in archive.namelist() if file.endswith(".so")]
+        compiled = [file for file in archive.namelist() if not file.startswith(COPIED)]
+        shared = [archive.read(file) for file in compiled if file.endswith(".so")]
     objects = Counter(own for content in shared for own, _, _ in kernels.code_objects(content))
     found = [kernel for content in shared for kernel in kernels.kernels(content)]
     counts = Counter(kernel.architecture for kernel in found)
