@@ -39,20 +39,18 @@ HIP = {
     "deepspeed": LIBRARIES["libamdhip64.so"],
 }
 LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
+SHIMS = (
+    "_ZN2at4cuda26getCurrentDevicePropertiesEv",
+    "aoti_torch_get_current_cuda_stream",
+    "torch_c10_cuda_check_msg",
+    "torch_c10_cuda_free_error_msg",
+    "torch_get_current_cuda_blas_handle",
+)
 # What nothing that is here defines, and which library of torch's wheel for ROCm does.
 EXPLAINED = {
     "_ZN2at4cuda24getCurrentCUDABlasHandleEv": "libtorch_hip.so; in libtorch_cuda.so under the same name",
     MASQUERADING: "libtorch_hip.so; declared by torch's header of the same name",
-    **{
-        symbol: "libtorch_hip.so; in libtorch_cuda.so of torch 2.12 under the same name"
-        for symbol in (
-            "_ZN2at4cuda26getCurrentDevicePropertiesEv",
-            "aoti_torch_get_current_cuda_stream",
-            "torch_c10_cuda_check_msg",
-            "torch_c10_cuda_free_error_msg",
-            "torch_get_current_cuda_blas_handle",
-        )
-    },
+    **dict.fromkeys(SHIMS, "libtorch_hip.so; in libtorch_cuda.so of torch 2.12 under the same name"),
     "hipblasHgemm": "libhipblas.so, which the wheel contains; declared by hipBLAS's header",
 }
 
