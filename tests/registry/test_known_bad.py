@@ -57,5 +57,5 @@ def test_a_deepspeed_that_loses_accumulated_gradients_is_caught(
             output = container.logs().decode(errors="replace")
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     assert len(failed) == 1, output[-3000:]
-    assert "whole_batch[2-4]" in failed[0]
+    assert "whole_batch_is_applied[2-4]" in failed[0]
     assert "1 failed, 7 passed" in output

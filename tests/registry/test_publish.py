@@ -83,7 +83,7 @@ def test_an_immutable_tag_is_not_overwritten(
     digest = publish.publish(client, repo, [first], CONSOLE)[0].digest
     [reason] = gathered(client, repo, other, records_folder)
     assert f"{repo}:{other.immutable} exists with other content ({digest}) and is immutable" in reason
-    with pytest.raises(UserError, match="it is immutable"):
+    with pytest.raises(UserError, match="and is immutable"):
         publish.publish(client, repo, [other], CONSOLE)
     remote = inspect_remote(client, f"{repo}:{other.cell.id}")
     assert remote is not None
