@@ -40,7 +40,7 @@ def test_an_image_pulled_by_its_digest_passes_the_image_tests(
 
     The builder may have cached its layers: test_publish shows that every byte can come from the registry.
     """
-    running = client.containers.list(filters={"ancestor": image.id})
+    running = client.containers.list(filters={"ancestor": str(image.id)})
     assert not running, "containers of this image are running, such as those of another suite: end them first"
     tags = image.tags
     immutable, _ = publish.publish(client, repo, [publish.Item(cell, image)], Console())
