@@ -73,14 +73,18 @@ def execute(method: Callable[..., Any], arguments: tuple[Any, ...], options: dic
 
 
 def started(actor: Any) -> Any:
-    """Return a reference that is ready when an actor has started; it holds Ray's error if the actor is dead.
+    """Return a reference that is ready when an actor has started; of a dead one it has Ray's error."""
+    return idempotent(actor.__ray_ready__)
+
+
+def idempotent(method: Any) -> Any:
+    """Call a method that an actor may execute twice, also after a restart; return the reference.
 
     Ray repeats the call if its connection breaks, from the first release that reports that.
     """
-    ready = actor.__ray_ready__
     if hasattr(ray.exceptions, "ActorUnavailableError"):
-        ready = ready.options(max_task_retries=WHILE_IT_LIVES)
-    return ready.remote()
+        method = method.options(max_task_retries=WHILE_IT_LIVES)
+    return method.remote()
 
 
 def repeated(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Methods that this distribution adds to OpenRLHF's engine actors, asynchronous (0.11) and blocking (0.5)."""
 
 import functools
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,18 +11,24 @@ from rlhf_stack.compat.determinism import ATTEMPT, BASE, RequestSeeds
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import restarted
 from rlhf_stack.engine.worker_extension import own_node
+from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.telemetry.throughput import Meter
 
-# Upstream's methods whose calls Ray repeats if a connection breaks. Those of a sync are not among them: a
-# restarted engine must not execute them. Neither is generation: its prompts go to other engines.
+# Methods, upstream's and ours, whose calls Ray repeats if a connection breaks. Those of a sync are not among
+# them: a restarted engine must not execute them. Neither is generation: its prompts go to other engines.
 REPEATED = {
+    "call_workers_of",
     "init_process_group",
-    "reset_prefix_cache",
+    "leave_weight_group",
+    "needs_weights",
     "pause_generation",
+    "reset_prefix_cache",
     "resume_generation",
     "sleep",
     "wake_up",
+    "where",
 }
+PROCESS = uuid.uuid4().hex  # of this process: a restarted engine has another
 
 
 class _EngineState:
@@ -41,6 +48,16 @@ class _EngineState:
             self._meter = Meter()
         return self._meter
 
+    def process(self) -> str:
+        """Return an id of this process, for `call_workers_of`."""
+        return PROCESS
+
+
+def _require(process: str) -> None:
+    """Raise `SyncError` unless this process is ``process``."""
+    if process != PROCESS:
+        raise SyncError("the engine was restarted before it joined the weight-sync group")
+
 
 class AsyncEngineMixin(_EngineState):
     """A base of ``RolloutRayActor``, which drives one asynchronous vLLM engine in ``self.llm``."""
@@ -51,8 +68,9 @@ class AsyncEngineMixin(_EngineState):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in REPEATED & vars(cls).keys():
-            setattr(cls, name, repeated(vars(cls)[name]))
+        for name in REPEATED:
+            if hasattr(cls, name):
+                setattr(cls, name, repeated(getattr(cls, name)))
 
     def request_parameters(self, tokens: Sequence[int], parameters: Any) -> Any:
         """Return vLLM's ``SamplingParams`` of one request, with its own seed if runs must be repeatable."""
@@ -148,6 +166,11 @@ class AsyncEngineMixin(_EngineState):
             results: list[Any] = await self.llm.collective_rpc(method, args=arguments)
         return results
 
+    async def call_workers_of(self, process: str, method: str, *arguments: Any) -> list[Any]:
+        """`call_workers`, unless this engine was restarted since its `process` was asked for."""
+        _require(process)
+        return await self.call_workers(method, *arguments)
+
     @contextmanager
     def _ending_with_engine(self) -> Iterator[None]:
         """End this actor if vLLM's engine process has died: the actor's process alone is of no use."""
@@ -198,6 +221,11 @@ class BlockingEngineMixin(_EngineState):
             results: list[Any] = executor._run_workers(method, *arguments)
             return results
         return [getattr(executor.driver_worker, method)(*arguments)]
+
+    def call_workers_of(self, process: str, method: str, *arguments: Any) -> list[Any]:
+        """See `AsyncEngineMixin.call_workers_of`."""
+        _require(process)
+        return self.call_workers(method, *arguments)
 
     def where(self) -> list[dict[str, Any]]:
         """Return `WorkerMixin.where` of each worker; a worker in this process is on its node."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from rlhf_stack.cluster import actor_registry
+from rlhf_stack.cluster import actor_registry, answer_once
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
@@ -61,7 +61,8 @@ def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
         return
     startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing))
     # None has other weights than those with which the run begins.
-    wait_for_engine_results([engine.weights_received.remote() for engine in engines or []], "the engines")
+    received = [answer_once.idempotent(engine.weights_received) for engine in engines or []]
+    wait_for_engine_results(received, "the engines")
 
 
 def _start_again(engines: Sequence[Any], missing: Sequence[int]) -> dict[int, Any]:
@@ -127,7 +128,7 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
     references = actor_group.async_run_method("broadcast_to_vllm")
     if engines is None or not env_vars.engine_restarts():
         wait_for_sync(references, engines)
-        received = [engine.weights_received.remote() for engine in engines or []]
+        received = [answer_once.idempotent(engine.weights_received) for engine in engines or []]
         _log_versions(wait_for_engine_results(received, "the engines"))
         return
     team = roster.of(engines)

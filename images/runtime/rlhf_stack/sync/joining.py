@@ -1,10 +1,12 @@
 """Formation of the sync group of a run: the trainer listens, and the workers of the engines connect to it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.cluster.answer_once import idempotent
 from rlhf_stack.cluster.host import free_port
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync import same_gpu
@@ -24,8 +26,8 @@ def join_engines(trainer: Any) -> None:
     host = ray.util.get_node_ip_address()
     port = free_port(host)
     references = [
-        engine.call_workers.remote("join_weight_group", host, port, 1 + index * size, world, backend)
-        for index, engine in enumerate(trainer.vllm_engines)
+        call("join_weight_group", host, port, 1 + index * size, world, backend)
+        for index, call in enumerate(_calls(trainer.vllm_engines))
     ]
     trainer._model_update_group = create_group(host, port, 0, world, devices.current_device(), backend)
     wait_for_engine_results(references, WHAT)
@@ -50,7 +52,7 @@ def join_workers_of_same_gpus(trainer: Any) -> None:
     offers = {gpu: address for gpu, address, _ in shared}
     references = []
     if is_root:
-        references = [engine.call_workers.remote("join_same_gpu", offers) for engine in trainer.vllm_engines]
+        references = [call("join_same_gpu", offers) for call in _calls(trainer.vllm_engines)]
     if offer.gpu in gpus:
         trainer._model_update_group = offer.accept()
     else:
@@ -65,6 +67,16 @@ def leave_group(trainer: Any) -> None:
         group.close()
     if hasattr(trainer, "_model_update_group"):
         del trainer._model_update_group
+
+
+def _calls(engines: Sequence[Any]) -> list[Callable[..., Any]]:
+    """Return, for each engine, what calls a method of its workers; a restarted engine refuses the call."""
+    asked = [idempotent(engine.process) for engine in engines]
+    processes = wait_for_engine_results(asked, "the engines")
+    return [
+        functools.partial(engine.call_workers_of.remote, process)
+        for engine, process in zip(engines, processes, strict=True)
+    ]
 
 
 def _gpus(engines: Sequence[Any]) -> tuple[list[str], str]:

@@ -4,11 +4,13 @@ import asyncio
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.compat import determinism
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import actor, startup, worker_extension
+from rlhf_stack.sync import SyncError
 
 
 class Parameters:
@@ -31,6 +33,34 @@ def engine(executor: Any) -> actor.BlockingEngineMixin:
 def test_single_worker_is_called_directly() -> None:
     worker = SimpleNamespace(where=lambda *given: given)
     assert engine(SimpleNamespace(driver_worker=worker)).call_workers("where", 1, 2) == [(1, 2)]
+
+
+def test_a_restarted_engine_does_not_join_by_the_call_for_its_predecessor() -> None:
+    blocking = engine(SimpleNamespace(driver_worker=SimpleNamespace(join=lambda *given: given)))
+    assert blocking.call_workers_of(blocking.process(), "join", 1) == [(1,)]
+    with pytest.raises(SyncError, match="the engine was restarted before it joined"):
+        blocking.call_workers_of("another", "join", 1)
+    with pytest.raises(SyncError, match="the engine was restarted before it joined"):
+        asyncio.run(actor.AsyncEngineMixin().call_workers_of("another", "join", 1))
+
+
+def test_ray_repeats_calls_of_upstreams_methods_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = MagicMock(side_effect=lambda **_: lambda function: function)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(method=method))
+
+    class Engine(actor.AsyncEngineMixin):
+        async def sleep(self) -> None:
+            """Upstream's."""
+
+        async def generate_responses(self) -> None:
+            """Not repeated."""
+
+    assert method.call_count == len(
+        {"sleep", "where", "leave_weight_group", "needs_weights", "call_workers_of"}
+    )
+    assert hasattr(Engine.where, "__wrapped__")
+    assert not hasattr(Engine.generate_responses, "__wrapped__")
+    assert not hasattr(Engine.receive_weights, "__wrapped__"), "a restarted engine must not execute it"
 
 
 def test_several_workers_are_called_through_the_executor() -> None:
@@ -125,19 +155,18 @@ def test_the_unfinished_work_is_what_is_left_of_prompts_and_answers(requests: li
 
 
 def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted_once() -> None:
-    class Engine(actor.AsyncEngineMixin):
-        async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
-            return [method, *arguments]
+    async def call_workers(method: str, *arguments: Any) -> list[Any]:
+        return [method, *arguments]
 
-    async def outputs(syncs: list[int], mixin: Engine, reports: list[Any]) -> Any:
+    async def outputs(syncs: list[int], mixin: Any, reports: list[Any]) -> Any:
         for version in syncs:
             if version:
                 reports.append(await mixin.receive_weights([], 1, "full", version=version))
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])])
 
     async def run() -> tuple[list[tuple[int, int]], list[int]]:
-        mixin, reports = Engine(), list[Any]()
-        last = []
+        mixin, reports, last = actor.AsyncEngineMixin(), list[Any](), []
+        mixin.call_workers = call_workers  # type: ignore[method-assign]
         for syncs in ([0, 0], [0, 1, 0], [0]):
             async for output in mixin.measured(outputs(syncs, mixin, reports)):
                 versions = output.weight_versions

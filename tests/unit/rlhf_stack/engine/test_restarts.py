@@ -73,7 +73,9 @@ def engine(**results: Any) -> SimpleNamespace:
 
 
 def remote(result: Any) -> SimpleNamespace:
-    return SimpleNamespace(remote=lambda *_, **__: Reference(result))
+    method = SimpleNamespace(remote=lambda *_, **__: Reference(result))
+    method.options = lambda **_: method
+    return method
 
 
 @pytest.mark.parametrize(
@@ -415,3 +417,15 @@ def test_only_orphans_of_the_lost_engine_are_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(terminate, "terminate_processes", end)
     restarted.end_former_processes({"RLHF_STACK_ENGINE": "job/1"})
     end.assert_called_once_with([table[3]])
+
+
+def test_the_first_call_to_started_engines_is_repeated_if_its_connection_breaks(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(startup, "wait_for_engine_startup", MagicMock())
+    received = MagicMock()
+    received.options.return_value.remote.return_value = Reference((0, 0))
+    restarts.wait_for_start([SimpleNamespace(weights_received=received)])
+    received.options.assert_called_once_with(max_task_retries=-1)
+    received.remote.assert_not_called()
