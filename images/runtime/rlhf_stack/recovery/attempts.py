@@ -43,6 +43,8 @@ def why_not_again(attempts: Sequence[Attempt], restarts: int) -> str | None:
         return "it was stopped by a user"
     if len(attempts) > restarts:
         return f"{restarts} of {restarts} restarts are used"
+    if last.code == WRONG_USAGE:
+        return "its command line was rejected"
     if last.lost or last.status == HEAD_LOST:
         return None
     return next(_permanent_causes(attempts), None)
@@ -51,8 +53,6 @@ def why_not_again(attempts: Sequence[Attempt], restarts: int) -> str | None:
 def _permanent_causes(attempts: Sequence[Attempt]) -> Iterator[str]:
     """Yield why the last attempt, which lost no node, would fail again."""
     last, before = attempts[-1], attempts[-2] if len(attempts) > 1 else None
-    if last.code == WRONG_USAGE:
-        yield "its command line was rejected"
     if last.causes:
         yield f"the cause is not transient: {last.causes[0]}"
     if last.saved > last.resumed:

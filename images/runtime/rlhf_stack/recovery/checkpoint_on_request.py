@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from rlhf_stack.compat.determinism import rollout
@@ -117,16 +118,17 @@ def ends_step(method: Callable[..., None]) -> Callable[..., None]:
     return ended
 
 
-def save(trainer: Any, asked: Request, job: str) -> Answer:
+def save(trainer: Any, asked: Request, job: str, begun: float | None = None) -> Answer:
     """Save the last step's end within the time of ``asked``; raises what OpenRLHF's save raises.
 
-    Holds the models until that time is over or the request is withdrawn, so that no step begins in between.
+    Its time began at ``begun`` on the monotonic clock, by default now. Holds the models until it is over or
+    the request is withdrawn, so that no step begins in between.
     """
-    end = time.monotonic() + asked.seconds
+    end = (time.monotonic() if begun is None else begun) + asked.seconds
     if trainer.args.ckpt.disable_ds:
         return Answer(job, done=True, problem="--ckpt.disable_ds turns checkpoints off")
     late = Answer(job, done=True, problem="the step does not end in time")
-    if not _progress.changed.acquire(timeout=asked.seconds):
+    if not _progress.changed.acquire(timeout=max(0.0, end - time.monotonic())):
         return late
     try:
         while not _progress.is_consistent and not _progress.has_ended:
@@ -166,28 +168,39 @@ def _watch(trainer: Any) -> None:
 
 
 def _serve(trainer: Any, job: str, handled: set[str]) -> None:
-    lost = (
-        ray.exceptions.RayError,
-        OSError,
-        RuntimeError,
-        LookupError,
-    )  # the GCS; the run then ends by itself
+    """Confirm each request at once; another thread saves for one after the other."""
+    waiting: SimpleQueue[tuple[Request, float]] = SimpleQueue()
+    threading.Thread(
+        target=_save_in_turn, args=(trainer, job, waiting), name="checkpoint", daemon=True
+    ).start()
     while ray.is_initialized():
         time.sleep(POLL_SECONDS)
-        with contextlib.suppress(*lost):
+        with contextlib.suppress(*_lost()):
             for asked in preemption.open_requests(job):
                 if asked.id not in handled:
                     handled.add(asked.id)
-                    _handle(trainer, asked, job)
+                    preemption.answer(asked, Answer(job))
+                    waiting.put((asked, time.monotonic()))
 
 
-def _handle(trainer: Any, asked: Request, job: str) -> None:
+def _save_in_turn(trainer: Any, job: str, waiting: "SimpleQueue[tuple[Request, float]]") -> None:
+    while True:
+        asked, begun = waiting.get()
+        with contextlib.suppress(*_lost()):
+            _handle(trainer, asked, job, begun)
+
+
+def _lost() -> tuple[type[Exception], ...]:
+    """The errors of a GCS that is lost, after which the run ends by itself."""
+    return ray.exceptions.RayError, OSError, RuntimeError, LookupError
+
+
+def _handle(trainer: Any, asked: Request, job: str, begun: float) -> None:
     from ray.exceptions import RayError
 
-    preemption.answer(asked, Answer(job))
     run_log.warning(f"a checkpoint is requested, within {asked.seconds:.0f} s")
     try:
-        reply = save(trainer, asked, job)
+        reply = save(trainer, asked, job, begun)
     except (RayError, OSError, RuntimeError) as error:
         reply = Answer(job, done=True, problem=(str(error).strip().splitlines() or [repr(error)])[-1])
     if not reply.saved:

@@ -97,13 +97,24 @@ class Checkpoints:
             files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
             saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
             if saved and saved != ranks:
+                universal = "" if self.universal is None else f"{CONVERT}, "
                 found.append(
-                    f"the checkpoint {tag} in {self._of(role)} is of {saved} ranks, and {role} has {ranks} "
-                    "in this run: DeepSpeed loads the optimizer's state with as many ranks as saved it; give "
-                    f"{role} {saved} ranks, {'' if self.universal is None else f'{CONVERT}, '}or leave out "
-                    f"{self.load_flag} and start from a saved model"
+                    f"the checkpoint {tag} in {self._of(role)} has the optimizer's state of {saved} ranks, "
+                    f"and {role} has {ranks} in this run, for which DeepSpeed does not load it: "
+                    f"{self._if_interrupted() if saved < ranks else ''}give {role} {saved} ranks, {universal}"
+                    f"or leave out {self.load_flag} and start from a saved model"
                 )
         return found
+
+    def _if_interrupted(self) -> str:
+        """What to do if the latest checkpoint lacks ranks because its save was interrupted."""
+        if not (complete := max(self.complete_steps(0.0), default=0)):
+            return "if its save was interrupted, no complete one is left; otherwise "
+        files = ", ".join(str(self._of(role) / LATEST) for role in self.ranks)
+        return (
+            f"if its save was interrupted, write global_step{complete}, which is complete, to {files}; "
+            "otherwise "
+        )
 
     def _of(self, role: str) -> Path:
         return self.folder / f"_{role}"

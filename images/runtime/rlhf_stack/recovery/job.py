@@ -1,8 +1,12 @@
 """A job of Ray's job server: submitted, followed until it ends, and stopped."""
 
 import asyncio
+import contextlib
+import queue
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +17,10 @@ from rlhf_stack.errors import UserError
 LOST = 122  # exit code: the connection to the running job was lost
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 STOP_SECONDS = 60.0
+SILENT_SECONDS = 60.0  # without output, after which the job server is asked for the job's state
+ANSWER_SECONDS = 15.0  # of the job server: Ray's client itself has no time limit
+LOST_SECONDS = 30.0  # without an answer, after which the head counts as lost
+POLL_SECONDS = 1.0
 
 
 class HeadLostError(UserError):
@@ -45,25 +53,93 @@ def submit(address: str, words: Sequence[str], environment: Mapping[str, Any]) -
 def follow(address: str, job: str, write: Callable[[str], None]) -> Ended:
     """Pass the output of ``job`` to ``write`` until it ends; return its final state.
 
-    Raises `HeadLostError` if the job server does not answer any more or does not know the job.
+    A connection that breaks, or is silently dropped, is made again. Raises `HeadLostError` if the job server
+    does not answer any more or does not know the job.
     """
-    from aiohttp import ClientError
-    from ray.exceptions import RayError
-    from ray.job_submission import JobSubmissionClient
-
-    try:
-        client = JobSubmissionClient(address)
-        asyncio.run(_tail(client, job, write))
-        info = client.get_job_info(job)
-    except (OSError, RuntimeError, RayError, ClientError) as error:
-        raise _lost(job, address, summarize_ray_error(error)) from None
-    status = str(getattr(info.status, "value", info.status))
-    if status not in ENDED:
-        raise _lost(job, address, f"its log ended, but its status is {status}")
+    passed = 0  # characters
+    while True:
+        log, position = _Log(address, job), 0
+        while (text := _next_text(log, address, job)) is not None:
+            position += len(text)
+            if position > passed:
+                write(text[passed - position :])
+                passed = position
+        info = _info(address, job)
+        if (status := _status(info)) in ENDED:
+            break
+        time.sleep(POLL_SECONDS)
     if status != "SUCCEEDED":
         print(f"rlhf-stack: job {job} {status.lower()}: {_first(info.message)}", file=sys.stderr)
     code = getattr(info, "driver_exit_code", None)
     return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
+
+
+class _Log:
+    """The output of a job from its beginning: ``texts``, then None when the connection has ended."""
+
+    def __init__(self, address: str, job: str) -> None:
+        self.texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(address, job), name="job log", daemon=True).start()
+
+    def _read(self, address: str, job: str) -> None:
+        from aiohttp import ClientError
+        from ray.exceptions import RayError
+        from ray.job_submission import JobSubmissionClient
+
+        try:
+            with contextlib.suppress(OSError, RuntimeError, RayError, ClientError):  # `_info` has the reason
+                asyncio.run(_tail(JobSubmissionClient(address), job, self.texts.put))
+        finally:
+            self.texts.put(None)
+
+
+def _next_text(log: _Log, address: str, job: str) -> str | None:
+    """The next text of a log, None at its end; a silent one ends with its job."""
+    while True:
+        try:
+            return log.texts.get(timeout=SILENT_SECONDS)
+        except queue.Empty:
+            if _status(_info(address, job)) in ENDED:
+                return None
+
+
+def _info(address: str, job: str) -> Any:
+    """Ray's ``JobDetails``; `HeadLostError` if its server does not answer or does not know the job."""
+    from ray.exceptions import RayError
+    from ray.job_submission import JobSubmissionClient
+
+    end = time.monotonic() + LOST_SECONDS
+    while True:
+        try:
+            return _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).get_job_info(job))
+        except (OSError, RuntimeError, RayError) as error:
+            if "does not exist" in str(error) or time.monotonic() > end:
+                raise _lost(job, address, summarize_ray_error(error)) from None
+        time.sleep(POLL_SECONDS)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Return the result of ``call``, or raise its error; `TimeoutError` after ``seconds``."""
+    outcomes: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcomes.put((call(), None))
+        except Exception as error:
+            outcomes.put((None, error))
+
+    threading.Thread(target=run, name="job server", daemon=True).start()
+    try:
+        result, error = outcomes.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return result
+
+
+def _status(info: Any) -> str:
+    return str(getattr(info.status, "value", info.status))
 
 
 def ray_job(address: str, job: str) -> str:

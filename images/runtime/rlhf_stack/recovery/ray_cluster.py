@@ -33,15 +33,16 @@ class RayCluster:
         self._server, self._address, self._key = server, address, PREFIX + run
         self._assess, self._environment = assess, environment
         self.known_causes = causes
+        self._excluded_by_user = set(filter(None, os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")))
 
     def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
         """Return why the run cannot start on the free resources of nodes that are not ``excluded``."""
-        _exclude(excluded)
+        self._exclude(excluded)
         return self._assess(words)
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
         """Submit the run; no rank or engine of it is placed on an ``excluded`` node."""
-        _exclude(excluded)
+        self._exclude(excluded)
         return jobs.submit(self._server, words, self._environment())
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
@@ -63,8 +64,6 @@ class RayCluster:
         with connected(self._address):
             return next((state for state in gcs_kv.list_records(self._key) if state), None)
 
-
-def _exclude(nodes: Sequence[str]) -> None:
-    """Exclude ``nodes`` from the placement of this process and of the jobs that it submits."""
-    named = os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")
-    os.environ[env_vars.EXCLUDED_NODES] = ",".join(sorted({*filter(None, named), *nodes}))
+    def _exclude(self, nodes: Sequence[str]) -> None:
+        """Exclude ``nodes`` and those of the user from the placement of this process and of its jobs."""
+        os.environ[env_vars.EXCLUDED_NODES] = ",".join(sorted({*self._excluded_by_user, *nodes}))

@@ -119,7 +119,7 @@ class Supervisor:
             state.nodes = list(self._cluster.clean().answering)
         while True:
             if not state.job:
-                state.job = self._cluster.submit(state.words, state.excluded)
+                state.job = self._submit()
                 self._cluster.remember(state.to_json())
             ended, attempt, lost_head = self._follow()
             state.attempts.append(attempt)
@@ -132,6 +132,18 @@ class Supervisor:
                     raise lost_head
                 return ended
             self._prepare()
+
+    def _submit(self) -> str:
+        """Submit the run; again while the job server of a restarted head does not take jobs yet."""
+        state, end = self.state, time.monotonic() + self._limits.seconds
+        while True:
+            try:
+                return self._cluster.submit(state.words, state.excluded)
+            except UserError as problem:
+                if not state.attempts or time.monotonic() > end:
+                    raise
+                run_log.warning(f"the run cannot be submitted yet: {problem}")
+            time.sleep(POLL_SECONDS)
 
     def _follow(self) -> tuple[Ended, Attempt, HeadLostError | None]:
         state, begun = self.state, time.monotonic()
@@ -167,9 +179,7 @@ class Supervisor:
     def _prepare(self) -> None:
         """Select the checkpoint, and wait until the cluster has room for the next attempt."""
         state, saved = self.state, self.state.attempts[-1].saved
-        if saved or (self._checkpoints.loads and not self._checkpoints.universal):
-            for path in self._checkpoints.select(saved, state.began):
-                run_log.warning(f"an incomplete checkpoint was set aside: {path}")
+        self._select(saved)
         flag = self._checkpoints.load_flag
         if saved:
             if not self._checkpoints.loads and flag not in state.words:
@@ -182,6 +192,13 @@ class Supervisor:
             + (f"from the checkpoint of step {saved}" if saved else "from its beginning: no checkpoint")
         )
         state.words = self._placeable()
+        if state.attempts[-1].status == HEAD_LOST:  # its ranks may have written until they were removed
+            self._select(saved)
+
+    def _select(self, saved: int) -> None:
+        if saved or (self._checkpoints.loads and not self._checkpoints.universal):
+            for path in self._checkpoints.select(saved, self.state.began):
+                run_log.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
         """Wait for nodes; return the command line that can be placed, with fewer engines if it must."""

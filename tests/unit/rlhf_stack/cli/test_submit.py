@@ -19,6 +19,7 @@ HERE = {
     "RLHF_STACK_ACCELERATOR": "cpu",
     "RLHF_STACK_VERIFY_SYNC": "1",
     "RLHF_STACK_EVENTS": "",
+    "RLHF_STACK_PROFILE": "nccl",
     "WANDB_API_KEY": "secret",
 }
 
@@ -45,9 +46,11 @@ def test_the_job_gets_named_variables(tmp_path: Path) -> None:
         ("=x", "NAME=VALUE"),
         ("", "NAME=VALUE"),
         ("A B=x", "NAME=VALUE"),
+        ("RLHF_STACK_PROFILE=nccl", "start the containers with docker run -e RLHF_STACK_PROFILE"),
+        ("RLHF_STACK_PROFILE", "a job does not read it"),
     ],
 )
-def test_a_variable_without_a_value_or_name_is_an_error(text: str, error: str) -> None:
+def test_a_variable_that_the_job_cannot_use_is_an_error(text: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
         runtime_env(HERE, [text])
 

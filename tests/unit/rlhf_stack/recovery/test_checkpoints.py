@@ -66,8 +66,19 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(
     assert len(found) == refused
     if refused:
         assert "global_step4" in found[0]
-        assert "is of 3 ranks, and actor has 2 in this run" in found[0]
+        assert "has the optimizer's state of 3 ranks, and actor has 2 in this run" in found[0]
+        assert "interrupted" not in found[0]
         assert "leave out --load" in found[0]
+
+
+def test_a_checkpoint_whose_save_was_interrupted_names_the_last_complete_one(tmp_path: Path) -> None:
+    resumed = Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads=True, stage=2)
+    next(save(tmp_path, "actor", 5).glob("*rank_1_mp*")).unlink()
+    assert "if its save was interrupted, no complete one is left" in resumed.obstacles()[0]
+    save(tmp_path, "actor", 4)
+    (tmp_path / "_actor" / "latest").write_text("global_step5")
+    (found,) = resumed.obstacles()
+    assert f"write global_step4, which is complete, to {tmp_path / '_actor' / 'latest'}" in found
 
 
 def test_a_universal_checkpoint_has_no_number_of_ranks_but_must_exist(tmp_path: Path) -> None:

@@ -252,6 +252,46 @@ def test_a_request_returns_the_last_answer_of_its_job(
     assert len(preemption.open_requests("01")) == 1
 
 
+def test_requests_at_the_same_time_are_confirmed_at_once(
+    trainer: Trainer, records: dict[str, dict[str, Any]], ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when two machines are taken away: the second one waits for the save of the first."""
+    trainer.save_logs_and_checkpoints(5, {}, {})
+    for name in ("RayError", "GetTimeoutError"):
+        setattr(ray.exceptions, name, type(name, (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    saving, may_end = threading.Event(), threading.Event()
+
+    def save(_: Trainer) -> None:
+        saving.set()
+        assert may_end.wait(10)
+
+    monkeypatch.setattr(checkpoint_on_request, "_save", save)
+    serving = threading.Thread(target=checkpoint_on_request._serve, args=(trainer, "01", set()))
+    serving.start()
+    found: dict[str, list[Answer]] = {}
+
+    def ask(name: str) -> None:
+        found[name] = preemption.request(20.0, "01")
+
+    first = threading.Thread(target=ask, args=("first",))
+    first.start()
+    assert saving.wait(10)
+    second = threading.Thread(target=ask, args=("second",))
+    second.start()
+    end = time.monotonic() + 10
+    while sum(key.startswith(preemption.ANSWERS) for key in records) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    confirmed = [record for key, record in records.items() if key.startswith(preemption.ANSWERS)]
+    assert [one["done"] for one in confirmed] == [False, False]
+    may_end.set()
+    first.join()
+    second.join()
+    ray.is_initialized.return_value = False
+    serving.join()
+    assert [(reply.saved, reply.step) for replies in found.values() for reply in replies] == [(True, 5)] * 2
+
+
 def test_a_run_that_does_not_confirm_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "CONFIRM_SECONDS", 0.05)
     begun = time.monotonic()

@@ -115,6 +115,25 @@ def test_after_a_fault_the_run_continues_from_its_checkpoint() -> None:
     assert [(one.resumed, one.saved, one.error) for one in state.attempts] == [(0, 4, DEAD), (4, 9, "")]
 
 
+def test_the_job_server_of_a_restarted_head_takes_jobs_later_than_it_answers() -> None:
+    class Starting(Faulty):
+        refusals = 2
+
+        def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+            if self.submitted and self.refusals:
+                self.refusals -= 1
+                raise UserError("No available agent to submit job")
+            return super().submit(words, excluded)
+
+    cluster = Starting(["head", "ok"])
+    ended, _, saved = supervise(cluster, [4, 9], Limits(3))
+    assert (ended.status, cluster.refusals) == ("SUCCEEDED", 0)
+    assert saved.selected == [4, 4], "and what ranks wrote until they were removed is set aside"
+    cluster.submitted, cluster.refusals = [(WORDS, [])], 10**6
+    with pytest.raises(UserError, match="No available agent"):
+        supervise(cluster, [4], Limits(3))
+
+
 def test_without_a_checkpoint_the_run_begins_again() -> None:
     cluster = Faulty([DEAD, "ok"])
     _, _, saved = supervise(cluster, [0, 9], Limits(3))

@@ -16,10 +16,11 @@ warning. Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job sto
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
 rank and role, and adds the flag that loads it. With --min-nodes M it then continues on M nodes or more, with
-fewer engines if it must. A node that was lost twice is not used again. What would fail again is not repeated:
-a rejected command line, a known cause that the installed versions confirm, memory that ran out before the
-first checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM stop the job. If this process
-is killed the job continues; the same command follows it again, unless the head was restarted.
+fewer engines if it must. A node that was lost twice is used again only if the run has no other place. What
+would fail again is not repeated: a rejected command line, a known cause that the installed versions confirm,
+memory that ran out before the first checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM
+stop the job. If this process is killed the job continues; the same command follows it again, unless the head
+was restarted.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
@@ -75,6 +76,7 @@ LEAST_GRACE = 10.0  # seconds
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
+OF_A_CONTAINER = "RLHF_STACK_PROFILE"  # read where a container starts, not by a job
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
@@ -241,13 +243,13 @@ def runtime_env(
 ) -> dict[str, Any]:
     """Ray's ``runtime_env`` for a job: the RLHF_STACK_* variables of ``environment`` and those in ``named``.
 
-    ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is given twice, or that has no value
-    and is not in ``environment``.
+    ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is given twice, that no job reads,
+    or that has no value and is not in ``environment``.
     """
     variables = {
         name: value
         for name, value in environment.items()
-        if name.startswith(PREFIX) and name not in OF_THE_IMAGE and value
+        if name.startswith(PREFIX) and name not in (*OF_THE_IMAGE, OF_A_CONTAINER) and value
     }
     given: set[str] = set()
     for text in named:
@@ -255,6 +257,10 @@ def runtime_env(
         if not VARIABLE.fullmatch(name):
             raise UserError(
                 f"--env {shortened(text)!r}: expected NAME or NAME=VALUE, such as NCCL_DEBUG=INFO"
+            )
+        if name == OF_A_CONTAINER:
+            raise UserError(
+                f"--env {name}: a job does not read it: start the containers with docker run -e {name}=..."
             )
         if not equals and name not in environment:
             raise UserError(f"--env {text}: {name} is not set in this shell; give it as NAME=VALUE")

@@ -1,0 +1,101 @@
+"""rlhf_stack.recovery.job: a job is followed over broken, silent and lost connections to its server."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_stack.recovery import job
+from rlhf_stack.recovery.job import Ended, HeadLostError
+
+
+class Server:
+    """A job server: ``connections`` are the texts that each sees, ``states`` the answers to each question."""
+
+    def __init__(self, connections: list[list[str]], states: list[str]) -> None:
+        self.connections, self.states = connections, states
+        self.is_silent = False
+
+    def client(self, _: str) -> "Server":
+        return self
+
+    async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+        for text in self.connections.pop(0):
+            yield text
+        if self.is_silent:
+            await asyncio.sleep(60)
+        raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+    def get_job_info(self, name: str) -> SimpleNamespace:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if state == "unknown":
+            raise RuntimeError(f"Request failed with status code 404: Job {name} does not exist.")
+        if state == "unreachable":
+            raise ConnectionError("connection refused")
+        if state == "hangs":
+            threading.Event().wait(60)
+        return SimpleNamespace(status=state, message="why", driver_exit_code=3)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
+    for name, seconds in (("SILENT", 0.05), ("ANSWER", 0.1), ("LOST", 0.3), ("POLL", 0.01)):
+        monkeypatch.setattr(job, f"{name}_SECONDS", seconds)
+
+    def start(connections: list[list[str]], states: list[str], is_silent: bool = False) -> Server:
+        server = Server(connections, states)
+        server.is_silent = is_silent
+        modules: dict[str, dict[str, Any]] = {
+            "aiohttp": {"ClientError": OSError},
+            "ray": {},
+            "ray.exceptions": {"RayError": type("RayError", (Exception,), {})},
+            "ray.job_submission": {"JobSubmissionClient": server.client},
+        }
+        for name, content in modules.items():
+            module = ModuleType(name)
+            vars(module).update(content)
+            monkeypatch.setitem(sys.modules, name, module)
+        return server
+
+    return start
+
+
+def follow() -> tuple[Ended, str]:
+    written: list[str] = []
+    return job.follow("http://head:8265", "job1", written.append), "".join(written)
+
+
+def test_a_broken_connection_is_made_again_and_no_output_is_printed_twice(
+    serve: Callable[..., Server],
+) -> None:
+    serve([["step 1\n", "st"], ["step 1\nstep 2\n"], ["step 1\n"]], ["RUNNING", "RUNNING", "SUCCEEDED"])
+    assert follow() == (Ended("job1", "SUCCEEDED", 0), "step 1\nstep 2\n")
+
+
+def test_a_connection_that_was_dropped_silently_ends_with_the_job(serve: Callable[..., Server]) -> None:
+    serve([["step 1\n"]], ["RUNNING", "RUNNING", "FAILED"], is_silent=True)
+    assert follow() == (Ended("job1", "FAILED", 3), "step 1\n")
+
+
+def test_a_head_that_does_not_answer_for_a_while_is_not_lost(serve: Callable[..., Server]) -> None:
+    serve([["step 1\n"]], ["unreachable", "unreachable", "SUCCEEDED"])
+    assert follow()[0].status == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("unknown", "does not exist"),
+        ("unreachable", "connection refused"),
+        ("hangs", "no answer within 0 s"),
+    ],
+)
+def test_a_head_that_does_not_know_the_job_or_does_not_answer_is_lost(
+    serve: Callable[..., Server], state: str, reason: str
+) -> None:
+    serve([["step 1\n"]], [state])
+    with pytest.raises(HeadLostError, match=f"was lost while job job1 ran: .*{reason}"):
+        follow()
