@@ -20,8 +20,10 @@ ANSWER_SECONDS = 10.0
 def connect(address: str = "auto") -> None:
     """Connect as a driver to the cluster at ``address``, by default that of this machine.
 
-    Raises `UserError` if no cluster answers.
+    This process keeps its own handler of SIGTERM, which Ray replaces. Raises `UserError` if no cluster
+    answers.
     """
+    handler = signal.getsignal(signal.SIGTERM)
     auth_token.is_available(os.environ)  # an unusable one is an error here, and a riddle in Ray
     if address != "auto":  # Ray itself would retry for minutes
         wait_for_port(with_port(address), ANSWER_SECONDS)
@@ -31,6 +33,8 @@ def connect(address: str = "auto") -> None:
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
         raise UserError(f"no Ray cluster {where}: {summarize_ray_error(error)}") from None
+    finally:
+        _handle_sigterm(handler)
 
 
 def summarize_ray_error(error: Exception) -> str:
@@ -42,13 +46,9 @@ def summarize_ray_error(error: Exception) -> str:
 
 @contextmanager
 def connected(address: str = "auto") -> Iterator[None]:
-    """Connect to the cluster at ``address`` for the duration of the context; see `connect`.
-
-    This process keeps its own handler of SIGTERM, which Ray replaces.
-    """
+    """Connect to the cluster at ``address`` for the duration of the context; see `connect`."""
     handler = signal.getsignal(signal.SIGTERM)
     connect(address)
-    _handle_sigterm(handler)
     try:
         yield
     finally:

@@ -37,10 +37,10 @@ class Host:
     address: str
 
 
-def inspect_host(environment: Mapping[str, str]) -> Host:
-    """Inspect this machine under the variables in ``environment``."""
+def inspect_host(environment: Mapping[str, str], head: str | None = None) -> Host:
+    """Inspect this machine under the variables in ``environment``; its address is for the host ``head``."""
     free_shm = shutil.disk_usage(SHARED_MEMORY).free
-    return Host(_visible_gpus(environment), _memory(), free_shm, own_address())
+    return Host(_visible_gpus(environment), _memory(), free_shm, own_address(head))
 
 
 def available_memory() -> int:
@@ -96,13 +96,26 @@ def wait_for_port(address: str, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def own_address() -> str:
-    """Return the address by which this machine reaches others, or 127.0.0.1 without a network."""
-    for family, target in PROBE_ADDRESSES.items():
+def own_address(head: str | None = None) -> str:
+    """Return this machine's address on the route to ``head``, by default on its default route.
+
+    Without a route it is an address of the machine's host name, and 127.0.0.1 without any.
+    """
+    targets = _addresses(head) if head else list(PROBE_ADDRESSES.items())
+    for family, target in targets:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    named = [address for _, address in _addresses(socket.gethostname())]
+    return next((one for one in named if not ipaddress.ip_address(one).is_loopback), "127.0.0.1")
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses of a host, without a zone; none if its name is unknown."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)
+        return [(family, str(address[0])) for family, _, _, _, address in found if "%" not in str(address[0])]
+    return []
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...] | None:

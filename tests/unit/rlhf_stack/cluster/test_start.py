@@ -207,6 +207,16 @@ def test_waiting_for_a_port_ends_at_the_deadline() -> None:
         host.wait_for_port(address, 5)
 
 
+def test_the_address_of_a_node_is_on_the_route_to_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.own_address("127.0.0.1") == host.own_address("[127.0.0.1]") == "127.0.0.1"
+    assert host.own_address("no-such-host.invalid") != ""
+    monkeypatch.setattr(host, "PROBE_ADDRESSES", {})  # a machine without a default route
+    monkeypatch.setattr(socket, "gethostname", lambda: "10.1.2.3")
+    assert host.own_address() == "10.1.2.3"
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    assert host.own_address() == "127.0.0.1"
+
+
 def test_host_has_memory_and_an_address() -> None:
     found = host.inspect_host({})
     assert found.memory > GIB / 4

@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         dashboard=options.dashboard_host or LOOPBACK,
         block=options.block,
     )
-    started = ray_start_command(start_options, inspect_host(environment), with_token)
+    started = ray_start_command(start_options, inspect_host(environment, _head(options.join)), with_token)
     if any(is_ipv6(word) or word.startswith("[") for word in started) and not ray_private.has_ipv6():
         raise UserError(
             f"Ray {_ray()} accepts no IPv6 addresses (github.com/ray-project/ray/pull/56147): give IPv4 "
@@ -141,6 +141,11 @@ def run(options: argparse.Namespace) -> int:
         wait_for_port(with_port(options.join), options.timeout)
     os.environ.update(environment)  # Ray reads the mode when it is imported
     return _start(started, options, with_token)
+
+
+def _head(join: str | None) -> str | None:
+    """The host in --join ADDRESS[:PORT]; None on the head."""
+    return with_port(join).rpartition(":")[0] if join else None
 
 
 def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
@@ -197,9 +202,8 @@ def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]
             options.expect_nodes, options.expect_gpus or 0.0, options.timeout, options.head, check
         )
     except readiness.NotReadyError as error:
-        raise UserError(
-            f"{error}; Ray is still running on this machine: check the others, or end it with ray stop"
-        ) from None
+        kept = "" if options.block else "; Ray is still running on this machine, until ray stop ends it"
+        raise UserError(f"{error}: check the other machines{kept}") from None
 
 
 def _show(started: list[str], options: argparse.Namespace, with_token: bool) -> None:
