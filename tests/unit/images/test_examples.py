@@ -21,7 +21,10 @@ KUBERNETES = ("1.28", "1.37")  # an old one, and the newest of which the schemas
 SLURM = EXAMPLES / "slurm.sbatch"
 # Stand-ins for Slurm: a log of what was started where; `rlhf-stack start` stays until it is ended.
 FAKES = {
-    "scontrol": "#!/bin/bash\necho one\necho two\n",
+    "scontrol": """#!/bin/bash
+case $1 in requeue) echo "requeue $2" >> "$LOG" ;; *) echo one; echo two ;; esac
+""",
+    "squeue": '#!/bin/bash\necho "${STATE:-RUNNING}"\n',
     "srun": """#!/bin/bash
 while [ "${1#--}" != "$1" ]; do
     case $1 in --nodelist=*) node=${1#--nodelist=} ;; esac
@@ -199,10 +202,20 @@ def test_the_slurm_script_removes_its_folder_after_a_run_that_succeeded(slurm: d
     assert "rm -rf /tmp/ray-42" in last, "the nodes have ended before"
 
 
-def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted(slurm: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("state", "flags", "requeued"),
+    [
+        ("RUNNING", ["--ckpt.load_enable"], ["requeue 42"]),
+        ("RUNNING", [], []),  # it would begin again
+        ("COMPLETING", ["--ckpt.load_enable"], []),  # scancel
+    ],
+)
+def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted_and_is_requeued(
+    slurm: dict[str, str], state: str, flags: list[str], requeued: list[str]
+) -> None:
     done = subprocess.run(
-        ["bash", SLURM, "python", "-m", "x"],
-        env=slurm | {"PREEMPTED": "1"},
+        ["bash", SLURM, "python", "-m", "x", *flags],
+        env=slurm | {"PREEMPTED": "1", "STATE": state},
         timeout=60,
         check=False,
         capture_output=True,
@@ -212,6 +225,7 @@ def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted(slurm: dict[st
     (saved,) = [line for line in log if "rlhf-stack checkpoint" in line]
     command = saved.partition("in image ")[2].partition(" token=")[0]
     known(command)
+    assert [line for line in log[log.index(saved) :] if line.startswith("requeue")] == requeued
     assert sorted(line for line in log[log.index(saved) :] if line.endswith("ended")) == [
         "one: ended",
         "two: ended",

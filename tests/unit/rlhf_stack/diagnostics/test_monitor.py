@@ -125,6 +125,9 @@ def test_the_dashboard_uses_only_exported_metrics() -> None:
     queries = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
     names = {name for text in queries for name in re.findall(r"\bray_\w+", text)}
     assert names == {f"ray_{name}" for name in METRICS}
+    grouped = {found for text in queries for found in re.findall(r"by \((\w+)\) \(ray_(\w+)\)", text)}
+    assert grouped
+    assert grouped <= {(label, name) for name, (_, label) in METRICS.items()}, "a label that no metric has"
 
 
 @pytest.mark.parametrize(
