@@ -66,7 +66,9 @@ def test_a_seed_repeats_a_run_digit_by_digit(train):
     runs = [train("separate", (2, 2), 3, SECONDS, **{env_vars.REPEATABLE: "1"}) for _ in range(2)]
     learned = []
     for run in runs:
-        assert_trained(run, steps=3, backend="gloo", engines=2 if version("openrlhf") == "0.5.1" else 1)
+        assert_trained(
+            run, steps=3, backend="gloo", engines=2 if version("openrlhf").startswith("0.5.1") else 1
+        )
         learned.append([(event["reward"], event["policy_loss"]) for event in run.of("step")])
     assert learned[0] == learned[1]
     assert len(set(learned[0])) == 3, "the steps differ, so that equal runs show something"
