@@ -16,6 +16,7 @@ from rlhf_stack.compat import ray_private
 from rlhf_stack.lazy import ray
 
 KEPT = 8  # results of this actor: more than the calls that it gets before Ray repeats an earlier one
+REPEATED = "_rlhf_stack_repeated"  # an attribute of a decorated method
 WHILE_IT_LIVES = -1  # Ray repeats a call until it knows that the actor is dead
 
 _outcomes: OrderedDict[str, tuple[Any, BaseException | None]] = OrderedDict()  # by Ray's id of a call
@@ -88,7 +89,12 @@ def idempotent(method: Any) -> Any:
 
 
 def repeated(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Decorate an asynchronous method of an actor: Ray repeats its calls, and each is executed once."""
+    """Decorate an asynchronous method of an actor: Ray repeats its calls, and each is executed once.
+
+    A method that is decorated already is returned: Ray makes a subclass of an actor's class.
+    """
+    if hasattr(method, REPEATED):
+        return method
     method = ray.method(max_task_retries=WHILE_IT_LIVES)(method)
 
     @functools.wraps(method)
@@ -97,6 +103,7 @@ def repeated(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., A
 
         return await execute_async(method, arguments, options)
 
+    setattr(answered, REPEATED, True)
     return answered
 
 

@@ -29,8 +29,19 @@ def join_engines(trainer: Any) -> None:
         call("join_weight_group", host, port, 1 + index * size, world, backend)
         for index, call in enumerate(_calls(trainer.vllm_engines))
     ]
-    trainer._model_update_group = create_group(host, port, 0, world, devices.current_device(), backend)
+    try:
+        group = create_group(host, port, 0, world, devices.current_device(), backend)
+    except SyncError:
+        _raise_engine_error(references)
+        raise
+    trainer._model_update_group = group
     wait_for_engine_results(references, WHAT)
+
+
+def _raise_engine_error(references: Sequence[Any]) -> None:
+    """Raise the error of an engine that could not join, if one has reported it: it is the cause."""
+    for reference in ray.wait(list(references), num_returns=len(references), timeout=0)[0]:
+        wait_for_engine_results([reference], WHAT)
 
 
 def join_workers_of_same_gpus(trainer: Any) -> None:

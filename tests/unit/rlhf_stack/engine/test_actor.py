@@ -58,6 +58,12 @@ def test_ray_repeats_calls_of_upstreams_methods_and_ours(monkeypatch: pytest.Mon
     assert method.call_count == len(
         {"sleep", "where", "leave_weight_group", "needs_weights", "call_workers_of"}
     )
+
+    class OfRay(Engine):
+        """As Ray makes one of each actor's class."""
+
+    assert OfRay.where is Engine.where
+    assert OfRay.sleep is Engine.sleep
     assert hasattr(Engine.where, "__wrapped__")
     assert not hasattr(Engine.generate_responses, "__wrapped__")
     assert not hasattr(Engine.receive_weights, "__wrapped__"), "a restarted engine must not execute it"
