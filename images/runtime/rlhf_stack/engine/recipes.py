@@ -102,9 +102,10 @@ def replace(index: int) -> Any | None:
         max_restarts=env_vars.engine_restarts(),
     )
     entry |= {"name": unique, "addresses": pinned_addresses(group, bundles)}
-    gcs_kv.put_record(_key(index), entry)
+    handle = actor.remote(**arguments)
+    gcs_kv.put_record(_key(index), entry)  # afterwards: another process gets the actor by this name
     run_log.warning(f"engine {index} moves to {', '.join(sorted(set(entry['addresses'])))}")
-    return actor.remote(**arguments)
+    return handle
 
 
 def _key(index: int) -> str:
