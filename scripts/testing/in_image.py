@@ -126,6 +126,8 @@ def run_suite(
             executed.chmod(0o666)
             halves.lend(cell, executed.with_name(KNOWN), run.again)
         code = _run_in_container(client, cell, run, setting, Path(results))
+        if code:
+            print(f"{run.suite}: pytest ended with exit code {code}", flush=True)
         tally.add(Path(results, "junit.xml"), code)
         if marks:
             tally.add_marks(marks, executed)

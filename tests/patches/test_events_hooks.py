@@ -38,7 +38,7 @@ class Actor(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):
     async def sleep(self):
         pass
 
-    def where(self):
+    async def where(self):
         return [{"node_id": "the node"}]
 
 
