@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_stack.accelerator import rocm, visible_devices
+from rlhf_stack.accelerator import nvidia, rocm, visible_devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max"))
 CGROUP_USES = (Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"), Path("/sys/fs/cgroup/memory.current"))
 # Addresses for documentation: the kernel selects the outgoing interface for them, and nothing is sent.
@@ -122,7 +121,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     if env_vars.accelerator() == "cpu":
         return None
     kind: visible_devices.Kind = "rocm" if rocm.is_rocm() else "cuda"
-    count = rocm.count() if kind == "rocm" else sum(1 for _ in NVIDIA_GPUS.glob("*"))
+    count = rocm.count() if kind == "rocm" else nvidia.count()
     return tuple(visible_devices.visible_gpus(environment, kind, count)) if count else None
 
 

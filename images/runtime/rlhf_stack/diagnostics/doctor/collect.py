@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from rlhf_stack.accelerator import rocm
+from rlhf_stack.accelerator import nvidia, rocm
 from rlhf_stack.cleanup import process_table, stale_resources
 from rlhf_stack.cleanup.process_table import Process
 from rlhf_stack.compat import attention_provider, deepspeed_ops
@@ -39,7 +39,6 @@ from rlhf_stack.diagnostics.host_check import nvidia_driver
 SMI_SECONDS = 10.0
 PORTS = (6379, 8265, 10001)
 SHM = Path("/dev/shm")  # noqa: S108  (the location of Ray's objects)
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([\d.]+)", re.MULTILINE)
 ENGINE_LIBRARY = "VLLM_NCCL_SO_PATH"
 TRAINER_LIBRARIES = ("nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2", "torch/lib/librccl.so")
@@ -78,7 +77,7 @@ def collect_facts() -> NodeFacts:
         ),
         gpu_processes=gpu_processes,
         rdma=collect_rdma(),
-        gpu_report=collect_gpu_report(_nvidia_gpus()),
+        gpu_report=collect_gpu_report(nvidia.count()),
         attention=attention_provider.provider(),
         expected_missing=bool(missing) and image.stand_in_defaults().get(ENGINE_LIBRARY) == missing,
     )
@@ -131,11 +130,7 @@ def _built_for() -> str:
 
 def _gpus() -> int:
     """The number of GPUs of this machine, including hidden ones."""
-    return _nvidia_gpus() or rocm.kernel_count()
-
-
-def _nvidia_gpus() -> int:
-    return sum(1 for _ in NVIDIA_GPUS.iterdir()) if NVIDIA_GPUS.is_dir() else 0
+    return nvidia.count() or rocm.kernel_count()
 
 
 def _gpu_processes(seen: set[int]) -> tuple[GpuProcess, ...]:

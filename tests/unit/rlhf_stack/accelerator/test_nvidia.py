@@ -1,0 +1,33 @@
+"""rlhf_stack.accelerator.nvidia, with stand-ins for NVML and for the driver's files."""
+
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from rlhf_stack.accelerator import nvidia
+
+
+@pytest.fixture(autouse=True)
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with three GPUs."""
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(nvidia, "DRIVER_GPUS", tmp_path)
+
+
+def test_a_container_has_the_gpus_that_nvml_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = MagicMock(**{"nvmlDeviceGetCount.return_value": 2})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert nvidia.count() == 2
+    nvml.nvmlShutdown.assert_called_once_with()
+
+
+@pytest.mark.parametrize("nvml", [None, MagicMock(**{"nvmlInit.side_effect": OSError("no driver")})])
+def test_without_nvml_the_drivers_files_are_counted(
+    monkeypatch: pytest.MonkeyPatch, nvml: MagicMock | None, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert nvidia.count() == 3
+    monkeypatch.setattr(nvidia, "DRIVER_GPUS", tmp_path / "no-driver")
+    assert nvidia.count() == 0
