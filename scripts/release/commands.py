@@ -84,13 +84,17 @@ def publish(
         str, typer.Argument(metavar="REGISTRY/REPO", help="Such as ghcr.io/you/rlhf-stacks.")
     ],
     cells: Annotated[
-        list[str] | None, typer.Option("--cell", metavar="CELL", help="A cell id [all cells].")
+        list[str] | None, typer.Option("--cell", metavar="CELL", help="A cell id [all cells that are built from public packages].")
     ] = None,
 ) -> int:
     """Push the tested images of cells to a registry."""
     matrix = load()
-    chosen = [find(matrix, name) for name in dict.fromkeys(cells)] if cells else expand(matrix)
-    return publish_cells(repository, chosen)
+    if cells:
+        return publish_cells(repository, [find(matrix, name) for name in dict.fromkeys(cells)])
+    code = publish_cells(repository, [cell for cell in expand(matrix) if not cell.sources])
+    omitted = ", ".join(cell.id for cell in expand(matrix) if cell.sources)
+    print(f"without --cell not published, since packages of AMD are needed to build them: {omitted}")
+    return code
 
 
 def add_certificate(

@@ -10,7 +10,7 @@ from scripts.errors import UserError
 from scripts.locks import preflight
 from scripts.matrix.load import Cell, find, load
 from scripts.matrix.suites import SUITES
-from scripts.testing import demo, in_image, known_bad, on_host, plans, side_by_side
+from scripts.testing import demo, in_image, known_bad, older_image, on_host, plans, side_by_side
 from scripts.testing.cluster import sweep
 
 PYTEST_SUITES = [name for name, suite in SUITES.items() if suite.place != "command"]
@@ -51,11 +51,14 @@ def run_test(
     arguments = list(words or ())
     named = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     cell, client = _cell(named), connect()
-    if SUITES[suite].place == "host":
-        if tag or derived:
-            raise UserError(f"--tag and --derived are for suites inside the image, which {suite} is not")
-        return on_host.run_suite(client, cell, suite, arguments, again)
+    on_the_host = SUITES[suite].place == "host"
+    if on_the_host and (tag or derived):
+        raise UserError(f"--tag and --derived are for suites inside the image, which {suite} is not")
     image = in_image.local_image(client, cell, tag)
+    if tag is None and (older := older_image.warning(cell, client.images.get(image).labels)):
+        print(older, flush=True)
+    if on_the_host:
+        return on_host.run_suite(client, cell, suite, arguments, again)
     sweep(client)
     run = in_image.Run(suite, image, tag or cell.tag, derived, tuple(arguments), again)
     return in_image.run_all(client, cell, run)

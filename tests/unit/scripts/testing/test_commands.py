@@ -11,7 +11,7 @@ from scripts.errors import UserError
 from scripts.locks import preflight
 from scripts.matrix.load import load
 from scripts.matrix.model import PLAIN_INDEX
-from scripts.testing import commands, demo, on_host, plans
+from scripts.testing import commands, demo, older_image, on_host, plans
 
 DEFAULT, OTHER = load().default, "ray2.9.3-vllm0.4.2-cpu"
 
@@ -25,8 +25,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str]]]:
         runs.append((cell.id, suite, [*arguments, *(["again"] if again else [])]))
         return 1
 
-    monkeypatch.setattr(commands, "connect", lambda: None)
+    monkeypatch.setattr(commands, "connect", MagicMock)
     monkeypatch.setattr(on_host, "run_suite", run_suite)
+    monkeypatch.setattr(older_image, "warning", lambda *_: None)
     monkeypatch.setattr(preflight, "_finds", lambda *_, **__: False)
     return runs
 
