@@ -84,7 +84,10 @@ def publish(
         str, typer.Argument(metavar="REGISTRY/REPO", help="Such as ghcr.io/you/rlhf-stacks.")
     ],
     cells: Annotated[
-        list[str] | None, typer.Option("--cell", metavar="CELL", help="A cell id [all cells that are built from public packages].")
+        list[str] | None,
+        typer.Option(
+            "--cell", metavar="CELL", help="A cell id [all cells that are built from public packages]."
+        ),
     ] = None,
 ) -> int:
     """Push the tested images of cells to a registry."""

@@ -29,7 +29,7 @@ def warning(cell: Cell, labels: Mapping[str, str], root: Path = ROOT) -> str | N
 
 
 def changed_since(commit: str, folders: Sequence[str], root: Path) -> list[str]:
-    """Return the files below ``folders`` that differ from ``commit``; none if git does not know the commit."""
+    """Return the files below ``folders`` that differ from ``commit``, none if git does not know it."""
     command = ["git", "diff", "--name-only", "-z", commit, "--", *folders]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     return [name for name in done.stdout.split("\0") if name] if done.returncode == 0 else []
