@@ -1,11 +1,13 @@
 """The supervision of a run by `rlhf-stack submit --restarts`: its state, its signals and its final table."""
 
 import hashlib
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import SequenceMatcher
 from types import FrameType
 from typing import Any
 
@@ -22,7 +24,14 @@ from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.job import Ended
 from rlhf_stack.recovery.ray_cluster import RayCluster
-from rlhf_stack.recovery.supervisor import Limits, State, Supervisor, read_state
+from rlhf_stack.recovery.supervisor import (
+    Limits,
+    State,
+    Supervisor,
+    last_saved,
+    read_state,
+    words_to_continue,
+)
 from rlhf_stack.telemetry.run_log import messages
 
 TERMINATED = 128 + signal.SIGTERM
@@ -41,19 +50,19 @@ class Supervision:
         assess: Callable[[Sequence[str]], list[str]],
         environment: Callable[[], dict[str, Any]],
     ) -> None:
-        self._server, self._address, self._limits = server, address, limits
-        self._run, self._checkpoints = checkpoints_of(words)
+        self._server, self._address, self._words, self._limits = server, address, words, limits
+        run, checkpoints = checkpoints_of(words)
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
         self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes)
         kept = self._cluster.recall()
-        began = 0.0 if self._checkpoints.loads else time.time()
+        began = 0.0 if checkpoints.loads else time.time()
         self._state = read_state(kept) if kept else State(list(words), began)
         if self.follows_a_job:
             messages.info(f"this run is job {self._state.job}: following it")
-        if limits.restarts and not self._checkpoints.every:
+        if limits.restarts and not checkpoints.every:
             messages.warning(
                 "the run saves no checkpoints, so each restart repeats all of it: "
-                f"set {'--save_steps' if self._run.flat else '--ckpt.save_steps'}"
+                f"set {'--save_steps' if run.flat else '--ckpt.save_steps'}"
             )
 
     @property
@@ -71,7 +80,7 @@ class Supervision:
 
         Ctrl-C and SIGTERM stop its job, after a checkpoint if the limits have a grace time.
         """
-        supervisor = Supervisor(self._cluster, self._run, self._checkpoints, self._limits, self._state, write)
+        supervisor = Supervisor(self._cluster, checkpoints_of, self._limits, self._state, write)
         try:
             with _terminated_as_exception():
                 return supervisor.supervise()
@@ -111,20 +120,36 @@ class Supervision:
 
     def _select(self) -> None:
         """Let the run load the last complete checkpoint, also if it was stopped while it saved another."""
-        saved = max(self._checkpoints.complete_steps(self._state.began), default=0)
+        _, checkpoints = checkpoints_of(self._state.words)
+        saved = last_saved(checkpoints, self._state)
         if not saved:
             messages.info("the run has no complete checkpoint")
             return
-        for path in self._checkpoints.select(saved, self._state.began):
+        for path in checkpoints.select(saved, self._state.began):
             messages.info(f"an incomplete checkpoint was set aside: {path}")
-        flag = self._checkpoints.load_flag
-        messages.info(f"the same command with {flag} continues from the checkpoint of step {saved}")
+        words = words_to_continue(checkpoints, self._state, saved)
+        changes = described_changes(self._words, words)
+        messages.info(f"the same command{changes} continues from the checkpoint of step {saved}")
 
     def _forget(self) -> None:
         try:
             self._cluster.remember({})
         except (UserError, OSError, RuntimeError):  # the head has ended, and its GCS with it
             return
+
+
+def described_changes(before: Sequence[str], after: Sequence[str]) -> str:
+    """Return which words a command line has in addition, or with other values, and which it lacks."""
+    more: list[str] = []
+    less: list[str] = []
+    for kind, begin, end, start, stop in SequenceMatcher(None, before, after, False).get_opcodes():
+        if kind in ("insert", "replace"):
+            is_value = not after[start].startswith("-")
+            more += after[start - is_value : stop]
+        elif kind == "delete":
+            less += before[begin:end]
+    with_more, without = (f" with {shlex.join(more)}" if more else ""), f" without {shlex.join(less)}"
+    return with_more + (without if less else "")
 
 
 def confirmed_causes(output: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, Run, run_of
+from rlhf_stack.recovery import universal
 
 TAG = re.compile(r"global_step(\d+)")
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
@@ -77,6 +78,10 @@ class Checkpoints:
             unfinished.rename(self._of(role) / LATEST)
         return moved
 
+    def convert(self, step: int) -> None:
+        """Convert the checkpoint of ``step`` of each role into a universal one, see `universal.convert`."""
+        universal.convert([self._of(role) for role in self.ranks], step)
+
     def obstacles(self) -> list[str]:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
 
@@ -97,11 +102,11 @@ class Checkpoints:
             files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
             saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
             if saved and saved != ranks:
-                universal = "" if self.universal is None else f"{CONVERT}, "
+                convert = "" if self.universal is None else f"{CONVERT}, "
                 found.append(
                     f"the checkpoint {tag} in {self._of(role)} has the optimizer's state of {saved} ranks, "
                     f"and {role} has {ranks} in this run, for which DeepSpeed does not load it: "
-                    f"{self._if_interrupted() if saved < ranks else ''}give {role} {saved} ranks, {universal}"
+                    f"{self._if_interrupted() if saved < ranks else ''}give {role} {saved} ranks, {convert}"
                     f"or leave out {self.load_flag} and start from a saved model"
                 )
         return found
@@ -138,11 +143,11 @@ def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
     parsed = command_line.parse(command_line.extract_arguments(words))
     run = run_of(parsed.release, parsed.values)
     folder, every, loads, without = _settings(run, parsed.values)
-    universal = None if run.flat else bool(parsed.values.ds.use_universal_ckpt)
+    is_universal = None if run.flat else bool(parsed.values.ds.use_universal_ckpt)
     ranks = {role.name: role.ranks for role in run.roles if role.name in (ACTOR, CRITIC)}
     flag = "--load_checkpoint" if run.flat else "--ckpt.load_enable"
     saved = 0 if without else max(0, every)
-    of_zero = run.zero.stage, run.tensor_parallel, universal
+    of_zero = run.zero.stage, run.tensor_parallel, is_universal
     return run, Checkpoints(Path(folder), ranks, saved, flag, loads, *of_zero)
 
 

@@ -14,9 +14,9 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery.attempts import FAILED, HEAD_LOST, SUCCEEDED, Attempt, excluded_nodes, why_not_again
 from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
-from rlhf_stack.recovery.engines import with_fewer_engines
 from rlhf_stack.recovery.job import Ended, HeadLostError
 from rlhf_stack.recovery.nodes import Nodes, missing
+from rlhf_stack.recovery.smaller import with_fewer_engines, with_fewer_ranks
 from rlhf_stack.telemetry import run_log
 
 POLL_SECONDS = 2.0
@@ -66,13 +66,15 @@ class Limits:
 class State:
     """The progress of a supervised run: the command line of ``job``, the attempts before it, and its nodes.
 
-    ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint.
+    ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
+    is the step whose checkpoint was converted for the present number of ranks, 0 if none was.
     """
 
     words: list[str]
     began: float
     job: str = ""
     resumed: int = 0
+    converted: int = 0
     nodes: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     readmitted: list[str] = field(default_factory=list)
@@ -97,20 +99,22 @@ def read_state(values: dict[str, Any]) -> State:
 
 
 class Supervisor:
-    """Submits ``run`` until it succeeds or must not be repeated; ``write`` prints the output of its jobs."""
+    """Submits a run until it succeeds or must not be repeated; ``write`` prints the output of its jobs.
+
+    ``describe`` returns the run of a command line and its checkpoints.
+    """
 
     def __init__(
         self,
         cluster: Cluster,
-        run: Run,
-        checkpoints: Checkpoints,
+        describe: Callable[[Sequence[str]], tuple[Run, Checkpoints]],
         limits: Limits,
         state: State,
         write: Callable[[str], None],
     ) -> None:
-        self._cluster, self._run, self._checkpoints = cluster, run, checkpoints
-        self._limits, self._write = limits, write
+        self._cluster, self._describe, self._limits, self._write = cluster, describe, limits, write
         self.state = state
+        self._run, self._checkpoints = describe(state.words)
 
     def supervise(self) -> Ended:
         """Return the final state of the last job; `GivenUpError` if another attempt cannot be placed."""
@@ -168,7 +172,7 @@ class Supervisor:
                 run_log.warning(f"the head was lost after job {ended.job} had ended: {problem}")
                 status = HEAD_LOST if status == FAILED else status
         causes = [] if ended.status == SUCCEEDED else self._cluster.known_causes(output)
-        saved = max(self._checkpoints.complete_steps(state.began), default=0)
+        saved = last_saved(self._checkpoints, state)
         found = None if ended.status == SUCCEEDED else known_bad.last_error(output)
         error = str(lost_head or "") or (found.text if found else "")
         attempt = Attempt(
@@ -180,18 +184,14 @@ class Supervisor:
         """Select the checkpoint, and wait until the cluster has room for the next attempt."""
         state, saved = self.state, self.state.attempts[-1].saved
         self._select(saved)
-        flag = self._checkpoints.load_flag
-        if saved:
-            if not self._checkpoints.loads and flag not in state.words:
-                state.words = [*state.words, flag]
-            # The run's own checkpoints are not universal ones.
-            state.words = [word for word in state.words if word != UNIVERSAL_FLAG]
+        state.words = words_to_continue(self._checkpoints, state, saved)
         state.job, state.resumed = "", saved
         run_log.info(
             f"submitting the run again, {len(state.attempts)} of {self._limits.restarts} restarts, "
             + (f"from the checkpoint of step {saved}" if saved else "from its beginning: no checkpoint")
         )
         state.words = self._placeable()
+        self._run, self._checkpoints = self._describe(state.words)
         if state.attempts[-1].status == HEAD_LOST:  # its ranks may have written until they were removed
             self._select(saved)
 
@@ -222,6 +222,10 @@ class Supervisor:
                     run_log.warning(f"continuing on {len(usable)} nodes with fewer engines")
                     state.nodes = usable
                     return words
+            if words := self._with_fewer_ranks(excluded):
+                run_log.warning(f"continuing on {len(usable)} nodes with fewer ranks of the trainer")
+                state.nodes = usable
+                return words
         if excluded and not self._look(state.words, ())[1]:
             run_log.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
             state.readmitted, state.nodes = excluded_nodes(state.attempts), list(nodes)
@@ -230,6 +234,26 @@ class Supervisor:
             f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
             f"({', '.join(usable) or 'none'}): {problems[0]}"
         )
+
+    def _with_fewer_ranks(self, excluded: Sequence[str]) -> list[str]:
+        """Return the command line with the most ranks that can be placed, its checkpoint converted for them.
+
+        Empty if there is none.
+        """
+        state, saved = self.state, self.state.attempts[-1].saved
+        load = self._checkpoints.load_flag
+        for words in with_fewer_ranks(state.words, self._run):
+            # A checkpoint is loaded once it is converted, so that it is no obstacle before.
+            bare = [word for word in words if word not in (load, UNIVERSAL_FLAG)]
+            if self._cluster.problems(bare, excluded):
+                continue
+            if not saved:
+                return words if self._checkpoints.universal else bare
+            if saved > state.converted:
+                self._checkpoints.convert(saved)
+                state.converted = saved
+            return [*bare, load, UNIVERSAL_FLAG]
+        return []
 
     def _look(self, words: Sequence[str], excluded: Sequence[str]) -> tuple[Sequence[str], list[str]]:
         """The nodes that answer, and why the run cannot be placed on them now."""
@@ -240,3 +264,18 @@ class Supervisor:
             return nodes.answering, self._cluster.problems(words, excluded)
         except UserError as error:  # the head has not been restarted yet
             return (), [str(error)]
+
+
+def last_saved(checkpoints: Checkpoints, state: State) -> int:
+    """Return the last step from which a run can continue, 0 if there is none."""
+    return max(checkpoints.complete_steps(state.began) | {state.converted})
+
+
+def words_to_continue(checkpoints: Checkpoints, state: State, saved: int) -> list[str]:
+    """Return the command line of ``state`` with the flags that load the checkpoint of step ``saved``."""
+    words = list(state.words)
+    if saved and checkpoints.load_flag not in words:
+        words.append(checkpoints.load_flag)
+    if saved > state.converted:  # the run's own checkpoints are not universal ones
+        words = [word for word in words if word != UNIVERSAL_FLAG]
+    return words

@@ -1,10 +1,13 @@
 """rlhf_stack.recovery.checkpoints: which checkpoints are complete, and what the next attempt loads."""
 
 import os
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from rlhf_stack.errors import UserError
+from rlhf_stack.recovery import universal
 from rlhf_stack.recovery.checkpoints import Checkpoints
 
 EARLIER, BEGAN, NOW = 1000.0, 2000.0, 3000.0
@@ -137,3 +140,20 @@ def test_a_run_that_has_not_saved_has_no_complete_step(tmp_path: Path) -> None:
     own = checkpoints(tmp_path / "missing", actor=2, critic=2)
     assert own.complete_steps(BEGAN) == set()
     assert own.select(0, BEGAN) == []
+
+
+def test_checkpoints_are_converted_by_deepspeed_for_each_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("actor", "critic"):
+        save(tmp_path, role, 4)
+        (tmp_path / f"_{role}" / "global_step4_universal").mkdir()
+        (tmp_path / f"_{role}" / "global_step4_universal" / "interrupted").touch()
+    program = tmp_path / "converter.py"
+    program.write_text("import sys; from pathlib import Path; Path(sys.argv[-1]).mkdir(); print(sys.argv)")
+    monkeypatch.setattr(universal, "CONVERTER", (sys.executable, str(program)))
+    checkpoints(tmp_path, actor=2, critic=2).convert(4)
+    assert [list(one.iterdir()) for one in sorted(tmp_path.glob("_*/global_step4_universal"))] == [[], []]
+    program.write_text("print('a line'); raise SystemExit('no universal information')")
+    with pytest.raises(UserError, match=r"_actor/global_step4 cannot be converted .*: no universal info"):
+        checkpoints(tmp_path, actor=2).convert(4)

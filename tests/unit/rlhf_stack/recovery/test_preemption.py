@@ -364,6 +364,20 @@ class Checkpoints:
         return [Path(f"incomplete-after-{step}")]
 
 
+@pytest.mark.parametrize(
+    ("after", "described"),
+    [
+        ("x --a 2 --b", ""),
+        ("x --a 2 --b --load", " with --load"),
+        ("x --a 1 --b --load --universal", " with --a 1 --load --universal"),
+        ("x --a 2", " without --b"),
+        ("x --a 1 --load", " with --a 1 --load"),
+    ],
+)
+def test_the_changes_of_a_command_line_are_described(after: str, described: str) -> None:
+    assert supervised.described_changes(["x", "--a", "2", "--b"], after.split()).startswith(described)
+
+
 @pytest.mark.parametrize("grace", [0.0, 30.0])
 def test_a_run_that_is_terminated_saves_within_the_grace_time_and_is_stopped(
     grace: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

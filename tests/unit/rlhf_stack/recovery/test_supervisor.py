@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from rlhf_stack.errors import UserError
-from rlhf_stack.placement.model import Engines
+from rlhf_stack.memory import Zero
+from rlhf_stack.openrlhf.run_spec import Role
+from rlhf_stack.placement.model import Engines, Group, Request
 from rlhf_stack.recovery import supervisor
 from rlhf_stack.recovery.job import Ended, HeadLostError
 from rlhf_stack.recovery.nodes import Nodes
@@ -17,6 +19,8 @@ from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervis
 ALL = Nodes(("a", "b", "c"), ())
 DEAD = "PeerError: rank 1 is dead"
 WORDS = ["train", "--vllm.num_engines", "2"]
+RANKS = [*WORDS, "--actor.num_nodes", "3"]
+UNIVERSAL = "--ds.use_universal_ckpt"
 
 
 class Saved:
@@ -27,6 +31,7 @@ class Saved:
     def __init__(self, steps: Sequence[int]) -> None:
         self.steps = list(steps)
         self.selected: list[int] = []
+        self.converted: list[int] = []
 
     def complete_steps(self, since: float) -> set[int]:
         return {self.steps.pop(0)} - {0}
@@ -34,6 +39,9 @@ class Saved:
     def select(self, step: int, since: float) -> list[Path]:
         self.selected.append(step)
         return []
+
+    def convert(self, step: int) -> None:
+        self.converted.append(step)
 
 
 class Faulty:
@@ -48,7 +56,8 @@ class Faulty:
     def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
         """Two engines need all nodes, one needs one node less."""
         usable = set(self._now.answering) - set(excluded)
-        fits = len(usable) >= self._needs - ("1" in words)
+        ranks = int(words[words.index("--actor.num_nodes") + 1]) if "--actor.num_nodes" in words else 0
+        fits = len(usable) >= self._needs + ranks - (words[2] == "1")
         return [] if fits else ["a GPU is missing"]
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
@@ -93,9 +102,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def supervise(
     cluster: Faulty, steps: Sequence[int], limits: Limits, state: State | None = None
 ) -> tuple[Ended, State, Saved]:
-    run: Any = SimpleNamespace(request=SimpleNamespace(engines=Engines(2, 1)))
     saved: Any = Saved(steps)
-    one = Supervisor(cluster, run, saved, limits, state or State(list(WORDS), 1.0), lambda _: None)
+
+    def describe(words: Sequence[str]) -> tuple[Any, Any]:
+        nodes = int(words[words.index("--actor.num_nodes") + 1]) if "--actor.num_nodes" in words else 1
+        request = Request((Group("actor", nodes, 1),), Engines(2, 1))
+        role = Role("actor", "actor", nodes, "", True, False)
+        saved.universal = UNIVERSAL in words
+        return SimpleNamespace(
+            request=request, roles=(role,), flat=False, zero=Zero(2, 1), tensor_parallel=1
+        ), saved
+
+    one = Supervisor(cluster, describe, limits, state or State(list(WORDS), 1.0), lambda _: None)
     return one.supervise(), one.state, saved
 
 
@@ -145,8 +163,7 @@ def test_a_universal_checkpoint_is_loaded_until_the_run_has_saved_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Saved, "loads", True)
-    monkeypatch.setattr(Saved, "universal", True)
-    words, cluster = [*WORDS, "--load", "--ds.use_universal_ckpt"], Faulty([DEAD, "OSError: other", "ok"])
+    words, cluster = [*WORDS, "--load", UNIVERSAL], Faulty([DEAD, "OSError: other", "ok"])
     _, _, saved = supervise(cluster, [0, 5, 9], Limits(3), State(list(words), 0.0))
     assert [one for one, _ in cluster.submitted] == [words, words, [*WORDS, "--load"]]
     assert saved.selected == [5], "the folder of the universal checkpoint was set aside"
@@ -172,6 +189,39 @@ def test_fewer_engines_are_used_when_a_node_stays_lost_and_that_is_allowed() -> 
     _, state, _ = supervise(cluster, [4, 9], Limits(3, min_nodes=2))
     assert cluster.submitted[1][0] == ["train", "--vllm.num_engines", "1", "--load"]
     assert state.nodes == ["a", "b"]
+
+
+def test_fewer_ranks_load_a_converted_checkpoint_until_they_have_saved_their_own() -> None:
+    """Three ranks and two engines on five nodes, of which two are lost for good, and then another one."""
+    five, three, two = (Nodes(tuple("abcde"[:count]), ()) for count in (5, 3, 2))
+    cluster = Faulty([DEAD, DEAD, "OSError: x", "ok"], [five, *[three] * 5, two], needs=2)
+    limits, state = Limits(3, min_nodes=2, seconds=0.0), State(list(RANKS), 1.0)
+    _, _, saved = supervise(cluster, [4, 0, 7, 9], limits, state)
+
+    def words(ranks: int) -> list[str]:
+        return ["train", "--vllm.num_engines", "1", "--actor.num_nodes", str(ranks), "--load", UNIVERSAL]
+
+    assert [one for one, _ in cluster.submitted] == [RANKS, words(2), words(2), words(1)]
+    assert saved.converted == [4, 7]
+    assert saved.selected == [4, 4, 7]
+    assert [(one.resumed, one.saved) for one in state.attempts] == [(0, 4), (4, 4), (4, 7), (7, 9)]
+
+
+def test_their_own_checkpoint_is_not_universal() -> None:
+    cluster = Faulty(
+        [DEAD, "OSError: x", "ok"], [Nodes(tuple("abcde"), ()), Nodes(tuple("abc"), ())], needs=2
+    )
+    _, _, saved = supervise(cluster, [4, 7, 9], Limits(3, min_nodes=2, seconds=0.0), State(list(RANKS), 1.0))
+    second, third = (words for words, _ in cluster.submitted[1:])
+    assert third == [word for word in second if word != UNIVERSAL]
+    assert saved.converted == [4]
+
+
+def test_fewer_ranks_begin_again_if_there_is_no_checkpoint() -> None:
+    cluster = Faulty([DEAD, "ok"], [Nodes(tuple("abcde"), ()), Nodes(tuple("abc"), ())], needs=2)
+    _, _, saved = supervise(cluster, [0, 9], Limits(3, min_nodes=2), State(list(RANKS), 1.0))
+    assert cluster.submitted[1][0] == ["train", "--vllm.num_engines", "1", "--actor.num_nodes", "2"]
+    assert saved.converted == []
 
 
 @pytest.mark.parametrize("least", [None, 3])

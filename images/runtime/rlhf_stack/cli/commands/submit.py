@@ -16,11 +16,11 @@ warning. Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job sto
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
 rank and role, and adds the flag that loads it. With --min-nodes M it then continues on M nodes or more, with
-fewer engines if it must. A node that was lost twice is used again only if the run has no other place. What
-would fail again is not repeated: a rejected command line, a known cause that the installed versions confirm,
-memory that ran out before the first checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM
-stop the job. If this process is killed the job continues; the same command follows it again, unless the head
-was restarted.
+fewer engines if it must, or with fewer ranks of the trainer, for which it converts the checkpoint. A node
+that was lost twice is used again only if the run has no other place. What would fail again is not repeated: a
+rejected command line, a known cause that the installed versions confirm, memory that ran out before the first
+checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM stop the job. If this process is
+killed the job continues; the same command follows it again, unless the head was restarted.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 

@@ -1,0 +1,35 @@
+"""Conversion of a checkpoint of DeepSpeed, so that another number of ranks can load it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf_stack.errors import UserError
+from rlhf_stack.telemetry import run_log
+
+CONVERTER = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state")
+
+
+def convert(folders: Iterable[Path], step: int) -> None:
+    """Convert the checkpoints of ``step`` in ``folders``, one for each role, by DeepSpeed's own program.
+
+    Each folder then has ``global_stepN_universal`` and a ``latest_universal`` that names it. `UserError` with
+    the program's last line if it fails. Source: ``deepspeed/checkpoint/ds_to_universal.py``.
+    """
+    for folder in folders:
+        tag = folder / f"global_step{step}"
+        converted = folder / f"{tag.name}_universal"
+        run_log.info(f"converting {tag} for another number of ranks")
+        shutil.rmtree(converted, ignore_errors=True)  # what an interrupted conversion left
+        done = subprocess.run(
+            [*CONVERTER, "--input_folder", str(tag), "--output_folder", str(converted)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+            raise UserError(f"{tag} cannot be converted for another number of ranks: {last}")

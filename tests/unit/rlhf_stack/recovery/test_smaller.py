@@ -1,0 +1,69 @@
+"""rlhf_stack.recovery.smaller: command lines with fewer engines or ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_stack.memory import Zero
+from rlhf_stack.openrlhf.run_spec import Role
+from rlhf_stack.placement.model import Engines, Group, Request
+from rlhf_stack.recovery.smaller import with_fewer_engines, with_fewer_ranks
+
+
+def run(count: int, shares: str | None = None) -> Any:
+    return SimpleNamespace(request=SimpleNamespace(engines=Engines(count, 2, shares)))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["x", "--vllm.num_engines", "3", "y"], ["x", "--vllm.num_engines", "2", "y"]),
+        (["--vllm_num_engines=3"], ["--vllm_num_engines=2"]),
+    ],
+)
+def test_engines_are_left_out_one_after_the_other(words: list[str], expected: list[str]) -> None:
+    first, second = with_fewer_engines(words, run(3))
+    assert first == expected
+    assert second == [word.replace("2", "1") for word in expected]
+
+
+def test_the_last_engine_and_engines_on_the_gpus_of_the_trainer_stay() -> None:
+    words = ["--vllm.num_engines", "1"]
+    assert list(with_fewer_engines(words, run(1))) == []
+    assert list(with_fewer_engines(words, run(4, shares="actor"))) == []
+
+
+def trained(nodes: dict[str, int], engines: Engines | None, **changed: Any) -> Any:
+    """A run whose roles each have a group of their own, with two GPUs on each node."""
+    roles = tuple(Role(name, name, 2 * count, "", True, False) for name, count in nodes.items())
+    request = Request(tuple(Group(name, count, 2) for name, count in nodes.items()), engines)
+    values = {"flat": False, "tensor_parallel": 1, "zero": Zero(2, 1)} | changed
+    return SimpleNamespace(roles=roles, request=request, **values)
+
+
+def test_roles_lose_nodes_and_then_engines_those_of_their_own() -> None:
+    words = ["x", "--actor.num_nodes=3", "--ref.num_nodes", "2", "--vllm.num_engines", "2"]
+    found = [" ".join(one) for one in with_fewer_ranks(words, trained({"actor": 3, "ref": 2}, Engines(2, 1)))]
+    assert found == [
+        f"x --actor.num_nodes={nodes} --ref.num_nodes {nodes} --vllm.num_engines {engines}"
+        for nodes in (2, 1)
+        for engines in (2, 1)
+    ]
+
+
+def test_engines_on_the_gpus_of_the_trainer_fill_those_that_are_left() -> None:
+    words = ["x", "--actor.num_nodes", "4", "--vllm.num_engines", "2"]
+    found = with_fewer_ranks(words, trained({"actor": 4}, Engines(2, 4, "actor")))
+    assert [" ".join(one) for one in found] == ["x --actor.num_nodes 2 --vllm.num_engines 1"]
+
+
+@pytest.mark.parametrize("changed", [{"flat": True}, {"tensor_parallel": 2}, {"zero": Zero(0, 1)}])
+def test_a_trainer_whose_checkpoint_fits_no_other_number_of_ranks_keeps_them(changed: dict[str, Any]) -> None:
+    words = ["x", "--actor.num_nodes", "2", "--vllm.num_engines", "1"]
+    assert list(with_fewer_ranks(words, trained({"actor": 2}, Engines(1, 1), **changed))) == []
+
+
+def test_a_trainer_on_one_node_and_without_engines() -> None:
+    assert list(with_fewer_ranks(["x"], trained({"actor": 1}, None))) == []
+    words = ["x", "--actor.num_nodes", "2"]
+    assert list(with_fewer_ranks(words, trained({"actor": 2}, None))) == [["x", "--actor.num_nodes", "1"]]
