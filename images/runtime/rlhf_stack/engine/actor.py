@@ -39,6 +39,7 @@ class _EngineState:
 
     _meter: Meter
     _sync_error: str | None = None
+    _groups_left = 0  # sync groups: the error of a former one does not count
     weight_version = 0
     _mixed = 0  # answers since the last sync that began with the weights of an earlier version
     _last_mixed = 0
@@ -89,10 +90,12 @@ class AsyncEngineMixin(_EngineState):
         Returns each worker's report (``ranks``), the ``work`` since the last sync, and how many answers of
         that time are ``mixed``: they began with the weights of another version than they ended with.
         """
+        group = self._groups_left
         try:
             ranks = await self.call_workers("receive_weights", parameters, limit, encoding)
         except Exception as error:
-            self._sync_error = str(error)
+            if group == self._groups_left:
+                self._sync_error = str(error)
             raise
         self.weight_version = version
         self._last_mixed, self._mixed = self._mixed, 0
@@ -109,6 +112,7 @@ class AsyncEngineMixin(_EngineState):
     async def leave_weight_group(self) -> None:
         """Leave the sync group, which is formed again; the error of its last sync no longer counts."""
         self._sync_error = None
+        self._groups_left += 1
         await self.call_workers("leave_weight_group")
 
     async def sync_error(self) -> str | None:

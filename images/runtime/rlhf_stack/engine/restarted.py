@@ -73,9 +73,9 @@ def backoff(number: int) -> float:
     return min(LONGEST_BACKOFF, BACKOFF_SECONDS * 2.0 ** (number - 2)) if number > 1 else 0.0
 
 
-def total(job: str) -> int:
-    """Return how often the engines of Ray job ``job`` were restarted, all together."""
-    return sum(int(record["restarts"]) for record in gcs_kv.list_records(_key(job)))
+def counts(job: str) -> dict[int, int]:
+    """Return how often each engine of Ray job ``job`` was restarted, by its index."""
+    return {int(record["engine"]): int(record["restarts"]) for record in gcs_kv.list_records(_key(job))}
 
 
 def needs_weights() -> bool:
@@ -121,9 +121,7 @@ def _is_permitted(job: str, engine: int, number: int) -> bool:
 
 def _restarts(job: str, engine: int) -> int:
     """Return how often ``engine`` was restarted."""
-    return max(
-        (one["restarts"] for one in gcs_kv.list_records(_key(job)) if one["engine"] == engine), default=0
-    )
+    return counts(job).get(engine, 0)
 
 
 def _key(job: str) -> str:

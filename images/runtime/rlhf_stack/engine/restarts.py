@@ -6,7 +6,7 @@ engine comes back when a place is free. This happens before a weight sync, and a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -115,7 +115,8 @@ def wait_for_restarts(engines: Any, actor_group: Any) -> None:
     if engines is None or not env_vars.engine_restarts():
         return
     team = roster.of(engines)
-    _drop_lost(team)
+    with actor_registry.translate_actor_errors("before a weight sync"):
+        team.loads()
     _recover(team, actor_group, is_group_broken=False)
 
 
@@ -132,7 +133,7 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
         _log_versions(wait_for_engine_results(received, "the engines"))
         return
     team = roster.of(engines)
-    is_repeated = False
+    is_repeated, since = False, _restarts()
     while True:
         try:
             wait_for_sync(references, engines)
@@ -142,7 +143,7 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
         except (SyncError, PeerError) as error:
             if not _have_ended(references):
                 raise
-            lost = _drop_lost(team)
+            lost = _drop_lost(team, since)
             if is_repeated and not lost:
                 raise
             reason = str(error).strip().splitlines()[-1]
@@ -152,6 +153,7 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
         _recover(team, actor_group, is_group_broken=True)
         if sleeps:
             team.ask(lambda engine: engine.wake_up.remote(tags=["weights"]), "wake_up")
+        since = _restarts()
         references = actor_group.async_run_method("broadcast_to_vllm")
     _log_versions(team.ask(lambda engine: engine.weights_received.remote(), "weights_received"))
 
@@ -169,41 +171,80 @@ def _have_ended(references: Sequence[Any]) -> bool:
     return not ray.wait(list(references), num_returns=len(references), timeout=seconds)[1]
 
 
-def _drop_lost(team: Roster) -> list[int]:
-    """Drop the engines that were lost or lack the trainer's weights; return their indices."""
+def _drop_lost(team: Roster, since: Mapping[int, int]) -> list[int]:
+    """Drop the engines that were lost or lack the trainer's weights.
+
+    Returns the indices of those that were lost since the restarts were ``since``: others lack the weights
+    because a sync after their restart has failed.
+    """
     before = set(team.lost)
-    with actor_registry.translate_actor_errors("before a weight sync"):
+    with actor_registry.translate_actor_errors("after a weight sync that failed"):
+        team.ask(lambda engine: engine.needs_weights.remote(), "needs_weights")
+        lost = set(team.lost) - before
         team.loads()
-    return sorted(set(team.lost) - before)
+    again = {index for index, number in _restarts().items() if number > since.get(index, 0)}
+    return sorted(lost | again - before)
+
+
+def _restarts() -> dict[int, int]:
+    """Return how often each engine of this run was restarted."""
+    return restarted.counts(str(ray.get_runtime_context().get_job_id()))
 
 
 def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
-    """Bring the lost engines back, and form the group again if it is broken or has other members now."""
-    begun, lost = time.monotonic(), sorted(team.lost)
-    if lost:
-        _check_total()
-    back = []
-    for index in lost:
-        with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
-            if handle := _bring_back(team, index):
-                team.put_back(index, handle)
-                back.append(index)
-    if not (is_group_broken or back or team.engines != team.grouped):
-        return
-    run_log.info(f"a new weight-sync group is formed with {len(team.engines)} engines")
-    wait_for_sync(actor_group.async_run_method("form_weight_group", team.usable), team.engines)
-    team.grouped = list(team.engines)
+    """Bring the lost engines back, and form the group again if it is broken or has other members now.
+
+    An engine that is lost meanwhile is one more to bring back.
+    """
+    begun = time.monotonic()
+    lost: set[int] = set()
+    back: set[int] = set()
+    while True:
+        lost |= set(team.lost)
+        if team.lost:
+            _check_total()
+        for index in sorted(team.lost):
+            with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
+                if handle := _bring_back(team, index):
+                    team.put_back(index, handle)
+                    back.add(index)
+        if not (is_group_broken or back or team.engines != team.grouped):
+            return
+        if _form_group(team, actor_group):
+            break
     seconds = time.monotonic() - begun
     _lost_seconds.append(seconds)
-    events.emit("recovered", lost=lost, back=back, engines=len(team.engines), seconds=seconds)
+    back -= set(team.lost)
+    events.emit("recovered", lost=sorted(lost), back=sorted(back), engines=len(team.engines), seconds=seconds)
     sync_report.set_metric("rlhf_stack_recovery_seconds", sum(_lost_seconds), "run")
+
+
+def _form_group(team: Roster, actor_group: Any) -> bool:
+    """Form the sync group of the usable engines; return False if one of them was lost meanwhile."""
+    run_log.info(f"a new weight-sync group is formed with {len(team.engines)} engines")
+    since, before = _restarts(), set(team.lost)
+    # They leave the former group here and not in the trainer: `wait_for_sync` would read their errors of it.
+    with actor_registry.translate_actor_errors("leaving the weight-sync group"):
+        team.ask(lambda engine: engine.leave_weight_group.remote(), "leave_weight_group")
+    if set(team.lost) != before:
+        return False
+    references = actor_group.async_run_method("form_weight_group", team.usable)
+    try:
+        wait_for_sync(references, team.engines)
+    except (SyncError, PeerError) as error:
+        if not (_have_ended(references) and _drop_lost(team, since)):
+            raise
+        run_log.warning(f"the weight-sync group is formed again: {str(error).strip().splitlines()[-1]}")
+        return False
+    team.grouped = list(team.engines)
+    return True
 
 
 _lost_seconds: list[float] = []  # in which this run waited for lost engines
 
 
 def _check_total() -> None:
-    total = restarted.total(str(ray.get_runtime_context().get_job_id()))
+    total = sum(_restarts().values())
     if total > (most := TOTAL * env_vars.engine_restarts()):
         raise PeerError(
             f"engines were restarted {total} times, and {most} are allowed for all together "
@@ -221,9 +262,7 @@ def _bring_back(team: Roster, index: int) -> Any | None:
     while True:
         restarted.permit(index)
         state = ray_private.handle_state(handle)
-        if state == ALIVE and _is_up(handle):
-            if recipes.sleeps(index):
-                wait_for_engine_results([handle.sleep.remote()], "sleep")
+        if state == ALIVE and _is_up(handle) and _sleeps_if_it_must(index, handle):
             return handle
         if state == DEAD:
             ray.get(handle.__ray_ready__.remote())  # raises Ray's reason
@@ -244,6 +283,16 @@ def _is_up(handle: Any) -> bool:
     try:
         ray.get(handle.__ray_ready__.remote(), timeout=POLL_SECONDS)
     except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
+        return False
+    return True
+
+
+def _sleeps_if_it_must(index: int, handle: Any) -> bool:
+    """Put an engine to sleep if it shares the trainer's GPUs; False if it was lost meanwhile."""
+    try:
+        if recipes.sleeps(index):
+            wait_for_engine_results([handle.sleep.remote()], "sleep")
+    except (SyncError, PeerError):
         return False
     return True
 

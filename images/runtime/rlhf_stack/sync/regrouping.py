@@ -9,7 +9,6 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray, torch
-from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, leave_group
 from rlhf_stack.sync.trainer import shares_gpus, uses_ray_collectives
@@ -19,9 +18,9 @@ def form_group_again(trainer: Any, engines: Mapping[int, Any]) -> None:
     """Let this rank of OpenRLHF's ``ActorPPOTrainer`` leave its group, and rank 0 form one with ``engines``,
     by their indices.
 
-    All engines must be up; those of the former group that are among them leave it first. Ranks that share
-    their GPUs with engine workers join them again at the next sync. `SyncError` if the weights are sent in a
-    way by which a restarted engine cannot receive them.
+    All engines must be up and have left the former group. Ranks that share their GPUs with engine workers
+    join them again at the next sync. `SyncError` if the weights are sent in a way by which a restarted engine
+    cannot receive them.
     """
     arguments = trainer.strategy.args
     if uses_ray_collectives(arguments):
@@ -33,10 +32,6 @@ def form_group_again(trainer: Any, engines: Mapping[int, Any]) -> None:
     if is_root:
         trainer.engine_indices, trainer.vllm_engines = list(engines), list(engines.values())
         arguments.vllm.num_engines = len(engines)
-        wait_for_engine_results(
-            [engine.leave_weight_group.remote() for engine in trainer.vllm_engines],
-            "the engines to leave the weight-sync group",
-        )
     leave_group(trainer)
     if is_root and not shares_gpus(arguments):
         join_engines(trainer)

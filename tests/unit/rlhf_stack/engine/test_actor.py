@@ -182,3 +182,31 @@ def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted
         return last, [report["mixed"] for report in reports]
 
     assert asyncio.run(run()) == ([(0, 0), (0, 1), (1, 1)], [0, 1, 0])
+
+
+def test_an_error_of_a_former_sync_group_does_not_count() -> None:
+    """A sync may end when the engine has left its group: its error is not of the next one."""
+
+    async def run() -> list[str | None]:
+        mixin, ended = actor.AsyncEngineMixin(), asyncio.Event()
+
+        async def call_workers(method: str, *_: Any) -> list[Any]:
+            if method == "receive_weights":
+                await ended.wait()
+                raise SyncError("rank 2 does not answer")
+            return []
+
+        mixin.call_workers = call_workers  # type: ignore[method-assign]
+        late = asyncio.ensure_future(mixin.receive_weights([], 1, "full", version=1))
+        await asyncio.sleep(0)
+        await mixin.leave_weight_group()
+        ended.set()
+        found = []
+        for sync in (late, mixin.receive_weights([], 1, "full", version=2)):
+            with pytest.raises(SyncError, match="rank 2"):
+                await sync
+            found.append(await mixin.sync_error())
+        await mixin.leave_weight_group()
+        return [*found, await mixin.sync_error()]
+
+    assert asyncio.run(run()) == [None, "rank 2 does not answer", None]

@@ -112,7 +112,7 @@ def test_a_restarted_engine_lacks_weights_until_it_has_received_them(
     restarted.begin("job", 1)
     restarted.begin("job", 0)
     restarted.begin("other", 0)
-    assert restarted.total("job") == 3
+    assert restarted.counts("job") == {0: 1, 1: 2}
     assert records["restarts/job/1"] == {"engine": 1, "restarts": 2}
 
 
@@ -342,7 +342,8 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
     monkeypatch.setattr(restarts, "_check_total", lambda: None)
     wait = MagicMock()
     monkeypatch.setattr(restarts, "wait_for_sync", wait)
-    lost, left = engine(unfinished_work=UnavailableError()), engine(unfinished_work=0)
+    lost = engine(unfinished_work=UnavailableError())
+    left = engine(unfinished_work=0, leave_weight_group=None)
     states[id(lost)] = "RESTARTING"
     engines, group = [lost, left], MagicMock()
     restarts.wait_for_restarts(engines, group)
@@ -374,7 +375,8 @@ def test_a_failed_sync_is_repeated(
             raise outcome
 
     monkeypatch.setattr(restarts, "wait_for_sync", wait)
-    monkeypatch.setattr(restarts, "_drop_lost", lambda _: [0] if lost else [])
+    monkeypatch.setattr(restarts, "_drop_lost", lambda *_: [0] if lost else [])
+    monkeypatch.setattr(restarts, "_restarts", dict)
     monkeypatch.setattr(restarts, "_recover", MagicMock())
     logs: dict[str, float] = {}
     monkeypatch.setattr("rlhf_stack.telemetry.events.log_with_step", logs.update)
@@ -386,6 +388,114 @@ def test_a_failed_sync_is_repeated(
         restarts.sync_weights(engines, group, sleeps=False)
         assert group.async_run_method.call_count == syncs
     assert logs == ({} if syncs is None else {"weights/version": 3, "weights/mixed_answers": 7})
+
+
+class Engine:
+    """An engine of a `FakeRun`, which is lost while it answers a call ``lost_in``, or in the trainer's."""
+
+    def __init__(self, lost_in: str = "") -> None:
+        self.number, self.has_weights, self.left = 0, True, False
+        self.lost_in = lost_in
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        answers = {
+            "unfinished_work": lambda: 0 if self.has_weights else None,
+            "leave_weight_group": self._leave,
+        }
+        return SimpleNamespace(remote=lambda *_, **__: Reference(self._answer(name, answers.get(name))))
+
+    def lose(self) -> None:
+        """Let Ray restart it."""
+        self.lost_in = ""
+        self.number, self.has_weights, self.left = self.number + 1, False, True
+
+    def _answer(self, name: str, action: Callable[[], Any] | None) -> Any:
+        if self.lost_in == name:
+            self.lose()
+            return UnavailableError(name)
+        return action() if action else (1, 0)
+
+    def _leave(self) -> None:
+        self.left = True
+
+
+class FakeRun:
+    """A run whose engines are lost as they say, and whose syncs fail as long as an engine lacks its group."""
+
+    def __init__(self, engines: Sequence[Engine], failures: int = 0) -> None:
+        self.engines, self.failures, self.calls = engines, failures, list[str]()
+
+    def async_run_method(self, name: str, *arguments: Any) -> list[Reference]:
+        self.calls.append(name)
+        return [Reference(name)]
+
+    def wait(self, references: Sequence[Reference], engines: Sequence[Engine]) -> None:
+        (name,) = [reference.result for reference in references]
+        if any(not engine.left for engine in engines) and name == "form_weight_group":
+            raise SyncError("an engine reports its error of the former group")
+        for one in engines:
+            if one.lost_in == name:
+                one.lose()
+                raise PeerError("the second engine is dead")
+        if name == "form_weight_group":
+            for one in engines:
+                one.left = False
+        elif self.failures:
+            self.failures -= 1
+            raise SyncError("a link is cut")
+        else:
+            for one in engines:
+                one.has_weights = True
+
+
+@pytest.fixture
+def recovering(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[FakeRun], None]:
+    """Sync the weights of a run, of which an engine may be lost at any time."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
+    monkeypatch.setattr("rlhf_stack.telemetry.events.log_with_step", MagicMock())
+
+    def sync(run: FakeRun) -> None:
+        monkeypatch.setattr(restarts, "_restarts", lambda: {i: e.number for i, e in enumerate(run.engines)})
+        monkeypatch.setattr(restarts, "wait_for_sync", run.wait)
+        restarts.sync_weights(list(run.engines), run, sleeps=False)
+
+    return sync
+
+
+SYNC, FORM = "broadcast_to_vllm", "form_weight_group"
+
+
+@pytest.mark.parametrize(
+    ("second", "calls"),
+    [
+        ("", [SYNC, FORM, SYNC]),
+        (FORM, [SYNC, FORM, FORM, SYNC]),
+        ("leave_weight_group", [SYNC, FORM, SYNC]),
+    ],
+)
+def test_a_second_engine_that_is_lost_during_the_recovery_is_recovered_too(
+    recovering: Callable[[FakeRun], None], second: str, calls: list[str]
+) -> None:
+    run = FakeRun([Engine(SYNC), Engine(second), Engine()])
+    recovering(run)
+    assert run.calls == calls
+    assert all(one.has_weights for one in run.engines)
+
+
+def test_the_cause_of_a_failed_sync_that_lasts_ends_the_run_after_a_restart_too(
+    recovering: Callable[[FakeRun], None],
+) -> None:
+    """The engine that was restarted lacks the weights after each failed sync, but is not lost each time."""
+    run = FakeRun([Engine(SYNC), Engine()], failures=9)
+    with pytest.raises(SyncError, match="a link is cut"):
+        recovering(run)
+    assert run.calls == [SYNC, FORM, SYNC]
 
 
 def test_a_restarted_engine_that_sleeps_starts_when_the_trainer_permits(
