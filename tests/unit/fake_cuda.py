@@ -432,7 +432,6 @@ CUDA: dict[str, Any] = {
 DISTRIBUTED: dict[str, Any] = {
     "TCPStore": GPU.store,
     "PrefixStore": lambda name, store: store.under(name),
-    "DistError": ConnectionError,
     "init_process_group": GPU.torch_group,
     "broadcast": lambda sent, src, group=None: (group or GPU.communicators[-1]).broadcast(
         sent, src, GPU.process.current

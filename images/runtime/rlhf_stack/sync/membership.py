@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
@@ -19,6 +19,8 @@ from rlhf_stack.telemetry import run_log
 DONE, FAILED, ACK = "done", "failed", " ack"
 POLL_SECONDS = 0.5
 
+Result = TypeVar("Result")
+
 
 class Members:
     """All ranks of a sync group, connected to a store that rank 0 serves at ``host``:``port``.
@@ -27,26 +29,15 @@ class Members:
     """
 
     def __init__(self, host: str, port: int, rank: int, world: int) -> None:
-        import torch.distributed as dist
-
         self.rank, self.world = rank, world
         self._host, self._port = host, port
         self._seconds = env_vars.sync_timeout()
         self._sync = 0
         self._diagnosed = False
         self._failure_query: Background[bool] | None = None
-        limit = timedelta(seconds=self._seconds)
         end = time.monotonic() + self._seconds
-        try:
-            listener = _listen(host, port) if rank == 0 else None
-            self.store = dist.TCPStore(
-                host, port, None, rank == 0, limit, wait_for_workers=False, master_listen_fd=listener
-            )
-        except dist.DistError as error:
-            raise SyncError(
-                f"weight sync, rank {rank} of {world} on {socket.gethostname()}: rank 0 (the trainer) is not "
-                f"reachable at {host}:{port} within {self._seconds:g} s ({env_vars.SYNC_TIMEOUT}): {error}"
-            ) from error
+        listener = _listen(host, port) if rank == 0 else None
+        self.store = self._connect(end, is_server=rank == 0, listener=listener)
         self.address = host if rank == 0 else _own_address(host, port)
         self.addresses = self.exchange("address", self.address, end)
 
@@ -56,17 +47,9 @@ class Members:
         Rank 0 collects the values and publishes them as one, so that the requests of a rank do not grow with
         the number of ranks.
         """
-        keys, everything = [f"{topic}/{rank}" for rank in range(self.world)], f"{topic}/all"
-        self.store.set(keys[self.rank], value)
+        keys = [f"{topic}/{rank}" for rank in range(self.world)]
         try:
-            limit = timedelta(seconds=max(0.001, end - time.monotonic()))
-            self.store.wait([everything] if self.rank else keys, limit)
-            if self.rank == 0:
-                values = [value.decode() for value in self.store.multi_get(keys)]
-                self.store.set(everything, json.dumps(values))
-                return values
-            published: list[str] = json.loads(self.store.get(everything))
-            return published
+            return self.bounded(lambda: self._exchange(topic, keys, value, end), end)
         except RuntimeError as error:
             raise SyncError(
                 f"weight sync, rank {self.rank} on {self.address}: {self._missing(keys)} within "
@@ -74,12 +57,19 @@ class Members:
                 "engine workers: look for their errors in the log"
             ) from error
 
+    def bounded(self, action: Callable[[], Result], end: float) -> Result:
+        """Return what ``action`` returns, which uses the store; RuntimeError at ``end``.
+
+        The store waits for ever for a rank 0 whose host is frozen, whatever its own timeout is.
+        """
+        running = Background(action)
+        if not running.done(max(0.0, end - time.monotonic())):
+            raise RuntimeError("the store of rank 0 (the trainer) does not answer")
+        return running.result()
+
     def connect_to_store(self) -> Any:
         """Return another connection to the store, for a backend: its waits block the connection they use."""
-        import torch.distributed as dist
-
-        limit = timedelta(seconds=self._seconds)
-        return dist.TCPStore(self._host, self._port, None, False, limit, wait_for_workers=False)
+        return self._connect(time.monotonic() + self._seconds)
 
     def separate(self, name: str) -> "Members":
         """Return the same ranks with another connection and keys of their own, under ``name``.
@@ -97,7 +87,8 @@ class Members:
     def syncing(self) -> Iterator[None]:
         """Around one sync: publishes in the store how it ended, from which other ranks diagnose a failure."""
         if self._sync:
-            self.store.delete_key(self._key(self.rank))
+            former = self._key(self.rank)
+            self._update("beginning a sync", lambda: self.store.delete_key(former))
         self._sync += 1
         self._diagnosed = False
         try:
@@ -107,7 +98,7 @@ class Members:
                 state = f"{type(error).__name__}: {error}"
                 Background(lambda: self._publish_failure(state)).done(env_vars.sync_grace())
             raise
-        self.store.set(self._key(self.rank), DONE)
+        self._update("ending a sync", lambda: self.store.set(self._key(self.rank), DONE))
 
     def wait_for_transfer(self, done: Callable[[float], bool]) -> None:
         """Wait until ``done(seconds)``, which waits at most so long, is true.
@@ -138,6 +129,44 @@ class Members:
     def describe(self, rank: int) -> str:
         """Return a rank's number and node, for logs and errors."""
         return f"rank {rank}{'' if rank else ' (the trainer)'} on {self.addresses[rank]}"
+
+    def _connect(self, end: float, is_server: bool = False, listener: int | None = None) -> Any:
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=max(0.001, end - time.monotonic()))
+        options = {"wait_for_workers": False, "master_listen_fd": listener}
+        try:
+            return self.bounded(
+                lambda: dist.TCPStore(self._host, self._port, None, is_server, limit, **options), end
+            )
+        except RuntimeError as error:
+            raise SyncError(
+                f"weight sync, rank {self.rank} of {self.world} on {socket.gethostname()}: rank 0 (the "
+                f"trainer) is not reachable at {self._host}:{self._port} within {self._seconds:g} s "
+                f"({env_vars.SYNC_TIMEOUT}): {error}"
+            ) from error
+
+    def _exchange(self, topic: str, keys: list[str], value: str, end: float) -> list[str]:
+        everything = f"{topic}/all"
+        self.store.set(keys[self.rank], value)
+        limit = timedelta(seconds=max(0.001, end - time.monotonic()))
+        self.store.wait([everything] if self.rank else keys, limit)
+        if self.rank == 0:
+            values = [value.decode() for value in self.store.multi_get(keys)]
+            self.store.set(everything, json.dumps(values))
+            return values
+        published: list[str] = json.loads(self.store.get(everything))
+        return published
+
+    def _update(self, what: str, action: Callable[[], Any]) -> None:
+        """Let ``action`` update the store, within the deadline of a sync."""
+        try:
+            self.bounded(action, time.monotonic() + self._seconds)
+        except RuntimeError as error:
+            raise SyncError(
+                f"weight sync, {self.describe(self.rank)}, {what}: {self._unresponsive([0])} "
+                f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {error})"
+            ) from error
 
     def _has_failed(self) -> bool:
         """Return whether a rank has published a failure; False while the store (rank 0) does not answer."""
@@ -199,9 +228,9 @@ class Members:
     def _missing(self, keys: list[str]) -> str:
         """Return which ranks have not joined, as a clause; the store ends with rank 0, which serves it."""
         try:
-            absent = set(self._absent(keys))
+            absent = set(self.bounded(lambda: self._absent(keys), time.monotonic() + env_vars.sync_grace()))
         except RuntimeError:
-            return "not every rank joined, and rank 0 has stopped waiting"
+            return "not every rank joined, and rank 0 has stopped waiting or does not answer"
         missing = [rank for rank, key in enumerate(keys) if key in absent]
         return f"ranks {missing} of {self.world} did not join"
 
