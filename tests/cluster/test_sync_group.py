@@ -136,17 +136,25 @@ def test_auto_selects_gloo_without_gpus_and_every_rank_logs_why(capfd):
     ids=lambda value: type(value).__name__,
 )
 def test_auto_selects_gloo_on_all_ranks_if_nccl_fails_on_one(monkeypatch, capfd, error, reason):
-    def failing_nccl(members, _device):
+    class Failing:
         """A substitute for an NCCL group, which needs GPUs: rank 1 cannot join, the others wait."""
-        if members.rank == 1:
-            raise error
-        members.connect_to_store().wait(["what rank 1 never sets"], timedelta(seconds=60))
+
+        def __init__(self, members, _device):
+            self._members = members
+
+        def join(self):
+            if self._members.rank == 1:
+                raise error
+            self._members.connect_to_store().wait(["what rank 1 never sets"], timedelta(seconds=60))
+
+        def close(self):
+            """There is nothing to abort."""
 
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
     monkeypatch.setattr(
         backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
     )
-    monkeypatch.setattr(backend, "_nccl", failing_nccl)
+    monkeypatch.setattr(backend, "_nccl", Failing)
 
     def exchange(rank, port):
         group = join(rank, port, "auto")
@@ -160,18 +168,20 @@ def test_auto_selects_gloo_on_all_ranks_if_nccl_fails_on_one(monkeypatch, capfd,
 
 @pytest.mark.timeout(120)
 def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
-    """The trial fails during a sync over gloo, and closes the group that it is still joining."""
+    """The trial is closed while its group joins, and fails during a sync over gloo."""
     begun, published, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Late:
+        def __init__(self, members, _device):
+            self._members = members
+
+        def join(self):
+            begun.wait(60)
+            self._members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
+            published.set()
+
         def close(self):
             closed.set()
-
-    def failing_nccl(members, _device):
-        begun.wait(60)
-        members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
-        published.set()
-        return Late()
 
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "30")
     monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 0.5)
@@ -179,7 +189,7 @@ def test_an_abandoned_nccl_trial_does_not_end_a_later_sync(monkeypatch):
     monkeypatch.setattr(
         backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
     )
-    monkeypatch.setattr(backend, "_nccl", failing_nccl)
+    monkeypatch.setattr(backend, "_nccl", Late)
 
     def exchange(rank, port):
         group = join(rank, port, "auto")

@@ -269,12 +269,16 @@ class Nccl:
 
     def __init__(self) -> None:
         self.missing, self.hangs, self.corrupts = "", False, False
+        self.hangs_in_constructor = False  # in a communicator's first operation, after all have joined
+        self.failing: dict[int, Exception] = {}  # with what a rank's attempt to join ends
         self.absent: set[int] = set()  # ranks that do not join before the test has ended
         self.joined: set[int] = set()
         self.changed, self.ended = threading.Condition(), threading.Event()
         self.wire: dict[int, Any] = {}
 
     def join(self, rank: int, world: int) -> None:
+        if rank in self.failing:
+            raise self.failing[rank]
         if rank in self.absent:
             self.ended.wait(SECONDS)
         with self.changed:
@@ -286,14 +290,21 @@ class Nccl:
 class Communicator:
     """vLLM's ``PyNcclCommunicator``, or torch's (``device`` is None); a disabled one ignores every call."""
 
-    def __init__(self, group: Any, device: int | None) -> None:
+    def __init__(self, group: Any, device: Device | None) -> None:
         alone = group.world_size == 1 and device is not None
         self.rank, self.disabled = group.rank, alone or bool(GPU.nccl.missing)
-        self.device = None if device is None else Device("cuda", device)
+        self.available = not self.disabled
+        self.device = device
         self.aborts = self._started = 0
         GPU.communicators.append(self)
-        if not self.disabled:
-            GPU.nccl.join(group.rank, group.world_size)
+        if self.disabled:
+            return
+        GPU.nccl.join(group.rank, group.world_size)
+        self.comm = object()
+        end = time.monotonic() + SECONDS
+        while GPU.nccl.hangs_in_constructor and self.available and not self.disabled:
+            assert time.monotonic() < end, "nobody aborts it"
+            time.sleep(0.01)
 
     def broadcast(self, tensor: Tensor, src: int, stream: Stream) -> None:
         if self.disabled:
@@ -317,9 +328,9 @@ class Communicator:
         stream.add(run)
 
     def destroy(self) -> None:
-        if not self.disabled:
+        if self.available and not self.disabled:
             self.aborts += 1
-            self.disabled = True
+            self.available, self.disabled = False, True
 
 
 class Gpu:
@@ -420,7 +431,7 @@ CUDA: dict[str, Any] = {
     "device_count": lambda: len(GPU.uuids),
     "is_available": lambda: bool(GPU.uuids),
     "get_device_properties": lambda index: SimpleNamespace(uuid=GPU.uuids[index]),
-    "synchronize": GPU.synchronize,
+    "synchronize": lambda _=None: GPU.synchronize(),
     "empty_cache": lambda: setattr(GPU.process, "cached", 0),
     "ipc_collect": GPU.collect,
     "memory_allocated": lambda: GPU.process.allocated,

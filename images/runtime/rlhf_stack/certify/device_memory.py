@@ -14,7 +14,7 @@ from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
 from rlhf_stack.sync.encoding import Encodings, Reach
 from rlhf_stack.sync.engine_parameters import parameter_spec
-from rlhf_stack.sync.group import Buffers
+from rlhf_stack.sync.group import Buffers, Watch, unwatched
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender
@@ -67,7 +67,7 @@ class _Loopback:
 
     release = close = finish
 
-    def syncing(self) -> AbstractContextManager[None]:
+    def syncing(self, watch: Watch = unwatched) -> AbstractContextManager[None]:  # noqa: ARG002
         """No other rank is informed."""
         return nullcontext()
 

@@ -12,7 +12,7 @@ from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
 from rlhf_stack.sync.membership import Members
-from rlhf_stack.sync.nccl import NcclGroup, TorchNcclGroup
+from rlhf_stack.sync.nccl import NcclGroup, StreamGroup, TorchNcclGroup
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +64,16 @@ def create_group(host: str, port: int, rank: int, world: int, device: Any, backe
     if backend == "auto":
         return backend_selection.select_group(members, lambda separate: _nccl(separate, device))
     if backend == "nccl" and devices.is_gpu():
-        return _nccl(members, device)
+        group = _nccl(members, device)
+        group.join()
+        return group
     if backend == "nccl" and rank == 0:
         logger.warning("weight sync uses gloo: backend nccl needs GPUs and this image has none")
     return GlooGroup(members)
 
 
-def _nccl(members: Members, device: Any) -> WeightGroup:
+def _nccl(members: Members, device: Any) -> StreamGroup:
+    """Return a group over NCCL that has not joined the other ranks."""
     from vllm.distributed import utils
 
     return (NcclGroup if hasattr(utils, "StatelessProcessGroup") else TorchNcclGroup)(members, device)

@@ -11,7 +11,8 @@ from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.group import WeightGroup
-from rlhf_stack.sync.membership import Members
+from rlhf_stack.sync.membership import Members, first_line
+from rlhf_stack.sync.nccl import StreamGroup
 from rlhf_stack.telemetry import run_log
 
 PROBE_SECONDS = 60.0
@@ -39,16 +40,17 @@ def nccl_obstacle(ranks: Sequence[RankDevice], describe: Callable[[int], str]) -
     return ""
 
 
-def select_group(members: Members, join_nccl: Callable[[Members], WeightGroup]) -> WeightGroup:
+def select_group(members: Members, new_nccl: Callable[[Members], StreamGroup]) -> WeightGroup:
     """Return a group of the backend that works, the same on every rank; each rank logs which one and why.
 
-    ``join_nccl`` joins an NCCL group. If it fails or takes longer than a minute on any rank, all use gloo.
+    ``new_nccl`` returns an NCCL group that is to join. If that fails or takes longer than a minute on any
+    rank, all use gloo.
     """
     devices_json = members.exchange("facts", json.dumps(asdict(_own_device())), _deadline())
     reason = nccl_obstacle([RankDevice(**json.loads(text)) for text in devices_json], members.describe)
     own = members.describe(members.rank)
     if not reason:
-        trial = NcclTrial(members.separate("nccl trial"), join_nccl)
+        trial = NcclTrial(members.separate("nccl trial"), new_nccl)
         problem = trial.problem(min(PROBE_SECONDS, env_vars.sync_timeout() / 2))
         problems = members.exchange("tried", problem, _deadline())
         reason = "; ".join(f"{members.describe(rank)}: {text}" for rank, text in enumerate(problems) if text)
@@ -66,10 +68,10 @@ class NcclTrial:
     It runs in this process: another one would need memory for a second CUDA context next to the engine's.
     """
 
-    def __init__(self, members: Members, join: Callable[[Members], WeightGroup]) -> None:
-        self.group: WeightGroup | None = None
+    def __init__(self, members: Members, new: Callable[[Members], StreamGroup]) -> None:
+        self.group: StreamGroup | None = None
         self._abandoned = False
-        self._probe = Background(lambda: self._run(members, join))
+        self._probe = Background(lambda: self._run(members, new))
 
     def problem(self, seconds: float) -> str:
         """Wait at most ``seconds``; return why the trial failed, "" if it succeeded."""
@@ -78,14 +80,16 @@ class NcclTrial:
         return f"no broadcast over NCCL finished within {seconds:g} s"
 
     def abandon(self) -> None:
-        """Abort the trial and close its group, now or as soon as joining it returns."""
+        """Abort the trial, also while its group joins, and close the group."""
         self._abandoned = True
         if self.group is not None:
             self.group.close()
 
-    def _run(self, members: Members, join: Callable[[Members], WeightGroup]) -> str:
+    def _run(self, members: Members, new: Callable[[Members], StreamGroup]) -> str:
         try:
-            self.group = group = join(members)
+            self.group = group = new(members)
+            if not self._abandoned:
+                group.join()
             if self._abandoned:
                 group.close()
                 return "abandoned"
@@ -94,7 +98,7 @@ class NcclTrial:
             group.start([received], "a test broadcast").finish()
             return "" if torch.equal(received, sent) else "a test broadcast delivered different bytes"
         except Exception as error:  # of any kind: it must reach every rank, so that all use gloo
-            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return first_line(error)
 
 
 def _own_device() -> RankDevice:
@@ -111,7 +115,7 @@ def _nccl_problem() -> str:
     try:
         NCCLLibrary()
     except Exception as error:  # of a library of any version: assertions and missing symbols too
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return ""
 
 

@@ -14,9 +14,9 @@ from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.buckets import chain_order
 from rlhf_stack.sync.encoding import Encodings, Reach
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import SLOTS, Buffers, released_after
+from rlhf_stack.sync.group import SLOTS, Buffers, Watch, released_after, unwatched
 from rlhf_stack.sync.kept import Kept
-from rlhf_stack.sync.membership import Members, gloo_device
+from rlhf_stack.sync.membership import Members, ended, gloo_device
 from rlhf_stack.sync.node_shared_memory import share_node_buffers
 
 SEGMENT = 4 << 20  # bytes that a rank receives before it forwards them
@@ -46,11 +46,7 @@ class GlooTransfer:
         self._wait_for_step(Background(self._releasing))
 
     def _wait_for_step(self, step: Background[None]) -> None:
-        try:
-            self._members.wait_for_transfer(step.done)
-            step.result()
-        except RuntimeError as error:
-            raise self._failure(error) from error
+        self._members.wait_for_transfer(ended(step), self._failure)
 
 
 class GlooGroup:
@@ -64,8 +60,6 @@ class GlooGroup:
     name = "gloo"
 
     def __init__(self, members: Members) -> None:
-        import torch.distributed as dist
-
         self.rank, self.describe, self._members = members.rank, members.describe, members
         self.answers: dict[int, dict[str, Any]] = {}
         self.device = torch.device("cpu")
@@ -83,15 +77,12 @@ class GlooGroup:
         self._previous = order[position - 1] if position else None
         self._next = order[position + 1] if position + 1 < len(order) else None
         self._started = 0
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=env_vars.sync_timeout() - env_vars.sync_grace())
-        options._threads = THREADS
-        options._devices = [gloo_device(members.address)]
-        store = dist.PrefixStore("gloo", members.connect_to_store())
-        try:
-            self._group: Any = dist.ProcessGroupGloo(store, self.rank, members.world, options)
-        except RuntimeError as error:
-            raise members.failure("connecting to the other ranks by gloo", error) from error
+        connecting = Background(lambda: _connect(members))
+        end = time.monotonic() + env_vars.sync_timeout()
+        members.wait_for_transfer(
+            ended(connecting, end), lambda error: members.failure(_connecting(members), error)
+        )
+        self._group: Any = connecting.result()
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:  # noqa: ARG002
         """See `WeightGroup`."""
@@ -125,9 +116,9 @@ class GlooGroup:
             raise self._failure(what, error) from error
         return GlooTransfer(*steps, self._members, lambda error: self._failure(what, error))
 
-    def syncing(self) -> AbstractContextManager[None]:
+    def syncing(self, watch: Watch = unwatched) -> AbstractContextManager[None]:
         """See `WeightGroup`."""
-        return released_after(self._members.syncing(), self.buffers)
+        return released_after(self._members.syncing(watch), self.buffers)
 
     def close(self) -> None:
         """See `WeightGroup`: gloo closes its connections when nothing refers to the group."""
@@ -175,6 +166,32 @@ class GlooGroup:
 
     def _failure(self, what: str, error: RuntimeError) -> SyncError:
         return self._members.failure(f"gloo, {what}", error)
+
+
+def _connect(members: Members) -> Any:
+    """Return gloo's process group, which has connected to all ranks."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=env_vars.sync_timeout() - env_vars.sync_grace())
+    options._threads = THREADS
+    try:
+        options._devices = [gloo_device(members.address)]
+    except RuntimeError as error:
+        raise members.own_error(
+            f"gloo, listening at {members.address}",
+            error,
+            "ranks must reach each other at their nodes' own addresses, without NAT: start Ray with such an "
+            "address, or set GLOO_SOCKET_IFNAME on every node",
+        ) from error
+    return dist.ProcessGroupGloo(
+        dist.PrefixStore("gloo", members.connect_to_store()), members.rank, members.world, options
+    )
+
+
+def _connecting(members: Members) -> str:
+    addresses = ", ".join(dict.fromkeys(members.addresses))
+    return f"connecting to the other ranks by gloo, each at its own address ({addresses}; no NAT)"
 
 
 class _Work:

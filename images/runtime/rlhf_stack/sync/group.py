@@ -1,6 +1,6 @@
 """The interface of a sync group, whichever backend transports the bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -9,6 +9,12 @@ from rlhf_stack.sync.encoding import Encodings
 from rlhf_stack.sync.kept import Kept
 
 SLOTS = 2  # concurrent transfers, and buffers per process
+
+Watch = Callable[[], None]  # raises an error of which the ranks of a group do not learn from each other
+
+
+def unwatched() -> None:
+    """Return: nothing but the group's own ranks can end a sync."""
 
 
 class Transfer(Protocol):
@@ -43,8 +49,11 @@ class WeightGroup(Protocol):
         the transfer ends. ``what`` names the transfer in errors.
         """
 
-    def syncing(self) -> AbstractContextManager[None]:
-        """Return the context of one sync: when it exits, its result is reported to the other ranks."""
+    def syncing(self, watch: Watch = unwatched) -> AbstractContextManager[None]:
+        """Return the context of one sync: when it exits, its result is reported to the other ranks.
+
+        ``watch`` is called while a transfer lasts; what it raises ends the sync.
+        """
 
     def describe(self, rank: int) -> str:
         """Return a rank's number and node, for logs and errors."""

@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import math
 import os
 import socket
 import time
@@ -14,12 +15,15 @@ from typing import Any, TypeVar
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
+from rlhf_stack.sync.group import Watch, unwatched
 from rlhf_stack.telemetry import run_log
 
 DONE, FAILED, ACK = "done", "failed", " ack"
+CAUSE = "cause: "  # before what a rank publishes of an error of its own; other errors are consequences
 POLL_SECONDS = 0.5
 
 Result = TypeVar("Result")
+Ended = Callable[[float], bool]
 
 
 class Members:
@@ -35,6 +39,7 @@ class Members:
         self._sync = 0
         self._diagnosed = False
         self._failure_query: Background[bool] | None = None
+        self._watch: Watch = unwatched
         end = time.monotonic() + self._seconds
         listener = _listen(host, port) if rank == 0 else None
         self.store = self._connect(end, is_server=rank == 0, listener=listener)
@@ -84,30 +89,43 @@ class Members:
         return separated
 
     @contextmanager
-    def syncing(self) -> Iterator[None]:
-        """Around one sync: publishes in the store how it ended, from which other ranks diagnose a failure."""
+    def syncing(self, watch: Watch = unwatched) -> Iterator[None]:
+        """Around one sync: publishes in the store how it ended, from which other ranks diagnose a failure.
+
+        ``watch`` is called while a transfer lasts; what it raises ends the sync.
+        """
         if self._sync:
             former = self._key(self.rank)
             self._update("beginning a sync", lambda: self.store.delete_key(former))
         self._sync += 1
-        self._diagnosed = False
+        self._diagnosed, self._watch = False, watch
         try:
             yield
         except BaseException as error:
             if not self._diagnosed:
-                state = f"{type(error).__name__}: {error}"
-                Background(lambda: self._publish_failure(state)).done(env_vars.sync_grace())
+                self._publish_cause(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._watch = unwatched
         self._update("ending a sync", lambda: self.store.set(self._key(self.rank), DONE))
 
-    def wait_for_transfer(self, done: Callable[[float], bool]) -> None:
-        """Wait until ``done(seconds)``, which waits at most so long, is true.
+    def wait_for_transfer(self, ended: Ended, failure: Callable[[RuntimeError], SyncError]) -> None:
+        """Wait until ``ended(seconds)``, which waits at most so long, is true.
 
-        RuntimeError if another rank fails first.
+        If it raises a RuntimeError, or another rank fails first, ``failure`` of that is raised; a `SyncError`
+        is raised unchanged.
         """
-        while not done(POLL_SECONDS):
-            if self._has_failed():
-                raise RuntimeError("another rank failed first")
+        while True:
+            try:
+                if ended(POLL_SECONDS):
+                    return
+                if self._has_failed():
+                    raise RuntimeError("another rank failed first")
+            except SyncError:
+                raise
+            except RuntimeError as error:
+                raise failure(error) from error
+            self._watch()
 
     def failure(self, what: str, error: Exception) -> SyncError:
         """Return the error for a step ``what`` that failed on this rank with ``error``; it names the cause.
@@ -120,11 +138,16 @@ class Members:
         if publishing.done(env_vars.sync_grace()):
             diagnosis = Background(self._diagnose)
             cause = diagnosis.result() if diagnosis.done(3 * env_vars.sync_grace()) else cause
-        reason = str(error).strip().splitlines()[0]
         return SyncError(
             f"weight sync, {self.describe(self.rank)}, {what}: {cause} "
-            f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {reason})"
+            f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {first_line(error)})"
         )
+
+    def own_error(self, what: str, error: Exception, remedy: str) -> SyncError:
+        """Return the error for a step ``what`` whose failure on this rank no other rank has caused."""
+        self._diagnosed = True
+        self._publish_cause(f"{what}: {first_line(error)}")
+        return SyncError(f"weight sync, {self.describe(self.rank)}, {what}: {first_line(error)}; {remedy}")
 
     def describe(self, rank: int) -> str:
         """Return a rank's number and node, for logs and errors."""
@@ -178,23 +201,33 @@ class Members:
         query, self._failure_query = self._failure_query, None
         return query.result()
 
+    def _publish_cause(self, text: str) -> None:
+        Background(lambda: self._publish_failure(CAUSE + text)).done(env_vars.sync_grace())
+
     def _publish_failure(self, state: str) -> None:
         self.store.set(self._key(self.rank), state)
         self.store.set(self._key(FAILED), "")
 
     def _diagnose(self) -> str:
-        """Return which ranks are unresponsive, or, if all respond, which of them failed and why."""
+        """Return which rank failed by itself and why, and which are unresponsive: they may only be busy.
+
+        If there is neither, it returns what failed on which rank.
+        """
         try:
             states = self._collect("", range(self.world))
             if self.rank:
                 self.store.set(self._key(self.rank) + ACK, "")
             else:  # the store ends with this process, so rank 0 waits until the others have read it
-                self._collect(ACK, [rank for rank in states if rank])
+                readers = {rank for rank, state in states.items() if not state.startswith((DONE, CAUSE))}
+                self._collect(ACK, readers - {0})
         except RuntimeError:
             return self._unresponsive([0])
         missing = [rank for rank in range(self.world) if rank not in states]
-        failed = [f"{self.describe(rank)}: {state}" for rank, state in states.items() if state != DONE]
-        return self._unresponsive(missing) if missing else "; ".join(failed)
+        failed = {rank: state for rank, state in states.items() if state != DONE}
+        causes = {rank: state for rank, state in failed.items() if state.startswith(CAUSE)}
+        named = causes or ({} if missing else failed)
+        texts = [f"{self.describe(rank)}: {state.removeprefix(CAUSE)}" for rank, state in named.items()]
+        return "; ".join([*texts, self._unresponsive(missing)] if missing else texts)
 
     def _collect(self, suffix: str, ranks: Iterable[int]) -> dict[int, str]:
         """Return what ``ranks`` publish in this sync within `env_vars.sync_grace`, by rank.
@@ -233,6 +266,28 @@ class Members:
             return "not every rank joined, and rank 0 has stopped waiting or does not answer"
         missing = [rank for rank, key in enumerate(keys) if key in absent]
         return f"ranks {missing} of {self.world} did not join"
+
+
+def ended(step: Background[Any], end: float = math.inf) -> Ended:
+    """Return what `Members.wait_for_transfer` polls: whether ``step`` has ended; its error is raised.
+
+    It raises a RuntimeError after ``end``, a time on the monotonic clock.
+    """
+
+    def poll(seconds: float) -> bool:
+        if step.done(max(0.0, min(seconds, end - time.monotonic()))):
+            step.result()
+            return True
+        if time.monotonic() >= end:
+            raise RuntimeError("it has not ended within the deadline")
+        return False
+
+    return poll
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def gloo_device(address: str) -> Any:

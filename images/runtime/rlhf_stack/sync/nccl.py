@@ -11,11 +11,13 @@ from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.encoding import Encodings, Reach, refuse_changed
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import Buffers, released_after
+from rlhf_stack.sync.group import Buffers, Watch, released_after, unwatched
 from rlhf_stack.sync.kept import Kept
-from rlhf_stack.sync.membership import Members
+from rlhf_stack.sync.membership import Members, ended
 
 POLL_SECONDS = 0.0005
+JOINING = "nccl, joining the communicator"
+GARBAGE = ", so engines would load garbage as weights"
 
 
 class NcclTransfer:
@@ -29,10 +31,7 @@ class NcclTransfer:
 
     def finish(self) -> None:
         """See `Transfer`."""
-        try:
-            self._members.wait_for_transfer(self._done)
-        except RuntimeError as error:
-            raise self._failure(error) from error
+        self._members.wait_for_transfer(self._done, self._failure)
 
     def release(self) -> None:
         """Do nothing: no rank reads another rank's buffers."""
@@ -49,7 +48,10 @@ class NcclTransfer:
 
 
 class StreamGroup:
-    """The common part of both groups: a separate stream broadcasts while the current one packs and loads."""
+    """The common part of both groups: a separate stream broadcasts while the current one packs and loads.
+
+    It is created before it has joined the other ranks, so that whoever waits for `join` can `close` it.
+    """
 
     name = "nccl"
     in_place = True
@@ -63,6 +65,32 @@ class StreamGroup:
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.buffers = Buffers(self.device, pinned=False)
         self._stream = torch.cuda.Stream(self.device)
+        self._is_closed = False
+
+    def join(self) -> None:
+        """Join the communicator of all ranks; `SyncError` at the deadline, which closes the group."""
+        joining = Background(self._join)  # NCCL's communicators are made without a deadline
+        end = time.monotonic() + env_vars.sync_timeout() - env_vars.sync_grace()
+        try:
+            self._members.wait_for_transfer(ended(joining, end), self._late)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self) -> None:
+        try:
+            self._join_communicator()
+        except SyncError:
+            raise
+        except Exception as error:  # of vLLM's or torch's: RuntimeError, OSError, AssertionError
+            remedy = "see NCCL's own reason with NCCL_DEBUG=INFO, or use --vllm.sync_backend gloo"
+            raise self._members.own_error(JOINING, error, remedy) from error
+
+    def _late(self, error: RuntimeError) -> SyncError:
+        return self._members.failure(JOINING, error)
+
+    def _join_communicator(self) -> None:
+        raise NotImplementedError
 
     def start(self, parts: Sequence["torch.Tensor"], what: str) -> NcclTransfer:
         """See `WeightGroup`."""
@@ -78,85 +106,103 @@ class StreamGroup:
         """See `WeightGroup`."""
         raise NotImplementedError
 
-    def syncing(self) -> AbstractContextManager[None]:
+    def syncing(self, watch: Watch = unwatched) -> AbstractContextManager[None]:
         """See `WeightGroup`."""
-        return released_after(self._members.syncing(), self.buffers)
+        return released_after(self._members.syncing(watch), self.buffers)
 
     def close(self) -> None:
         """See `WeightGroup`."""
         raise NotImplementedError
 
     def _failure(self, what: str, error: RuntimeError) -> SyncError:
-        return self._members.failure(f"nccl, {what}", error)
+        failure = self._members.failure(f"nccl, {what}", error)
+        self.close()
+        return failure
 
 
 class NcclGroup(StreamGroup):
     """Upstream's group, vLLM's PyNcclCommunicator; a disabled one, which does nothing, is an error."""
 
     def __init__(self, members: Members, device: Any) -> None:
-        import torch.distributed as dist
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
 
         super().__init__(members, device)
-        store = dist.PrefixStore("nccl", members.connect_to_store())
-        group = StatelessProcessGroup(rank=members.rank, world_size=members.world, store=store)
-        joining = Background(lambda: PyNcclCommunicator(group, device=device))
-        if not joining.done(env_vars.sync_timeout() - env_vars.sync_grace()):
-            raise members.failure("nccl, joining the communicator", TimeoutError("ncclCommInitRank waits"))
-        self._communicator = joining.result()
-        self._refuse_disabled("vLLM could not load NCCL or VLLM_DISABLE_PYNCCL is set")
+        # Its constructor, which `join` calls, may wait in NCCL for ever: `close` aborts what it has by then.
+        self._communicator: Any = PyNcclCommunicator.__new__(PyNcclCommunicator)
 
-    def _refuse_disabled(self, why: str) -> None:
-        if self._communicator.disabled and self._members.world > 1:
-            raise SyncError(
-                f"{self.describe(self.rank)}: {why}, so engines would load garbage as weights; fix it, or "
-                "use --vllm.sync_backend gloo"
-            )
+    def _join_communicator(self) -> None:
+        import torch.distributed as dist
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        store = dist.PrefixStore("nccl", self._members.connect_to_store())
+        group = StatelessProcessGroup(rank=self.rank, world_size=self._members.world, store=store)
+        self._communicator.__init__(group, device=self.device)
+        if self._is_closed:
+            self._communicator.disabled = False  # or NCCL's communicator would not be destroyed
+            self._communicator.destroy()
+        elif self._is_useless():
+            raise RuntimeError(f"vLLM could not load NCCL or VLLM_DISABLE_PYNCCL is set{GARBAGE}")
+
+    def _is_useless(self) -> bool:
+        return self._members.world > 1 and getattr(self._communicator, "disabled", True)
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """See `WeightGroup`."""
-        self._refuse_disabled("NCCL was aborted after a broadcast that failed")
+        if self._is_useless():
+            raise SyncError(
+                f"{self.describe(self.rank)}: NCCL was aborted after a broadcast that failed{GARBAGE}"
+            )
         self._communicator.broadcast(tensor, src=src, stream=stream)
 
     def close(self) -> None:
-        """See `WeightGroup`: NCCL's operations on this GPU are aborted."""
-        self._communicator.destroy()
-
-    def _failure(self, what: str, error: RuntimeError) -> SyncError:
-        failure = super()._failure(what, error)
-        self.close()
-        return failure
+        """See `WeightGroup`: NCCL's operations on this GPU are aborted, among them those of `join`."""
+        self._is_closed = True
+        if hasattr(self._communicator, "comm"):
+            self._communicator.destroy()
+        else:  # NCCL still makes its communicator, with which vLLM's constructor then does nothing
+            self._communicator.disabled = True
 
 
 class TorchNcclGroup(StreamGroup):
     """torch's NCCL group, as in upstream, for vLLM 0.4, whose communicator only vLLM's own ranks can use.
 
-    A broadcast that does not finish within the deadline ends the process: torch's watchdog aborts it.
+    torch's watchdog ends the process of a broadcast that lasts longer than the group's timeout: that of torch
+    is longer than this group's, by the time in which the ranks diagnose what has failed.
     """
 
-    def __init__(self, members: Members, device: Any) -> None:
+    _group: Any = None
+
+    def _join_communicator(self) -> None:
         import torch.distributed as dist
         from openrlhf.utils.distributed_util import init_process_group
 
-        super().__init__(members, device)
         self._group = init_process_group(
             backend="nccl",
-            timeout=timedelta(seconds=env_vars.sync_timeout()),
-            store=dist.PrefixStore("nccl", members.connect_to_store()),
-            world_size=members.world,
-            rank=members.rank,
+            timeout=timedelta(seconds=env_vars.sync_timeout() + 4 * env_vars.sync_grace()),
+            store=dist.PrefixStore("nccl", self._members.connect_to_store()),
+            world_size=self._members.world,
+            rank=self.rank,
             group_name="openrlhf",
         )
+        first = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        dist.broadcast(first, 0, group=self._group)  # joins: torch makes the communicator at first use
+        torch.cuda.synchronize(self.device)
+        if self._is_closed:
+            self.close()
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:  # noqa: ARG002
         """See `WeightGroup`."""
         import torch.distributed as dist
 
+        if self._is_closed:  # torch would use its default group instead
+            raise SyncError(f"{self.describe(self.rank)}: the weight-sync group is closed after a failure")
         dist.broadcast(tensor, src, group=self._group)
 
     def close(self) -> None:
         """See `WeightGroup`: torch aborts the communicator."""
         import torch.distributed as dist
 
-        dist.destroy_process_group(self._group)
+        self._is_closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            Background(lambda: dist.destroy_process_group(group)).done(env_vars.sync_grace())

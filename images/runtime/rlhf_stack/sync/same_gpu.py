@@ -8,8 +8,10 @@ import mmap
 import os
 import pickle
 import secrets
+import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,10 +22,11 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.encoding import Encodings, Reach, refuse_changed
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.group import Buffers
+from rlhf_stack.sync.group import Buffers, Watch, unwatched
 from rlhf_stack.sync.kept import Kept
 
 MESSAGE_BYTES = 1 << 16
+POLL_SECONDS = 0.5
 MEMORY, PACKED, READ, FAILED = "memory", "packed", "read", "failed"
 SLOT_BYTES = 4096  # the smallest slot
 
@@ -35,6 +38,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._connection, self._peer, self._seconds = connection, peer, env_vars.sync_timeout()
+        self.watch: Watch = unwatched
         connection.settimeout(self._seconds)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] != os.getuid():
@@ -48,6 +52,7 @@ class Link:
     def receive(self, waited_for: str) -> tuple[Message, list[int]]:
         """Return the next message and its files; `SyncError` for a failure that the other process reports."""
         with self._explained(waited_for):
+            self._await_message()
             data, files, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
             if not data:
                 raise ConnectionResetError("it has ended")
@@ -59,6 +64,14 @@ class Link:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _await_message(self) -> None:
+        end, message = time.monotonic() + self._seconds, select.poll()
+        message.register(self._connection, select.POLLIN)
+        while not message.poll(1000 * min(POLL_SECONDS, self._seconds)):
+            if time.monotonic() > end:
+                raise TimeoutError
+            self.watch()
 
     @contextmanager
     def _explained(self, waited_for: str) -> Iterator[None]:
@@ -157,8 +170,9 @@ class SameGpuGroup:
         return SameGpuTransfer(lambda: self._await_read(number, what), lambda: None)
 
     @contextmanager
-    def syncing(self) -> Iterator[None]:
+    def syncing(self, watch: Watch = unwatched) -> Iterator[None]:
         """See `WeightGroup`: a failure is reported to the other process."""
+        self.link.watch = watch
         self._packed = self._read = self._started = 0
         try:
             yield
@@ -166,6 +180,8 @@ class SameGpuGroup:
             with suppress(SyncError):
                 self.link.send(FAILED, f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 2])
             raise
+        finally:
+            self.link.watch = unwatched
         self.buffers.release()
 
     def describe(self, rank: int) -> str:

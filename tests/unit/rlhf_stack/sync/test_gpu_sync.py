@@ -126,7 +126,7 @@ def test_every_byte_arrives_over_nccl(
     assert both(cuda, run) == [0, (True, 0)]
     assert [each.aborts for each in cuda.communicators] == [1, 1]
     if older:
-        assert (cuda.options["backend"], cuda.options["timeout"]) == ("nccl", timedelta(seconds=20))
+        assert (cuda.options["backend"], cuda.options["timeout"]) == ("nccl", timedelta(seconds=40))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -239,6 +239,36 @@ def test_a_rank_that_does_not_join_nccl_is_an_error_within_the_deadline(
 
 
 @ANY_ORDER
+def test_a_constructor_of_nccl_that_does_not_end_is_aborted_at_the_deadline(
+    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
+    cuda.nccl.hangs_in_constructor = True
+    for error in both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl")):
+        assert isinstance(error, sync.SyncError)
+        assert "nccl, joining the communicator" in str(error)
+    assert [each.aborts for each in cuda.communicators] == [1, 1]
+
+
+@ANY_ORDER
+@pytest.mark.parametrize("older", [False, True])
+def test_an_error_of_nccl_while_a_rank_joins_is_every_ranks_reason(
+    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
+    if older:
+        without_vllms_groups()
+    cuda.nccl.failing = {1: RuntimeError("NCCL error: unhandled system error\nof a socket")}
+    waiting, failed = map(str, both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl")))
+    cause = "nccl, joining the communicator: NCCL error: unhandled system error"
+    assert failed == (
+        f"weight sync, rank 1 on 127.0.0.1, {cause}; see NCCL's own reason with NCCL_DEBUG=INFO, or use "
+        "--vllm.sync_backend gloo"
+    )
+    assert f"nccl, joining the communicator: rank 1 on 127.0.0.1: {cause}" in waiting
+
+
+@ANY_ORDER
 def test_a_missing_nccl_is_an_error_unless_the_rank_is_alone(cuda: Gpu, port: int) -> None:
     cuda.nccl.missing = "libnccl.so.2: cannot open"
     errors = both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl"))
@@ -272,6 +302,10 @@ def corrupt(gpu: Gpu) -> None:
     gpu.nccl.corrupts = True
 
 
+def hang_in_constructor(gpu: Gpu) -> None:
+    gpu.nccl.hangs_in_constructor = True
+
+
 def keep_away(gpu: Gpu) -> None:
     gpu.nccl.absent = {1}
 
@@ -285,6 +319,7 @@ def keep_away(gpu: Gpu) -> None:
         (share, "share GPU 00000000-aaaa, which NCCL refuses", []),
         (hide, "rank 0 (the trainer) on 127.0.0.1 has no GPU", []),
         (hang, "no broadcast over NCCL finished within 1 s", [1, 1]),
+        (hang_in_constructor, "no broadcast over NCCL finished within 1 s", [1, 1]),
         (corrupt, "rank 1 on 127.0.0.1: a test broadcast delivered different bytes", [1, 1]),
         (keep_away, "no broadcast over NCCL finished within 1 s", [1, 1]),
     ],
@@ -298,7 +333,7 @@ def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
     aborted: list[int],
 ) -> None:
     logged: list[str] = []
-    if fault in (hang, keep_away):
+    if fault in (hang, hang_in_constructor, keep_away):
         monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: f"gloo of rank {members.rank}")
     monkeypatch.setattr(run_log, "info", logged.append)
