@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_stack.cluster import actor_registry, answer_once
+from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync.errors import SyncError
@@ -18,6 +19,20 @@ def wait_for_engine_results(references: Sequence[Any], what: str) -> list[Any]:
     ``what`` completes "waited 300 s for ..." in the error. `SyncError` names the engines without a result.
     """
     return _get(references, env_vars.sync_timeout(), env_vars.SYNC_TIMEOUT, what)
+
+
+def raise_engine_error(references: Sequence[Any]) -> None:
+    """Raise the error of a call to an engine that has ended with one: `SyncError`, `PeerError` if it is lost.
+
+    It does not wait: calls that have not ended, and results, are ignored.
+    """
+    for reference in ray.wait(list(references), num_returns=len(references), timeout=0)[0]:
+        try:
+            with actor_registry.translate_actor_errors("a call to an engine"):
+                ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            reason = str(getattr(error, "cause", error)).strip().partition("\n")[0]
+            raise SyncError(f"{actor_registry.describe_callee(reference)}: {reason}") from error
 
 
 def wait_for_engine_start(engines: Sequence[Any]) -> None:
@@ -66,8 +81,11 @@ def _engine_error(queries: dict[Any, Any]) -> str:
         engine = queries.pop(reference)
         try:
             error = ray.get(reference)
-        except ray.exceptions.RayActorError as dead:
-            error = actor_registry.describe_lost_actor(dead)
+        except ray.exceptions.RayActorError as lost:
+            # Only a connection may have broken: the engine is queried again as long as Ray has it alive.
+            broken = isinstance(lost, getattr(ray.exceptions, "ActorUnavailableError", ()))
+            is_alive = broken and ray_private.handle_state(engine) == "ALIVE"
+            error = "" if is_alive else actor_registry.describe_lost_actor(lost)
         if error:
             return str(error)
         queries[engine.sync_error.remote()] = engine

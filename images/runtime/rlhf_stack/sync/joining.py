@@ -10,7 +10,7 @@ from rlhf_stack.cluster.answer_once import idempotent
 from rlhf_stack.cluster.host import free_port
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync import same_gpu
-from rlhf_stack.sync.actor_waits import wait_for_engine_results
+from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_results
 from rlhf_stack.sync.backend import create_group, requested_backend
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.trainer import own_group
@@ -32,16 +32,10 @@ def join_engines(trainer: Any) -> None:
     try:
         group = create_group(host, port, 0, world, devices.current_device(), backend)
     except SyncError:
-        _raise_engine_error(references)
+        raise_engine_error(references)  # it is the cause
         raise
     trainer._model_update_group = group
     wait_for_engine_results(references, WHAT)
-
-
-def _raise_engine_error(references: Sequence[Any]) -> None:
-    """Raise the error of an engine that could not join, if one has reported it: it is the cause."""
-    for reference in ray.wait(list(references), num_returns=len(references), timeout=0)[0]:
-        wait_for_engine_results([reference], WHAT)
 
 
 def join_workers_of_same_gpus(trainer: Any) -> None:

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
-from rlhf_stack.sync.actor_waits import wait_for_engine_results
+from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_results
 from rlhf_stack.sync.buckets import Bucket, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
 from rlhf_stack.sync.encoding import CHANGED
@@ -41,17 +42,18 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
     is_root = torch.distributed.get_rank() == 0
     content = [astuple(spec) for spec in specs]
     start = time.monotonic()
-    with group.syncing():
+    answers: list[Any] = []
+    with group.syncing(lambda: raise_engine_error(answers)):
         encoding = group.encodings.select(content, total_bytes(specs))
         is_merged = any(each.layer is not None for each in sent)
         sender = new_sender(group, encoding, buckets, not (is_merged or is_sharded(trainer)))
         if is_root:
             trainer.weight_version = version = weight_version(trainer) + 1
-            answers = [
+            answers += [
                 engine.receive_weights.remote(content, limit, encoding, version=version)
                 for engine in trainer.vllm_engines
             ]
-        failure: SyncError | None = None
+        failure: SyncError | PeerError | None = None
         for linked in linked_buckets(buckets, specs):
             with _gathered(trainer, sent, linked) as indices:
                 if failure is None:
@@ -59,7 +61,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
                     try:
                         for number, bucket in linked:
                             sender.send(number, bucket, [values[span.index] for span in bucket.spans])
-                    except SyncError as error:
+                    except (SyncError, PeerError) as error:
                         if not is_sharded(trainer):
                             raise
                         failure = error  # this rank gathers with the other ranks to the end

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.cluster import actor_registry
+from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import actor_waits
 
@@ -21,8 +22,16 @@ class Dead(Exception):
     actor_init_failed = False
 
 
+class Unavailable(Dead):
+    """A substitute for ray.exceptions.ActorUnavailableError."""
+
+
 class Failed(Exception):
     """A substitute for ray.exceptions.RayTaskError."""
+
+    @property
+    def cause(self) -> str:
+        return str(self)
 
 
 @pytest.fixture
@@ -30,7 +39,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake = MagicMock()
     fake.exceptions.GetTimeoutError = GetTimeoutError
     fake.exceptions.RayActorError, fake.exceptions.RayTaskError = Dead, Failed
-    fake.exceptions.ActorUnavailableError = ()
+    fake.exceptions.ActorUnavailableError = Unavailable
     monkeypatch.setitem(sys.modules, "ray", fake)
     return fake
 
@@ -125,6 +134,43 @@ def test_a_dead_engine_ends_the_wait(ray: MagicMock) -> None:
     simulated(ray, {"rank 0": 1000})
     with pytest.raises(sync.SyncError, match="an actor is dead: killed"):
         sync.wait_for_sync(["rank 0"], [Engine(Dead("killed"))])
+
+
+@pytest.mark.parametrize(("state", "ends"), [("ALIVE", False), ("RESTARTING", True)])
+def test_a_query_whose_connection_broke_is_repeated_while_the_engine_lives(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch, state: str, ends: bool
+) -> None:
+    monkeypatch.setattr(ray_private, "handle_state", lambda _: state)
+    simulated(ray, {"rank 0": 3})
+    engines = [Engine(Unavailable("a broken connection"), None, None)]
+    if ends:
+        with pytest.raises(sync.SyncError, match=r"cannot be reached.*: a broken connection"):
+            sync.wait_for_sync(["rank 0"], engines)
+    else:
+        assert sync.wait_for_sync(["rank 0"], engines) == ["rank 0 done"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (
+            Failed("the engine is asleep\nand more"),
+            (sync.SyncError, "^engine 1 on node-b: the engine is asleep$"),
+        ),
+        (Dead("killed"), (actor_registry.PeerError, "a call to an engine: an actor is dead: killed")),
+    ],
+)
+def test_the_error_of_a_call_to_an_engine_is_raised_while_others_wait(
+    ray: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: Exception,
+    expected: tuple[type[Exception], str],
+) -> None:
+    simulated(ray, {"call 0": 9, "call 2": 1})
+    monkeypatch.setattr(actor_registry, "describe_callee", lambda _: "engine 1 on node-b")
+    actor_waits.raise_engine_error(["call 0", "call 2"])
+    with pytest.raises(expected[0], match=expected[1]):
+        actor_waits.raise_engine_error(["call 0", (1, outcome)])
 
 
 def test_a_dead_trainer_is_an_error_with_an_engines_report(

@@ -1,0 +1,58 @@
+"""The trainer's side of a sync while its engines fail; syncs between processes are in tests/cluster."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.sync import sending
+from rlhf_stack.sync.encoding import Encodings, Reach
+from rlhf_stack.sync.group import Watch
+
+
+class Group:
+    """A group whose transfers wait until its watch raises."""
+
+    encodings = Encodings(Reach(0, 0), "off", 50)
+
+    @contextmanager
+    def syncing(self, watch: Watch) -> Iterator[None]:
+        self.watch = watch
+        yield
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_lost_engine_ends_the_transfer_and_shards_are_gathered_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    """Other trainer ranks wait in each collective that gathers shards."""
+    gathered: list[int] = []
+
+    @contextmanager
+    def gather(_: Any, __: Any, linked: Sequence[tuple[int, Any]]) -> Iterator[list[int]]:
+        gathered.extend(number for number, _ in linked)
+        yield []
+
+    def lost(references: Sequence[str]) -> None:
+        raise PeerError(f"{references[-1]} is dead")
+
+    group, bucket = Group(), SimpleNamespace(spans=[])
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0, raising=False)
+    monkeypatch.setattr(sending, "engine_parameters", lambda *_: [])
+    monkeypatch.setattr(sending, "plan_buckets", lambda *_: [bucket] * 3)
+    monkeypatch.setattr(sending, "linked_buckets", lambda buckets, _: [[each] for each in enumerate(buckets)])
+    monkeypatch.setattr(sending, "_gathered", gather)
+    monkeypatch.setattr(sending, "is_sharded", lambda _: sharded)
+    monkeypatch.setattr(sending, "raise_engine_error", lost)
+    sender = MagicMock()
+    sender.send.side_effect = lambda *_: group.watch()
+    monkeypatch.setattr(sending, "new_sender", lambda *_: sender)
+    engines = [SimpleNamespace(receive_weights=SimpleNamespace(remote=lambda *_, **__: "engine 0"))]
+    trainer = SimpleNamespace(_model_update_group=group, vllm_engines=engines)
+    with pytest.raises(PeerError, match="engine 0 is dead"):
+        sending.send(trainer, [])
+    assert gathered == ([0, 1, 2] if sharded else [0])
