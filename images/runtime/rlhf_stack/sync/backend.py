@@ -1,11 +1,8 @@
 """Checks of the sync backend that a run requests, and creation of its group."""
 
 import logging
-from collections.abc import Mapping
-from importlib.metadata import distributions
 from typing import Any
 
-from rlhf_stack import known_bad
 from rlhf_stack.accelerator import devices
 from rlhf_stack.sync import backend_selection
 from rlhf_stack.sync.errors import SyncError
@@ -17,7 +14,6 @@ from rlhf_stack.sync.nccl import NcclGroup, StreamGroup, TorchNcclGroup
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("nccl", "gloo", "auto")
-BAD_FOR_NCCL = ("vllm-second-nccl-group",)  # rows of `rlhf_stack.known_bad`
 
 
 def requested_backend(arguments: Any) -> str:
@@ -39,18 +35,8 @@ def check_backend(backend: str, with_ray: bool) -> None:
             f"--vllm.sync_with_ray does not work with --vllm.sync_backend {backend}: Ray builds its gloo "
             "group in the default group, which vLLM's workers already own; leave out --vllm.sync_with_ray"
         )
-    if backend == "nccl" and devices.is_gpu():
-        refuse_bad_versions({found.name: found.version for found in distributions()})
-
-
-def refuse_bad_versions(versions: Mapping[str, str]) -> None:
-    """Raise `SyncError` if a sync over NCCL is known to fail with ``versions``, by distribution name."""
-    rows = [row for row in known_bad.load() if row.id in BAD_FOR_NCCL]
-    for finding in known_bad.judge(rows, known_bad.Environment(versions)):
-        raise SyncError(
-            f"weight sync over nccl is known not to work here: {finding.what} ({finding.evidence}; "
-            f"{', '.join(finding.sources)}); use {finding.remedy}, or --vllm.sync_backend gloo"
-        )
+    if backend == "nccl" and devices.is_gpu() and (defect := backend_selection.known_defect()):
+        raise SyncError(f"{defect}, or --vllm.sync_backend gloo")
 
 
 def create_group(host: str, port: int, rank: int, world: int, device: Any, backend: str) -> WeightGroup:

@@ -4,7 +4,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
 
+from rlhf_stack import known_bad
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
@@ -17,6 +19,7 @@ from rlhf_stack.telemetry import run_log
 
 PROBE_SECONDS = 60.0
 PROBE_BYTES = 1024
+BAD_FOR_NCCL = ("vllm-second-nccl-group",)  # rows of `rlhf_stack.known_bad`
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ def nccl_obstacle(ranks: Sequence[RankDevice], describe: Callable[[int], str]) -
         if device.gpu is None:
             return f"{describe(rank)} has no GPU"
         if device.nccl_problem:
-            return f"{describe(rank)} has no NCCL: {device.nccl_problem}"
+            return f"{describe(rank)} cannot use NCCL: {device.nccl_problem}"
         first = next(index for index, other in enumerate(ranks) if other.gpu == device.gpu)
         if first != rank:
             return f"{describe(first)} and {describe(rank)} share GPU {device.gpu}, which NCCL refuses"
@@ -107,7 +110,21 @@ def _own_device() -> RankDevice:
     return RankDevice(devices.physical_gpu_id(), _nccl_problem())
 
 
+def known_defect() -> str:
+    """Return why a sync over NCCL is known to fail with the installed versions and the remedy, else ""."""
+    versions = {found.name: found.version for found in distributions()}
+    rows = [row for row in known_bad.load() if row.id in BAD_FOR_NCCL]
+    for finding in known_bad.judge(rows, known_bad.Environment(versions)):
+        return (
+            f"weight sync over nccl is known not to work here: {finding.what} ({finding.evidence}; "
+            f"{', '.join(finding.sources)}); use {finding.remedy}"
+        )
+    return ""
+
+
 def _nccl_problem() -> str:
+    if defect := known_defect():
+        return defect
     try:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     except ModuleNotFoundError:  # vLLM 0.4: the group uses torch's NCCL

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import backend
+from rlhf_stack.sync import backend_selection
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo", "auto"])
@@ -33,7 +33,7 @@ def test_nccl_with_a_vllm_whose_workers_block_is_refused(
         SimpleNamespace(name="openrlhf", version="0.5.1"),
         SimpleNamespace(name="vllm", version=version),
     ]
-    monkeypatch.setattr(backend, "distributions", lambda: installed)
+    monkeypatch.setattr(backend_selection, "distributions", lambda: installed)
     monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
     sync.check_backend("gloo", with_ray=False)
     if refused:

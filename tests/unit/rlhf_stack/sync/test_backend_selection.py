@@ -1,10 +1,11 @@
 """Selection of a run's backend; syncs over gloo are in tests/cluster."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 from rlhf_stack import sync
-from rlhf_stack.sync.backend import refuse_bad_versions
+from rlhf_stack.sync import backend_selection
 from rlhf_stack.sync.backend_selection import RankDevice, nccl_obstacle
 
 
@@ -19,7 +20,7 @@ def describe(rank: int) -> str:
         ([RankDevice("a", ""), RankDevice(None, "")], "rank 1 has no GPU"),
         (
             [RankDevice("a", ""), RankDevice("b", "libnccl.so.2 not found")],
-            "rank 1 has no NCCL: libnccl.so.2 not found",
+            "rank 1 cannot use NCCL: libnccl.so.2 not found",
         ),
         (
             [RankDevice("a", ""), RankDevice("b", ""), RankDevice("a", "")],
@@ -51,12 +52,21 @@ def test_auto_on_shared_gpus_is_upstreams_cuda_ipc(
     )
 
 
+def install(monkeypatch: pytest.MonkeyPatch, openrlhf: str, vllm: str) -> None:
+    installed = {"openrlhf": openrlhf, "vllm": vllm}.items()
+    found = [SimpleNamespace(name=name, version=version) for name, version in installed]
+    monkeypatch.setattr(backend_selection, "distributions", lambda: found)
+
+
 @pytest.mark.parametrize("version", ["0.4.3", "0.5.5", "0.6.3", "0.6.3.post1"])
-def test_a_vllm_whose_loop_blocks_a_second_group_is_refused(version: str) -> None:
-    with pytest.raises(sync.SyncError, match=rf"vllm {version}.*OpenRLHF#313.*use vLLM 0\.4\.2"):
-        refuse_bad_versions({"openrlhf": "0.5.1", "vllm": version})
+def test_a_vllm_whose_loop_blocks_a_second_group_has_a_known_defect(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install(monkeypatch, "0.5.1", version)
+    assert re.search(rf"vllm {version}.*OpenRLHF#313.*use vLLM 0\.4\.2", backend_selection.known_defect())
 
 
 @pytest.mark.parametrize("version", ["0.4.2", "0.4.2+stack.1", "0.6.4.post1", "0.10.0", "0.29.0"])
-def test_other_versions_of_vllm_are_accepted(version: str) -> None:
-    refuse_bad_versions({"openrlhf": "0.11.2", "vllm": version})
+def test_other_versions_of_vllm_have_none(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, "0.11.2", version)
+    assert backend_selection.known_defect() == ""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -286,6 +287,10 @@ def lose_library_of_older_vllm(gpu: Gpu) -> None:
     without_vllms_groups()
 
 
+def install_defect(_: Gpu) -> None:
+    """Let the test replace the list of what is installed."""
+
+
 def share(gpu: Gpu) -> None:
     gpu.uuids[1] = gpu.uuids[0]
 
@@ -314,8 +319,9 @@ def keep_away(gpu: Gpu) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason", "aborted"),
     [
-        (lose_library, "has no NCCL: libnccl.so.2: cannot open", []),
-        (lose_library_of_older_vllm, "has no NCCL: torch was built without it", []),
+        (lose_library, "cannot use NCCL: libnccl.so.2: cannot open", []),
+        (lose_library_of_older_vllm, "cannot use NCCL: torch was built without it", []),
+        (install_defect, "cannot use NCCL: weight sync over nccl is known not to work here: ", []),
         (share, "share GPU 00000000-aaaa, which NCCL refuses", []),
         (hide, "rank 0 (the trainer) on 127.0.0.1 has no GPU", []),
         (hang, "no broadcast over NCCL finished within 1 s", [1, 1]),
@@ -333,6 +339,10 @@ def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
     aborted: list[int],
 ) -> None:
     logged: list[str] = []
+    if fault is install_defect:
+        versions = {"openrlhf": "0.5.1", "vllm": "0.4.3"}.items()
+        bad = [SimpleNamespace(name=name, version=version) for name, version in versions]
+        monkeypatch.setattr(backend_selection, "distributions", lambda: bad)
     if fault in (hang, hang_in_constructor, keep_away):
         monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: f"gloo of rank {members.rank}")
