@@ -49,6 +49,17 @@ class _EngineState:
             self._meter = Meter()
         return self._meter
 
+    @contextmanager
+    def _recorded_sync_error(self) -> Iterator[None]:
+        """Record the error with which this context ends, unless the engine has left the group meanwhile."""
+        group = self._groups_left
+        try:
+            yield
+        except Exception as error:
+            if group == self._groups_left:
+                self._sync_error = str(error)
+            raise
+
     def process(self) -> str:
         """Return an id of this process, for `call_workers_of`."""
         return PROCESS
@@ -90,13 +101,8 @@ class AsyncEngineMixin(_EngineState):
         Returns each worker's report (``ranks``), the ``work`` since the last sync, and how many answers of
         that time are ``mixed``: they began with the weights of another version than they ended with.
         """
-        group = self._groups_left
-        try:
+        with self._recorded_sync_error():
             ranks = await self.call_workers("receive_weights", parameters, limit, encoding)
-        except Exception as error:
-            if group == self._groups_left:
-                self._sync_error = str(error)
-            raise
         self.weight_version = version
         self._last_mixed, self._mixed = self._mixed, 0
         return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": self._last_mixed}
@@ -171,9 +177,13 @@ class AsyncEngineMixin(_EngineState):
         return results
 
     async def call_workers_of(self, process: str, method: str, *arguments: Any) -> list[Any]:
-        """`call_workers`, unless this engine was restarted since its `process` was asked for."""
+        """`call_workers`, unless this engine was restarted since its `process` was asked for.
+
+        An error, such as one of joining a trainer that has stopped, counts as one of a sync.
+        """
         _require(process)
-        return await self.call_workers(method, *arguments)
+        with self._recorded_sync_error():
+            return await self.call_workers(method, *arguments)
 
     @contextmanager
     def _ending_with_engine(self) -> Iterator[None]:
@@ -206,11 +216,8 @@ class BlockingEngineMixin(_EngineState):
         self, parameters: Sequence[Any], limit: int, encoding: str, *, version: int = 0
     ) -> dict[str, Any]:
         """See `AsyncEngineMixin.receive_weights`; no answer is in progress meanwhile."""
-        try:
+        with self._recorded_sync_error():
             ranks = self.call_workers("receive_weights", parameters, limit, encoding)
-        except Exception as error:
-            self._sync_error = str(error)
-            raise
         self.weight_version = version
         return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": 0}
 
@@ -229,7 +236,8 @@ class BlockingEngineMixin(_EngineState):
     def call_workers_of(self, process: str, method: str, *arguments: Any) -> list[Any]:
         """See `AsyncEngineMixin.call_workers_of`."""
         _require(process)
-        return self.call_workers(method, *arguments)
+        with self._recorded_sync_error():
+            return self.call_workers(method, *arguments)
 
     def where(self) -> list[dict[str, Any]]:
         """Return `WorkerMixin.where` of each worker; a worker in this process is on its node."""

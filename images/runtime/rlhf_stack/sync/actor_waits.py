@@ -33,6 +33,8 @@ def raise_engine_error(references: Sequence[Any]) -> None:
         except ray.exceptions.RayTaskError as error:
             reason = str(getattr(error, "cause", error)).strip().partition("\n")[0]
             raise SyncError(f"{actor_registry.describe_callee(reference)}: {reason}") from error
+        except ray.exceptions.RayActorError as error:  # whose constructor has failed
+            raise actor_registry.PeerError(actor_registry.describe_lost_actor(error)) from error
 
 
 def wait_for_engine_start(engines: Sequence[Any]) -> None:

@@ -191,10 +191,10 @@ def test_an_error_of_a_former_sync_group_does_not_count() -> None:
         mixin, ended = actor.AsyncEngineMixin(), asyncio.Event()
 
         async def call_workers(method: str, *_: Any) -> list[Any]:
-            if method == "receive_weights":
-                await ended.wait()
-                raise SyncError("rank 2 does not answer")
-            return []
+            if method == "leave_weight_group":
+                return []
+            await ended.wait()
+            raise SyncError("rank 2 does not answer")
 
         mixin.call_workers = call_workers  # type: ignore[method-assign]
         late = asyncio.ensure_future(mixin.receive_weights([], 1, "full", version=1))
@@ -202,11 +202,12 @@ def test_an_error_of_a_former_sync_group_does_not_count() -> None:
         await mixin.leave_weight_group()
         ended.set()
         found = []
-        for sync in (late, mixin.receive_weights([], 1, "full", version=2)):
+        joining = mixin.call_workers_of(mixin.process(), "join_weight_group")
+        for sync in (late, mixin.receive_weights([], 1, "full", version=2), joining):
             with pytest.raises(SyncError, match="rank 2"):
                 await sync
             found.append(await mixin.sync_error())
-        await mixin.leave_weight_group()
+            await mixin.leave_weight_group()
         return [*found, await mixin.sync_error()]
 
-    assert asyncio.run(run()) == [None, "rank 2 does not answer", None]
+    assert asyncio.run(run()) == [None, "rank 2 does not answer", "rank 2 does not answer", None]

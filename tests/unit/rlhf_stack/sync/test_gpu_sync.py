@@ -183,6 +183,24 @@ def test_gloo_packs_into_pinned_memory_and_waits_for_the_copy(monkeypatch: pytes
     assert np.array_equal(packed.array[: 4 * SIZES[0]].view(np.float32), content(0)[0])
 
 
+@ANY_ORDER
+def test_a_rank_whose_address_is_not_its_nodes_is_named_for_all(
+    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(address: str) -> None:
+        raise RuntimeError(f"Cannot resolve {address} to a (local) address")
+
+    monkeypatch.setattr(sys.modules["torch.distributed"], "ProcessGroupGloo", MagicMock(), raising=False)
+    monkeypatch.setattr(gloo, "share_node_buffers", lambda _: ([0], None, None))
+    monkeypatch.setattr(gloo, "gloo_device", listen)
+    (error,) = cuda.processes(lambda: sync.create_group(HOST, port, 0, 1, 0, "gloo"))
+    assert isinstance(error, sync.SyncError)
+    assert str(error).startswith(
+        "weight sync, rank 0 (the trainer) on 127.0.0.1, gloo, listening at 127.0.0.1: Cannot resolve "
+        "127.0.0.1 to a (local) address; ranks must reach each other at their nodes' own addresses"
+    )
+
+
 @pytest.fixture
 def hanging(cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """The fake GPU, on which no broadcast of NCCL ends, and a short deadline."""

@@ -1,5 +1,6 @@
 """The trainer's side of a sync while its engines fail; syncs between processes are in tests/cluster."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cluster.actor_registry import PeerError
-from rlhf_stack.sync import sending
+from rlhf_stack.sync import same_gpu, sending
 from rlhf_stack.sync.encoding import Encodings, Reach
 from rlhf_stack.sync.group import Watch
 
@@ -56,3 +57,16 @@ def test_a_lost_engine_ends_the_transfer_and_shards_are_gathered_to_the_end(
     with pytest.raises(PeerError, match="engine 0 is dead"):
         sending.send(trainer, [])
     assert gathered == ([0, 1, 2] if sharded else [0])
+
+
+def test_a_lost_engine_ends_the_wait_for_its_worker_on_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise PeerError("engine 0 is dead")
+
+    monkeypatch.setattr(same_gpu, "POLL_SECONDS", 0.01)
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own, other:
+        link = same_gpu.Link(own, "the engine worker on GPU 3")
+        link.watch = lost
+        with pytest.raises(PeerError, match="engine 0 is dead"):
+            link.receive("to load bucket 2 of 9")
