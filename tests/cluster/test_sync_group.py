@@ -260,6 +260,46 @@ def test_an_unreachable_trainer_is_named_within_the_deadline(monkeypatch):
         sync.create_group("127.0.0.1", port, 1, WORLD, torch.device("cpu"), "gloo")
 
 
+@pytest.mark.timeout(120)
+def test_a_frozen_trainer_is_named_within_the_deadline(monkeypatch):
+    """Its store accepts connections and answers nothing, which no timeout of the store ends."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "4")
+
+    def begin_sync(members):
+        members._sync = 1
+        with members.syncing():
+            """Nothing is sent."""
+
+    def exchange(rank, port):
+        members = Members("127.0.0.1", port, rank, 2)
+        OPEN.append(members)
+        trainer, _ = members.exchange("process", str(os.getpid()), time.monotonic() + 4)
+        if rank == 0:
+            return [], 0
+        time.sleep(1)  # rank 0 returns
+        os.kill(int(trainer), signal.SIGSTOP)
+        errors, begun = [], time.monotonic()
+        for action in (
+            begin_sync,
+            lambda members: members.exchange("topic", "", time.monotonic() + 4),
+            lambda members: members.failure("bucket 1 of 9", RuntimeError("late")),
+            Members.connect_to_store,
+        ):
+            try:
+                errors.append(str(action(members)))
+            except sync.SyncError as error:
+                errors.append(str(error))
+        return errors, time.monotonic() - begun
+
+    errors, seconds = run_ranks(exchange, range(2), seconds=100)[1]
+    begun, exchanged, failed, connected = errors
+    assert "beginning a sync: rank 0 (the trainer) on 127.0.0.1 does not answer: dead, stopped or cut" in begun
+    assert "rank 0 has stopped waiting or does not answer within 4 s" in exchanged
+    assert "bucket 1 of 9: rank 0 (the trainer) on 127.0.0.1 does not answer" in failed
+    assert "rank 0 (the trainer) is not reachable at 127.0.0.1" in connected
+    assert seconds < 25
+
+
 @pytest.mark.timeout(60)
 def test_the_store_listens_at_the_address_of_the_run_alone(monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "5")
