@@ -26,8 +26,9 @@ def main() -> None:
         bundles = [{"GPU": 1, "CPU": 1}] * (ENGINES * TENSOR_PARALLEL)
         own = ray.util.placement_group(bundles, strategy="PACK")
         ray.get(own.ready(), timeout=60)
-        hooks.claim_engine_group = lambda *_: own  # both are called by the patched create_vllm_engines
-        hooks.engine_bundles = get_bundle_indices
+        # The patched create_vllm_engines calls both.
+        hooks.claim_engine_groups = lambda *_: own
+        hooks.engine_place = lambda group, *engine: (group, get_bundle_indices(group, *engine))
     engines = create(model, ENGINES, size=TENSOR_PARALLEL, cpu_memory=0.5)
     for other in engines[:index] + engines[index + 1 :]:
         end(other)

@@ -116,19 +116,21 @@ def test_bundles_are_on_their_planned_nodes(nodes, gpus, request_):
         planned = placement.plan(found, request_)
         groups = placement.reserve(request_)
         for name, bundles in planned.bundles.items():
+            if name == "engines":
+                continue
             assert node_addresses(groups[name]) == [found[node].address for node in bundles]
             assert placement.rank_bundles(groups[name]) == list(range(len(bundles)))
-        group = groups[request_.engines.shares or "engines"]
+        of_engines = groups[request_.engines.shares or "engines"]
         for engine in range(request_.engines.count):
-            own = placement.engine_bundles(group, engine, request_.engines.size)
-            assert len({node_addresses(group)[bundle] for bundle in own}) == (
-                2 if request_.engines.size > GPUS else 1
-            )
+            group, own = placement.engine_place(of_engines, engine, request_.engines.size)
+            found_on = [node_addresses(group)[bundle] for bundle in own]
+            assert found_on == [found[node].address for node in planned.engines[engine]]
+            assert len(set(found_on)) == (2 if request_.engines.size > GPUS else 1)
 
 
 @pytest.mark.timeout(SECONDS)
-def test_separate_engine_groups_fit_next_to_strictly_spread_groups(nodes):
-    request = Request((Group("actor", 3, 2, strict_spread=True),), Engines(3, 4, separate_groups=True))
+def test_the_groups_of_engines_fit_next_to_strictly_spread_groups(nodes):
+    request = Request((Group("actor", 3, 2, strict_spread=True),), Engines(3, 4))
     with free(nodes, (6, 6, 6, 0)):
         groups = placement.reserve(request)
         assert node_addresses(groups["actor"]) == [address for address in nodes[:3] for _ in range(2)]
@@ -159,20 +161,17 @@ def test_engine_actor_is_on_the_node_of_its_first_bundle(nodes):
             return ray.util.get_node_ip_address()
 
     with free(nodes, (6, 6, 6, 0)):
-        group = placement.reserve_engines(3, 4)
-        first = [placement.engine_bundles(group, engine, 4)[0] for engine in range(3)]
+        groups = placement.reserve_engines(3, 4)
         drivers = [
             Driver.options(
                 num_cpus=placement.driver_cpus(0),
                 num_gpus=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=bundle
-                ),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             ).remote()
-            for bundle in first
+            for group in groups
         ]
         found = ray.get([driver.node.remote() for driver in drivers], timeout=90)
-        assert found == [node_addresses(group)[bundle] for bundle in first]
+        assert found == [node_addresses(group)[0] for group in groups]
 
 
 @pytest.mark.timeout(SECONDS)
@@ -182,6 +181,15 @@ def test_failed_reservation_leaves_nothing_reserved(nodes, monkeypatch):
         with pytest.raises(PlacementError, match="only 2 of 3 engines of 4 GPUs fit"):
             placement.reserve(Request(engines=Engines(3, 4)))
         wait_for_free_gpus((6, 6, 0, 0))
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_place_of_one_engine_is_released(nodes):
+    with free(nodes, (6, 6, 0, 0)):
+        one, _ = placement.reserve_engines(2, 4)
+        (address,) = set(node_addresses(one))
+        reservation.release(one.id.hex())
+        wait_for_free_gpus([6 if node == address else 2 for node in nodes[:2]] + [0, 0])
 
 
 @pytest.mark.timeout(SECONDS)
@@ -202,10 +210,10 @@ def test_plan_on_stale_resources_is_repeated(nodes, monkeypatch):
 def test_allowed_straddling_is_logged(nodes, monkeypatch, caplog):
     monkeypatch.setenv(env_vars.ALLOW_STRADDLE, "1")
     with free(nodes, (6, 6, 0, 0)):
-        group = placement.reserve(Request(engines=Engines(3, 4)))["engines"]
+        *_, last = placement.reserve(Request(engines=Engines(3, 4)))["engines"]
         assert "engine 2" in caplog.text
         assert "straddles nodes" in caplog.text
-        assert len(set(node_addresses(group)[8:])) == 2
+        assert len(set(node_addresses(last))) == 2
 
 
 @pytest.mark.timeout(SECONDS)
@@ -228,4 +236,4 @@ def test_unplanned_group_is_split_by_node(nodes):
         ranks = [addresses[bundle] for bundle in placement.rank_bundles(group)]
         assert letters(ranks) == "A" * 8 + "B" * 8 + "C" * 8
         for engine in range(3):
-            assert len({addresses[bundle] for bundle in placement.engine_bundles(group, engine, 8)}) == 1
+            assert len({addresses[bundle] for bundle in placement.engine_place(group, engine, 8)[1]}) == 1

@@ -4,31 +4,33 @@ The process that creates the engines stores a record of each in the GCS. A repla
 name is in the record, by which the other processes find it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
+from rlhf_stack.engine import restarted
 from rlhf_stack.lazy import ray
 from rlhf_stack.placement import PlacementError, driver_cpus, reserve_engines
-from rlhf_stack.placement.reservation import pinned_addresses
+from rlhf_stack.placement.reservation import pinned_addresses, release
 from rlhf_stack.telemetry import run_log
 
 
-def record(
-    index: int, group: Any, bundles: Sequence[int] | None, gpus: float, arguments: dict[str, Any]
-) -> int:
+def record(index: int, strategy: Any, shares: bool, gpus: float, arguments: dict[str, Any]) -> int:
     """Store how engine ``index`` is created; return how often Ray may restart it.
 
-    ``bundles`` of ``group`` are the engine's (None: the one with its index), ``gpus`` are its actor's, and
-    ``arguments`` those of its constructor.
+    ``strategy`` is the ``PlacementGroupSchedulingStrategy`` of its actor, in a group that the engine
+    ``shares`` with the trainer or not, ``gpus`` are the actor's, ``arguments`` those of its constructor.
     """
     if not env_vars.engine_restarts():
         return 0
-    places = [index] if bundles is None else list(bundles)
+    group = strategy.placement_group
+    places = arguments["bundle_indices"] or [strategy.placement_group_bundle_index]
     entry = {
         "engine": index,
+        "moved": False,
         "name": None,
+        "group": None if shares else group.id.hex(),
         "addresses": pinned_addresses(group, places),
         "size": len(places),
         "sleeps": bool(arguments.get("enable_sleep_mode")),
@@ -71,18 +73,24 @@ def current(index: int, handle: Any) -> Any:
     return ray.get_actor(found) if found else handle
 
 
-def replace(index: int) -> Any | None:
-    """Create engine ``index`` on nodes with free GPUs; return its actor, None if there is no room.
+def replace(index: int, former: Any) -> Any | None:
+    """Create engine ``index`` on nodes with free GPUs; end ``former``, its actor, and release its place.
 
-    It has not started when this returns.
+    Returns the new actor, which has not started, or None if there is no room. An engine that shares the GPUs
+    of the trainer has no other place.
     """
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
     entry = load(index)
-    if entry is None:
+    if entry is None or entry["group"] is None:
         return None
+    if (left := env_vars.engine_restarts() - restarted.count(index)) < 1:
+        raise PeerError(
+            f"engine {index} was restarted {restarted.count(index)} times, as often as "
+            f"{env_vars.ENGINE_RESTARTS} allows, and is lost again"
+        )
     try:
-        group = reserve_engines(1, entry["size"], wait=env_vars.flag(env_vars.AUTOSCALE))
+        (group,) = reserve_engines(1, entry["size"], wait=env_vars.flag(env_vars.AUTOSCALE))
     except PlacementError as error:
         run_log.info(f"engine {index} has no other place: {str(error).splitlines()[0]}")
         return None
@@ -99,11 +107,15 @@ def replace(index: int) -> Any | None:
         num_cpus=driver_cpus(gpus),
         num_gpus=gpus,
         scheduling_strategy=strategy,
-        max_restarts=env_vars.engine_restarts(),
+        max_restarts=left - 1,  # this is one of them
     )
-    entry |= {"name": unique, "addresses": pinned_addresses(group, bundles)}
+    former_group = entry["group"]
+    entry |= {"moved": True, "group": group.id.hex(), "addresses": pinned_addresses(group, bundles)}
+    gcs_kv.put_record(_key(index), entry)  # before: the new process reads that it replaces another one
     handle = actor.remote(**arguments)
-    gcs_kv.put_record(_key(index), entry)  # afterwards: another process gets the actor by this name
+    gcs_kv.put_record(_key(index), entry | {"name": unique})  # after: other processes get it by this name
+    ray.kill(former)
+    release(former_group)
     run_log.warning(f"engine {index} moves to {', '.join(sorted(set(entry['addresses'])))}")
     return handle
 

@@ -107,6 +107,11 @@ def end_process(reason: str) -> None:
     os._exit(1)
 
 
+def count(engine: int) -> int:
+    """Return how often ``engine`` of this job was restarted."""
+    return _restarts(str(ray.get_runtime_context().get_job_id()), engine)
+
+
 def permit(engine: int) -> None:
     """Let the restarted ``engine`` of this job start now, if it waits in `begin`."""
     job = str(ray.get_runtime_context().get_job_id())

@@ -74,9 +74,8 @@ def _start_again(engines: Sequence[Any], missing: Sequence[int]) -> dict[int, An
     for index in missing:
         restarted.permit(index)
         if nodes := recipes.lost_nodes(index):
-            if (replacement := recipes.replace(index)) is None:
+            if (replacement := recipes.replace(index, engines[index])) is None:
                 raise PeerError(f"{_no_place(index, nodes)}; it has not started")
-            ray.kill(engines[index])
             replaced[index] = replacement
     return replaced
 
@@ -267,10 +266,9 @@ def _bring_back(team: Roster, index: int) -> Any | None:
         if state == DEAD:
             ray.get(handle.__ray_ready__.remote())  # raises Ray's reason
         if state != ALIVE and (nodes := recipes.lost_nodes(index)):
-            if (replacement := recipes.replace(index)) is None:
+            if (replacement := recipes.replace(index, handle)) is None:
                 _require_others(team, index, nodes)
                 return None
-            ray.kill(handle)
             handle = team.handles[index] = replacement
         elif time.monotonic() > end:
             raise startup.late([index])

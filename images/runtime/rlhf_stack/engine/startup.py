@@ -45,7 +45,7 @@ def begin(index: int | None) -> str | None:
     join(key)
     actor_registry.register_actor(f"engine {index}")
     recipe = recipes.load(index)
-    if context.was_current_actor_reconstructed or (recipe and recipe["name"]):  # or it replaces another one
+    if context.was_current_actor_reconstructed or (recipe and recipe["moved"]):  # or it replaces another one
         restarted.end_former_processes({ENGINE: key})
         restarted.begin(str(context.get_job_id()), index, bool(recipe and recipe["sleeps"]))
     report_step("actor started", None, 0.0)

@@ -34,13 +34,13 @@ from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.run_groups import (
-    claim_engine_group,
+    claim_engine_groups,
     claim_role_group,
     controller,
     reserve_run,
     wait_for_role_group,
 )
-from rlhf_stack.placement import driver_cpus, engine_bundles, rank_bundles
+from rlhf_stack.placement import driver_cpus, engine_place, rank_bundles
 from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
 from rlhf_stack.sync.actor_trainer import sends_weights
 from rlhf_stack.sync.regrouping import form_group_again

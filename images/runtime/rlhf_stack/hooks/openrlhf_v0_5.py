@@ -29,7 +29,7 @@ from rlhf_stack.engine.startup import wait_for_engine_startup
 from rlhf_stack.engine.worker_extension import use_worker_class, worker_class
 from rlhf_stack.openrlhf import run_groups
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
-from rlhf_stack.openrlhf.run_groups import claim_engine_group, claim_role_group, wait_for_role_group
+from rlhf_stack.openrlhf.run_groups import claim_engine_groups, claim_role_group, wait_for_role_group
 from rlhf_stack.placement import rank_bundles
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import send as send_weights
@@ -39,11 +39,6 @@ from rlhf_stack.telemetry import run_log
 from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
-
-
-def claim_engine_groups(count: int, size: int) -> Any:
-    """Return one placement group per engine: those of the run, or new ones for engines of ``size`` GPUs."""
-    return claim_engine_group(count, size, separate_groups=True)
 
 
 def prepare_weight_sync(backend: str, engines: Sequence[Any]) -> None:

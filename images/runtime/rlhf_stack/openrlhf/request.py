@@ -73,7 +73,7 @@ def _flat(args: Any) -> tuple[Request, dict[str, str]]:
         groups.append(Group(name, nodes, gpus, strict_spread=gpus > 1 or name in shared))
     engines = None
     if args.vllm_num_engines:
-        engines = Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size, separate_groups=True)
+        engines = Engines(args.vllm_num_engines, args.vllm_tensor_parallel_size)
     spare = CONTROLLER_CPUS if args.remote_rm_url else 0  # a Ray task calls it
     return Request(tuple(groups), engines, spare_cpus=spare), roles
 

@@ -48,12 +48,9 @@ def claim_role_group(actor_class: Any) -> Any:
     return next((_unclaimed.pop(name) for name in list(_unclaimed) if name.rstrip(DIGITS) == role), None)
 
 
-def claim_engine_group(count: int, size: int, separate_groups: bool = False) -> Any:
-    """Return the group of the run's engines, or reserve one for ``count`` engines of ``size`` GPUs.
-
-    With ``separate_groups``, as OpenRLHF 0.5 needs, it is a list of one group per engine.
-    """
-    return _unclaimed.pop(ENGINES, None) or reservation.reserve_engines(count, size, separate_groups)
+def claim_engine_groups(count: int, size: int) -> Any:
+    """Return a list with the group of each engine: those of the run, or new ones for ``size`` GPUs."""
+    return _unclaimed.pop(ENGINES, None) or reservation.reserve_engines(count, size)
 
 
 def controller(trainer_class: Any) -> Any:

@@ -7,7 +7,7 @@ from rlhf_stack.placement.model import Engines, FreeNode, Group, PlacementError,
 from rlhf_stack.placement.planner import plan
 from rlhf_stack.placement.reservation import (
     driver_cpus,
-    engine_bundles,
+    engine_place,
     rank_bundles,
     reserve,
     reserve_engines,

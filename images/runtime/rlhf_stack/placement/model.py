@@ -48,15 +48,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Engines:
-    """``count`` engines of ``size`` GPUs; ``shares`` names the group whose GPUs they use, if any.
-
-    With ``separate_groups`` each engine has its own Ray placement group, all of whose bundles vLLM 0.4 uses.
-    """
+    """``count`` engines of ``size`` GPUs; ``shares`` names the group whose GPUs they use, if any."""
 
     count: int
     size: int
     shares: str | None = None
-    separate_groups: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,18 +55,17 @@ def free_nodes() -> list[FreeNode]:
 def reserve(request: Request, wait: bool = True) -> dict[str, Any]:
     """Reserve ``request``; return Ray placement groups by name, with bundles in rank order on planned nodes.
 
-    With ``separate_groups`` the engines are a list of groups. Raises `PlacementError` if there is no
-    placement; nothing has been started then, and nothing stays reserved. Without ``wait`` only what is free
-    now counts.
+    Engines with GPUs of their own have a group each, in a list: the place of a lost one can be released, and
+    vLLM 0.4 uses all bundles of its group. Raises `PlacementError` if there is no placement; nothing has been
+    started then, and nothing stays reserved. Without ``wait`` only what is free now counts.
     """
     if not ray.is_initialized():  # OpenRLHF 0.5.1 relies on the implicit initialization
         ray.init()
-    separate = bool(request.engines and request.engines.separate_groups)
     end = time.monotonic() + env_vars.placement_timeout()
     while True:
         nodes, found = _plan_on_free(request, end if wait else 0.0)
         _log_plan(nodes, request, found)
-        groups = _create_groups(nodes, found, separate)
+        groups = _create_groups(nodes, found)
         try:
             placed = _wait_for_groups(groups, end)
         except PlacementError:
@@ -76,14 +75,22 @@ def reserve(request: Request, wait: bool = True) -> dict[str, Any]:
             break
         _remove(groups)
         run_log.info("placement: resources that were free in the plan are taken; planning again")
-    if separate:
+    if ENGINES in found.bundles:
         groups[ENGINES] = [groups.pop(f"engine {index}") for index in range(len(found.engines))]
     return groups
 
 
-def reserve_engines(count: int, size: int, separate_groups: bool = False, wait: bool = True) -> Any:
-    """Reserve a placement group for ``count`` engines of ``size`` GPUs, or a list with one for each."""
-    return reserve(Request(engines=Engines(count, size, separate_groups=separate_groups)), wait)[ENGINES]
+def reserve_engines(count: int, size: int, wait: bool = True) -> list[Any]:
+    """Reserve a placement group for each of ``count`` engines of ``size`` GPUs."""
+    groups: list[Any] = reserve(Request(engines=Engines(count, size)), wait)[ENGINES]
+    return groups
+
+
+def release(group: str) -> None:
+    """Release the placement group with hexadecimal id ``group``; Ray ends what still runs in it."""
+    from ray.util.placement_group import PlacementGroup
+
+    ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
 
 
 def pinned_addresses(group: Any, bundles: Sequence[int]) -> list[str]:
@@ -110,6 +117,16 @@ def rank_bundles(group: Any) -> list[int]:
         return list(range(group.bundle_count))
     order = [bundle for bundles in bundles_by_node(_bundle_nodes(group)).values() for bundle in bundles]
     return [bundle for bundle in order for _ in range(_gpus(group.bundle_specs[bundle]))]
+
+
+def engine_place(groups: Any, index: int, size: int) -> tuple[Any, list[int]]:
+    """Return the placement group of engine ``index`` and the bundles in it that are the engine's.
+
+    ``groups`` is a list with one for each engine, or the group whose GPUs all engines share.
+    """
+    if isinstance(groups, list):
+        return groups[index], list(range(size))
+    return groups, engine_bundles(groups, index, size)
 
 
 def engine_bundles(group: Any, index: int, size: int) -> list[int]:
@@ -271,11 +288,10 @@ def _counts(nodes: Sequence[FreeNode], bundles: Sequence[int]) -> str:
     return ", ".join(f"{count} on {nodes[node].address}" for node, count in counts.items())
 
 
-def _create_groups(nodes: Sequence[FreeNode], found: Plan, separate: bool) -> dict[str, Any]:
-    """Create placement groups by name, one for each engine if ``separate``, without waiting for them."""
+def _create_groups(nodes: Sequence[FreeNode], found: Plan) -> dict[str, Any]:
+    """Create placement groups by name, one for each engine with its own GPUs, without waiting for them."""
     bundles_by_name = {name: bundles for name, bundles in found.bundles.items() if bundles}
-    if separate:
-        del bundles_by_name[ENGINES]
+    if bundles_by_name.pop(ENGINES, ()):
         bundles_by_name |= {f"engine {index}": bundles for index, bundles in enumerate(found.engines)}
     groups = {}
     for name, bundles in bundles_by_name.items():

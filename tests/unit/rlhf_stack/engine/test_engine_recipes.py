@@ -3,10 +3,11 @@
 import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes
 from rlhf_stack.placement import PlacementError
@@ -14,9 +15,16 @@ from rlhf_stack.placement import PlacementError
 ARGUMENTS = {"model": "m", "bundle_indices": [2, 3], "mm_pad_token_ids": {5, 3}, "enable_sleep_mode": True}
 
 
-def group(*addresses: str) -> SimpleNamespace:
+def group(*addresses: str, number: str = "new") -> SimpleNamespace:
     bundles = [{"GPU": 1, "CPU": 1, f"node:{address}": 0.001} for address in addresses]
-    return SimpleNamespace(bundle_specs=bundles, id=SimpleNamespace(hex=lambda: "new"))
+    return SimpleNamespace(bundle_specs=bundles, id=SimpleNamespace(hex=lambda: number))
+
+
+def at(index: int, *addresses: str) -> SimpleNamespace:
+    """The strategy of an actor on bundle ``index``."""
+    return SimpleNamespace(
+        placement_group=group(*addresses, number="first"), placement_group_bundle_index=index
+    )
 
 
 @pytest.fixture
@@ -35,7 +43,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def test_without_restarts_nothing_is_recorded(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "0")
-    assert recipes.record(0, group("10.0.0.2"), None, 1, {}) == 0
+    assert recipes.record(0, at(0, "10.0.0.2"), False, 1, {}) == 0
     assert recipes.load(0) is None
 
 
@@ -44,8 +52,9 @@ def test_an_engine_is_lost_with_any_of_its_nodes(ray: MagicMock) -> None:
         {"NodeManagerAddress": "10.0.0.2", "Alive": True},
         {"NodeManagerAddress": "10.0.0.3", "Alive": False},
     ]
-    assert recipes.record(1, group("10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"), [2, 3], 0, ARGUMENTS) == 2
-    recipes.record(10, group(*["10.0.0.2"] * 11), None, 1, {})
+    nodes = "10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"
+    assert recipes.record(1, at(2, *nodes), True, 0, ARGUMENTS) == 2
+    recipes.record(10, at(10, *["10.0.0.2"] * 11), True, 1, {"bundle_indices": None})
     assert recipes.lost_nodes(1) == ["10.0.0.3"]
     assert recipes.lost_nodes(10) == []
     assert recipes.sleeps(1)
@@ -53,29 +62,71 @@ def test_an_engine_is_lost_with_any_of_its_nodes(ray: MagicMock) -> None:
     assert recipes.current(1, "handle") == "handle"
 
 
-def test_a_replacement_is_created_with_the_same_arguments_on_its_own_bundles(
-    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upstream = MagicMock()
-    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", upstream)
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    fake = MagicMock()
+    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", fake)
     for package in ("openrlhf", "openrlhf.trainer", "openrlhf.trainer.ray"):
         monkeypatch.setitem(sys.modules, package, MagicMock())
-    monkeypatch.setattr(recipes, "reserve_engines", lambda *_, **__: group("10.0.0.4", "10.0.0.4"))
-    recipes.record(1, group(*["10.0.0.3"] * 4), [2, 3], 0, ARGUMENTS)
-    assert recipes.replace(1) is upstream.RolloutRayActor.options.return_value.remote.return_value
-    created = upstream.RolloutRayActor.options.return_value.remote.call_args.kwargs
+    return fake
+
+
+def test_a_replacement_is_created_with_the_same_arguments_on_its_own_bundles(
+    ray: MagicMock, upstream: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [group("10.0.0.4", "10.0.0.4", number=number) for number in ("second", "third")]
+    monkeypatch.setattr(recipes, "reserve_engines", lambda *_, **__: [places.pop(0)])
+    release = MagicMock()
+    monkeypatch.setattr(recipes, "release", release)
+    recipes.record(1, at(2, *["10.0.0.3"] * 4), False, 0, ARGUMENTS)
+    actor = upstream.RolloutRayActor.options.return_value
+    actor.remote.side_effect = lambda **_: recipes.load(1)
+    seen = recipes.replace(1, "former")
+    assert seen is not None
+    assert (seen["moved"], seen["name"]) == (True, None), "what the process of the replacement reads"
+    created = actor.remote.call_args.kwargs
     assert created == ARGUMENTS | {"bundle_indices": [0, 1], "mm_pad_token_ids": [3, 5]}
     entry = recipes.load(1)
     assert entry is not None
     assert entry["addresses"] == ["10.0.0.4", "10.0.0.4"]
     assert recipes.current(1, "handle") is ray.get_actor.return_value
     ray.get_actor.assert_called_once_with(entry["name"])
+    recipes.replace(1, "second actor")
+    assert ray.kill.call_args_list == [call("former"), call("second actor")]
+    assert release.call_args_list == [call("first"), call("second")], "no former place stays reserved"
 
 
-def test_without_room_there_is_no_replacement(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", MagicMock())
-    for package in ("openrlhf", "openrlhf.trainer", "openrlhf.trainer.ray"):
-        monkeypatch.setitem(sys.modules, package, MagicMock())
+def test_without_room_there_is_no_replacement(
+    ray: MagicMock, upstream: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recipes, "reserve_engines", MagicMock(side_effect=PlacementError("no GPU")))
-    recipes.record(0, group("10.0.0.3"), None, 1, ARGUMENTS)
-    assert recipes.replace(0) is None
+    recipes.record(0, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
+    assert recipes.replace(0, "former") is None
+    ray.kill.assert_not_called()
+
+
+def test_an_engine_on_the_gpus_of_the_trainer_does_not_move(
+    ray: MagicMock, upstream: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = MagicMock()
+    monkeypatch.setattr(recipes, "reserve_engines", reserve)
+    recipes.record(0, at(0, "10.0.0.3"), True, 0.2, {"bundle_indices": None})
+    assert recipes.replace(0, "former") is None
+    reserve.assert_not_called()
+
+
+@pytest.mark.parametrize(("used", "left"), [(0, 1), (1, 0), (2, None)])
+def test_a_replacement_has_the_restarts_that_the_engine_has_left(
+    ray: MagicMock, upstream: MagicMock, monkeypatch: pytest.MonkeyPatch, used: int, left: int | None
+) -> None:
+    monkeypatch.setattr(recipes, "reserve_engines", lambda *_, **__: [group("10.0.0.4")])
+    monkeypatch.setattr(recipes, "release", MagicMock())
+    recipes.record(0, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
+    if used:
+        gcs_kv.put_record("restarts/job/0", {"engine": 0, "restarts": used})
+    if left is None:
+        with pytest.raises(PeerError, match=r"engine 0 was restarted 2 times, .*RLHF_STACK_ENGINE_RESTARTS"):
+            recipes.replace(0, "former")
+    else:
+        recipes.replace(0, "former")
+        assert upstream.RolloutRayActor.options.call_args.kwargs["max_restarts"] == left

@@ -91,7 +91,7 @@ def flat(**changes: Any) -> Any:
     return SimpleNamespace(**(sizes | options | changes))
 
 
-FLAT_ENGINES = Engines(2, 4, separate_groups=True)
+FLAT_ENGINES = Engines(2, 4)
 SPREAD = Group("actor", 2, 4, strict_spread=True)
 
 

@@ -47,10 +47,10 @@ def test_an_unknown_class_and_a_process_without_a_run_have_no_group() -> None:
     assert run_groups.claim_role_group(actor_class("Own")) is None
 
 
-def test_engines_claim_their_group_or_reserve_one() -> None:
+def test_engines_claim_their_groups_or_reserve_others() -> None:
     run_groups.reserve_run(None)
-    assert run_groups.claim_engine_group(3, 4) == "group of engines"
-    assert run_groups.claim_engine_group(3, 4) == (3, 4, False)
+    assert run_groups.claim_engine_groups(3, 4) == "group of engines"
+    assert run_groups.claim_engine_groups(3, 4) == (3, 4)
 
 
 def test_the_controller_runs_on_the_node_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

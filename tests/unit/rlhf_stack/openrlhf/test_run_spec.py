@@ -111,7 +111,7 @@ def test_separate_roles_have_separate_gpus() -> None:
         Group("critic", 1, 4, strict_spread=True),
         Group("reward", 1, 2, strict_spread=True),
     )
-    assert run.request.engines == Engines(2, 4, separate_groups=True)
+    assert run.request.engines == Engines(2, 4)
     assert run.request.size == 8 + 2 + 4 + 2 + 8
     assert run.order == ("actor", "ref", "critic", "reward", ENGINES)
     assert run.length == 3072

@@ -41,7 +41,7 @@ def test_no_engine_straddles_if_any_placement_of_the_groups_leaves_room(
 ) -> None:
     most = max((sum(left // size for left in rest) for rest in placements(free, groups)), default=None)
     try:
-        found = plan(cluster(free), Request(groups, Engines(count, size, separate_groups=True)))
+        found = plan(cluster(free), Request(groups, Engines(count, size)))
     except PlacementError:
         assert most is None or most < count or sum(free) < count * size
         return
@@ -58,7 +58,7 @@ def test_no_engine_straddles_if_any_placement_of_the_groups_leaves_room(
 
 def test_two_pairs_are_packed_so_that_three_engines_fit() -> None:
     pairs = Group("actor", 1, 2, strict_spread=True), Group("critic", 1, 2, strict_spread=True)
-    found = plan(cluster([8, 8]), Request(pairs, Engines(3, 4, separate_groups=True)))
+    found = plan(cluster([8, 8]), Request(pairs, Engines(3, 4)))
     assert found.bundles["actor"] == found.bundles["critic"]
 
 
@@ -66,7 +66,7 @@ def test_search_is_used_if_the_greedy_choice_is_not_optimal() -> None:
     """The greedy choice leaves room for three of 4 engines."""
     free = [8, 6, 5, 7]
     groups = tuple(Group(name, 2, gpus, strict_spread=True) for name, gpus in (("a", 2), ("b", 2), ("c", 1)))
-    assert plan(cluster(free), Request(groups, Engines(4, 4, separate_groups=True))).straddling == ()
+    assert plan(cluster(free), Request(groups, Engines(4, 4))).straddling == ()
 
 
 def test_too_few_nodes_are_an_error_that_names_the_groups() -> None:
@@ -77,6 +77,6 @@ def test_too_few_nodes_are_an_error_that_names_the_groups() -> None:
 def test_a_large_cluster_is_planned_in_a_second() -> None:
     groups = tuple(Group(name, 64, 4, strict_spread=True) for name in ("actor", "critic"))
     start = time.process_time()
-    found = plan(cluster([8] * 10_000), Request(groups, Engines(9_900, 8, separate_groups=True)))
+    found = plan(cluster([8] * 10_000), Request(groups, Engines(9_900, 8)))
     assert time.process_time() - start < 1
     assert len(set(found.bundles["actor"])) == 64

@@ -171,7 +171,7 @@ def test_offloading_below_stage_3_is_reported_to_have_no_effect() -> None:
 
 
 def test_the_older_generation_is_planned_too() -> None:
-    planned = run(release="0.5.1", engines=Engines(3, 4, separate_groups=True), model="big", actor=2)
+    planned = run(release="0.5.1", engines=Engines(3, 4), model="big", actor=2)
     found = assess(planned, uniform_machines(2, 8, 80, 64, 0), SHAPES)
     assert found.ours is not None
     assert found.ours.straddling == ()
