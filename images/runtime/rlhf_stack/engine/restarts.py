@@ -261,7 +261,7 @@ def _bring_back(team: Roster, index: int) -> Any | None:
     while True:
         restarted.permit(index)
         state = ray_private.handle_state(handle)
-        if state == ALIVE and _is_up(handle) and _sleeps_if_it_must(index, handle):
+        if state == ALIVE and _is_up(handle) and _is_as_the_others(index, handle):
             return handle
         if state == DEAD:
             ray.get(handle.__ray_ready__.remote())  # raises Ray's reason
@@ -285,14 +285,11 @@ def _is_up(handle: Any) -> bool:
     return True
 
 
-def _sleeps_if_it_must(index: int, handle: Any) -> bool:
-    """Put an engine to sleep if it shares the trainer's GPUs; False if it was lost meanwhile."""
-    try:
-        if recipes.sleeps(index):
-            wait_for_engine_results([handle.sleep.remote()], "sleep")
-    except (SyncError, PeerError):
-        return False
-    return True
+def _is_as_the_others(index: int, handle: Any) -> bool:
+    """Put a restarted engine to sleep if engines sleep between two syncs; False if it was lost meanwhile."""
+    return (
+        not recipes.sleeps(index) or roster.answer(handle, lambda engine: engine.sleep.remote(), "sleep")[0]
+    )
 
 
 def _require_others(team: Roster, index: int, nodes: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ class Roster:
         engine is repeated, so it must be idempotent. `SyncError` if an engine does not answer in time.
         """
         references = list(started) or [call(engine) for engine in self.engines]
-        end = time.monotonic() + max(NOTICE_SECONDS, env_vars.sync_timeout())
+        end = _deadline()
         results = []
         for engine, reference in zip(list(self.engines), references, strict=True):
             answered, result = _wait(engine, reference, call, what, end)
@@ -88,8 +88,10 @@ class Roster:
         for index in list(self.lost):
             handle = recipes.current(index, self.handles[index])
             if ray_private.handle_state(handle) == ALIVE:
-                query = [handle.needs_weights.remote()]
-                if not wait_for_engine_results(query, f"engine {index} to report whether it has weights")[0]:
+                answered, needs = answer(
+                    handle, lambda engine: engine.needs_weights.remote(), "needs_weights"
+                )
+                if answered and not needs:
                     self.put_back(index, handle)
 
     def _update(self) -> None:
@@ -115,6 +117,18 @@ def engine_results(
     return of(engines).ask(
         lambda engine: getattr(engine, method).remote(*arguments, **options), method, references
     )
+
+
+def answer(engine: Any, call: Call, what: str) -> tuple[bool, Any]:
+    """Return whether ``engine`` has answered ``call``, and its answer; it has not if it is being restarted.
+
+    Ray repeats many calls on the restarted engine, which may wait until this process permits its start.
+    """
+    return _wait(engine, call(engine), call, what, _deadline())
+
+
+def _deadline() -> float:
+    return time.monotonic() + max(NOTICE_SECONDS, env_vars.sync_timeout())
 
 
 def _wait(engine: Any, reference: Any, call: Call, what: str, end: float) -> tuple[bool, Any]:

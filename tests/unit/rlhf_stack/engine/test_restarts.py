@@ -279,6 +279,56 @@ def test_the_wait_for_a_restart_is_bounded(
             restarts._bring_back(team, 0)
 
 
+def test_an_engine_that_is_lost_while_it_is_put_to_sleep_is_permitted_to_start_again(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray repeats the call on the restarted engine, which waits for the permit."""
+    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
+    monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "addresses": []})
+    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
+    lost = SimpleNamespace(__ray_ready__=remote(True))
+    restarted.begin("job", 0)
+    calls = []
+
+    def sleep() -> Reference:
+        calls.append(None)
+        if len(calls) == 1:
+            states[id(lost)] = "RESTARTING"
+            restarted.begin("job", 0)
+            return Reference(TimeoutError())
+        return Reference(None)
+
+    def wait(_: float) -> None:
+        if records.get("permits/job/0") == {"engine": 0, "restarts": 2}:
+            states[id(lost)] = "ALIVE"
+
+    lost.sleep = SimpleNamespace(remote=sleep)
+    monkeypatch.setattr(time, "sleep", wait)
+    team = roster.of([lost])
+    team.drop(lost, "it was lost")
+    assert restarts._bring_back(team, 0) is lost
+    assert len(calls) == 2
+
+
+def test_a_restarted_engine_that_is_lost_again_is_not_awaited_by_the_generator(
+    ray: MagicMock, states: dict[Any, str]
+) -> None:
+    lost = SimpleNamespace()
+
+    def needs_weights() -> Reference:
+        states[id(lost)] = "RESTARTING"
+        return Reference(TimeoutError())
+
+    lost.needs_weights = SimpleNamespace(remote=needs_weights)
+    engines = [lost, engine(unfinished_work=0)]
+    roster.of(engines).drop(lost, "it was lost")
+    assert assigned(engines) == [0]
+    assert set(roster.of(engines).lost) == {0}
+
+
 @pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "no room"])
 def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     ray: MagicMock,
