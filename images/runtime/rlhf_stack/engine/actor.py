@@ -107,12 +107,14 @@ class AsyncEngineMixin(_EngineState):
         self._last_mixed, self._mixed = self._mixed, 0
         return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": self._last_mixed}
 
-    async def weights_received(self) -> tuple[int, int]:
+    async def weights_received(self, at_start: bool = False) -> tuple[int, int]:
         """Note that this engine has the weights of all others: it answers prompts if it was restarted.
 
-        Returns their version, and the mixed answers that the last `receive_weights` returned.
+        It has them if it took part in a sync, and ``at_start``, when no engine has others. Returns their
+        version, and the mixed answers that the last `receive_weights` returned.
         """
-        restarted.weights_received()
+        if at_start or self.weight_version:
+            restarted.weights_received()
         return self.weight_version, self._last_mixed
 
     async def leave_weight_group(self) -> None:

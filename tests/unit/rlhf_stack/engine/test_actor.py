@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 from rlhf_stack.compat import determinism
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import actor, startup, worker_extension
+from rlhf_stack.engine import actor, restarted, startup, worker_extension
 from rlhf_stack.sync import SyncError
 
 
@@ -42,6 +42,20 @@ def test_a_restarted_engine_does_not_join_by_the_call_for_its_predecessor() -> N
         blocking.call_workers_of("another", "join", 1)
     with pytest.raises(SyncError, match="the engine was restarted before it joined"):
         asyncio.run(actor.AsyncEngineMixin().call_workers_of("another", "join", 1))
+
+
+@pytest.mark.parametrize(
+    ("version", "at_start", "has"), [(0, False, False), (0, True, True), (2, False, True)]
+)
+def test_an_engine_that_was_restarted_after_a_sync_still_lacks_its_weights(
+    monkeypatch: pytest.MonkeyPatch, version: int, at_start: bool, has: bool
+) -> None:
+    received = MagicMock()
+    monkeypatch.setattr(restarted, "weights_received", received)
+    found = actor.AsyncEngineMixin()
+    found.weight_version = version
+    assert asyncio.run(found.weights_received(at_start)) == (version, 0)
+    assert received.called == has
 
 
 def test_ray_repeats_calls_of_upstreams_methods_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:
