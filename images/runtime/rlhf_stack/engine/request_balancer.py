@@ -74,10 +74,8 @@ def assign_usable(
 
     If none is left, waits for a restarted engine; `PeerError` if there can be none.
     """
-    busy = _unfinished_work(engines)
-    if not busy:
-        restarts.send_weights_now()
-        busy = _unfinished_work(engines)
+    while not (busy := _unfinished_work(engines)):
+        restarts.send_weights_now(engines)
     loads = [0.0] * len(busy) if env_vars.flag(env_vars.REPEATABLE) else busy
     lengths = [len(tokens) for tokens in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]]
     most = [

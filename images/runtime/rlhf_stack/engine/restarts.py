@@ -40,15 +40,19 @@ def use_to_send_weights(send: Callable[[], None]) -> None:
     _senders[:] = [send]
 
 
-def send_weights_now() -> None:
-    """Wait for the restarted engines and send them the weights, when no other engine is left.
+def send_weights_now(engines: Any) -> None:
+    """Wait for the restarted ``engines`` and send them the weights, when no other engine is left to generate.
 
-    `PeerError` where that is impossible: in asynchronous training the trainer trains meanwhile.
+    Engines that sleep are then wholly awake: a sync wakes up their weights alone. `PeerError` where that is
+    impossible: in asynchronous training the trainer trains meanwhile.
     """
     if not _senders:
         raise PeerError("no engine with the trainer's weights is left, and the trainer cannot send them now")
     run_log.warning("no engine with the trainer's weights is left: waiting for a restarted one")
     _senders[0]()
+    team = roster.of(engines)
+    if any(recipes.sleeps(index) for index in team.usable):
+        team.ask(lambda engine: engine.wake_up.remote(), "wake_up")
 
 
 def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
@@ -59,10 +63,28 @@ def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
     if not env_vars.engine_restarts():
         startup.wait_for_engine_startup(engines, others)
         return
-    startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing))
-    # None has other weights than those with which the run begins.
-    received = [answer_once.idempotent(engine.weights_received) for engine in engines or []]
-    wait_for_engine_results(received, "the engines")
+    engines = [] if engines is None else engines
+    while True:
+        startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing))
+        with actor_registry.translate_actor_errors("waiting for the engines"):
+            if all(_is_ready(*entry) for entry in enumerate(engines)):
+                return
+        others = ()
+
+
+def _is_ready(index: int, engine: Any) -> bool:
+    """Let a restarted engine take part in the beginning of the run; False if it was lost meanwhile.
+
+    None has other weights than those with which the run begins.
+    """
+    answered, lacks = roster.answer(engine, lambda engine: engine.needs_weights.remote(), "needs_weights")
+    if not (answered and lacks):
+        return answered
+    received = "weights_received"
+    return (
+        _is_as_the_others(index, engine)
+        and roster.answer(engine, lambda engine: engine.weights_received.remote(at_start=True), received)[0]
+    )
 
 
 def _start_again(engines: Sequence[Any], missing: Sequence[int]) -> dict[int, Any]:

@@ -187,6 +187,35 @@ def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
     assert assigned(engines) == [0]
 
 
+def test_engines_that_sleep_are_wholly_awake_when_they_generate_after_a_recovery(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "name": None})
+    monkeypatch.setattr(restarts, "_senders", [])
+    work: list[Any] = [None]
+    tags: list[Any] = []
+
+    def wake_up(**given: Any) -> Reference:
+        tags.append(given.get("tags"))
+        return Reference(None)
+
+    restarted_engine = SimpleNamespace(
+        needs_weights=remote(True),
+        unfinished_work=SimpleNamespace(remote=lambda: Reference(work[0])),
+        wake_up=SimpleNamespace(remote=wake_up),
+    )
+    engines: list[Any] = [restarted_engine]
+
+    def send() -> None:  # as upstream's, after which the memory of the cache is not mapped
+        roster.of(engines).put_back(0, restarted_engine)
+        restarted_engine.wake_up.remote(tags=["weights"])
+        work[0] = 0
+
+    restarts.use_to_send_weights(send)
+    assert assigned(engines) == [0]
+    assert tags == [["weights"], None]
+
+
 def test_an_engine_to_which_another_process_sent_the_weights_is_used_again(
     ray: MagicMock, states: dict[Any, str]
 ) -> None:
@@ -291,7 +320,7 @@ def test_an_engine_that_is_lost_while_it_is_put_to_sleep_is_permitted_to_start_a
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
     lost = SimpleNamespace(__ray_ready__=remote(True))
     restarted.begin("job", 0)
-    calls = []
+    calls: list[Any] = []
 
     def sleep() -> Reference:
         calls.append(None)
@@ -580,12 +609,42 @@ def test_only_orphans_of_the_lost_engine_are_ended(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_first_call_to_started_engines_is_repeated_if_its_connection_breaks(
-    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(startup, "wait_for_engine_startup", MagicMock())
-    received = MagicMock()
-    received.options.return_value.remote.return_value = Reference((0, 0))
-    restarts.wait_for_start([SimpleNamespace(weights_received=received)])
-    received.options.assert_called_once_with(max_task_retries=-1)
-    received.remote.assert_not_called()
+    monkeypatch.setattr(time, "sleep", MagicMock())
+    answers = iter([UnavailableError(), False])
+    started = SimpleNamespace(needs_weights=SimpleNamespace(remote=lambda: Reference(next(answers))))
+    restarts.wait_for_start([started])
+    assert not list(answers)
+
+
+def test_an_engine_that_was_restarted_at_the_start_sleeps_as_the_others(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    wait = MagicMock()
+    monkeypatch.setattr(startup, "wait_for_engine_startup", wait)
+    monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True})
+    lost = SimpleNamespace(needs_weights=remote(True))
+    calls: list[Any] = []
+
+    def sleep() -> Reference:
+        calls.append("sleep")
+        states[id(lost)] = "RESTARTING" if len(calls) == 1 else "ALIVE"
+        return Reference(TimeoutError() if len(calls) == 1 else None)
+
+    def received(*, at_start: bool) -> Reference:
+        calls.append(f"received {at_start}")
+        return Reference((0, 0))
+
+    lost.sleep = SimpleNamespace(remote=sleep)
+    lost.weights_received = SimpleNamespace(remote=received)
+    other = engine(needs_weights=False)
+    restarts.wait_for_start([lost, other], ["the trainer"])
+    assert calls == ["sleep", "sleep", "received True"], "it was lost again while it was put to sleep"
+    assert [given.args[:2] for given in wait.call_args_list] == [
+        ([lost, other], ["the trainer"]),
+        ([lost, other], ()),
+    ]
