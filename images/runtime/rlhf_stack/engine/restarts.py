@@ -147,15 +147,21 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
     A sync is repeated at most once more than engines are lost in it: the cause may be gone, as when a link
     was cut for a while. ``sleeps``: the engines sleep between two syncs.
     """
-    references = actor_group.async_run_method("broadcast_to_vllm")
     if engines is None or not env_vars.engine_restarts():
-        wait_for_sync(references, engines)
+        wait_for_sync(actor_group.async_run_method("broadcast_to_vllm"), engines)
         received = [answer_once.idempotent(engine.weights_received) for engine in engines or []]
         _log_versions(wait_for_engine_results(received, "the engines"))
         return
     team = roster.of(engines)
-    is_repeated, since = False, _restarts()
+    is_repeated = is_broken = False
     while True:
+        while is_broken or team.engines != team.grouped:  # one can be lost while it wakes up
+            _recover(team, actor_group, is_broken)
+            is_broken = False
+            if sleeps:
+                team.ask(lambda engine: engine.wake_up.remote(tags=["weights"]), "wake_up")
+        since = _restarts()
+        references = actor_group.async_run_method("broadcast_to_vllm")
         try:
             wait_for_sync(references, engines)
             break
@@ -170,12 +176,7 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
             reason = str(error).strip().splitlines()[-1]
             run_log.warning(f"the weight sync is repeated: {reason}")
             events.emit("sync repeated", engines=lost, reason=reason)
-        is_repeated = True
-        _recover(team, actor_group, is_group_broken=True)
-        if sleeps:
-            team.ask(lambda engine: engine.wake_up.remote(tags=["weights"]), "wake_up")
-        since = _restarts()
-        references = actor_group.async_run_method("broadcast_to_vllm")
+        is_repeated = is_broken = True
     _log_versions(team.ask(lambda engine: engine.weights_received.remote(), "weights_received"))
 
 

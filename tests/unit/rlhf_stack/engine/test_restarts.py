@@ -577,6 +577,39 @@ def test_the_cause_of_a_failed_sync_that_lasts_ends_the_run_after_a_restart_too(
     assert run.calls == [SYNC, FORM, SYNC]
 
 
+def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an engine is lost while upstream wakes it up before the sync."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(restarts, "_restarts", dict)
+    monkeypatch.setattr(events, "log_with_step", MagicMock())
+    woken: list[Any] = []
+
+    def wake_up(tags: list[str]) -> Reference:
+        woken.append(tags)
+        return Reference(None)
+
+    one = SimpleNamespace(weights_received=remote((1, 0)), wake_up=SimpleNamespace(remote=wake_up))
+    engines = [one, engine()]
+    team = roster.of(engines)
+    team.drop(engines[1], "wake_up: its process or node was lost")
+    done: list[str] = []
+
+    def recover(*_: Any) -> None:
+        done.append("recovered")
+        team.grouped = list(team.engines)
+
+    def run(method: str) -> list[Any]:
+        done.append(method)
+        return []
+
+    monkeypatch.setattr(restarts, "_recover", recover)
+    monkeypatch.setattr(restarts, "wait_for_sync", MagicMock())
+    restarts.sync_weights(engines, SimpleNamespace(async_run_method=run), sleeps=True)
+    assert (done, woken) == (["recovered", "broadcast_to_vllm"], [["weights"]])
+
+
 def test_a_restarted_engine_that_sleeps_starts_when_the_trainer_permits(
     ray: MagicMock, records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
