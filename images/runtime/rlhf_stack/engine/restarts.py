@@ -64,8 +64,9 @@ def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
         startup.wait_for_engine_startup(engines, others)
         return
     engines = [] if engines is None else engines
+    seen: dict[int, int] = {}
     while True:
-        startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing))
+        startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing, seen))
         with actor_registry.translate_actor_errors("waiting for the engines"):
             if all(_is_ready(*entry) for entry in enumerate(engines)):
                 return
@@ -87,12 +88,16 @@ def _is_ready(index: int, engine: Any) -> bool:
     )
 
 
-def _start_again(engines: Sequence[Any], missing: Sequence[int]) -> dict[int, Any]:
-    """Let restarted ones of the ``missing`` start; replace those whose node is gone, and return these.
+def _start_again(engines: Sequence[Any], missing: Sequence[int], seen: dict[int, int]) -> dict[int, Any]:
+    """Let restarted ones of the ``missing`` start, and replace those whose node is gone; return both.
 
-    `PeerError` if there is no other place.
+    ``seen`` are the restarts that the last call has seen; it is updated. `PeerError` if there is no other
+    place, or if all restarts are used.
     """
-    replaced = {}
+    _check_total()
+    counts = _restarts()
+    replaced = {index: engines[index] for index in missing if counts.get(index, 0) > seen.get(index, 0)}
+    seen.update(counts)
     for index in missing:
         restarted.permit(index)
         if nodes := recipes.lost_nodes(index):
@@ -223,8 +228,6 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
     back: set[int] = set()
     while True:
         lost |= set(team.lost)
-        if team.lost:
-            _check_total()
         for index in sorted(team.lost):
             with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
                 if handle := _bring_back(team, index):
@@ -277,11 +280,15 @@ def _check_total() -> None:
 def _bring_back(team: Roster, index: int) -> Any | None:
     """Wait until engine ``index`` is up again, on its own or other nodes; return its actor.
 
-    None if its node is gone, there is no other place, and enough engines are left.
+    None if its node is gone, there is no other place, and enough engines are left. Each of its restarts has
+    the whole time, after its pause.
     """
-    end = time.monotonic() + env_vars.engine_timeout()
     handle = team.handles[index]
+    seen, end = -1, 0.0
     while True:
+        if (number := restarted.count(index)) != seen:
+            _check_total()
+            seen, end = number, time.monotonic() + restarted.backoff(number) + env_vars.engine_timeout()
         restarted.permit(index)
         state = ray_private.handle_state(handle)
         if state == ALIVE and _is_up(handle) and _is_as_the_others(index, handle):

@@ -146,8 +146,8 @@ def wait_for_engine_startup(
     """Wait until every engine is up and ``others`` (references) are done; raise the first error at once.
 
     Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error. ``check``
-    is called with the indices of the missing engines from time to time; it returns the actors that replace
-    some of them in ``engines``, for which the time starts again.
+    is called with the indices of the missing engines from time to time; it returns the actors of those that
+    start again, some of which replace others in ``engines``. The time starts again for them.
     """
     engines = [] if engines is None else engines
     starts = {answer_once.started(engine): index for index, engine in enumerate(engines)}

@@ -315,8 +315,9 @@ def test_an_engine_that_is_lost_while_it_is_put_to_sleep_is_permitted_to_start_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray repeats the call on the restarted engine, which waits for the permit."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "2")
     ray.get_runtime_context.return_value.get_job_id.return_value = "job"
-    monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "addresses": []})
+    monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "name": None})
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
     lost = SimpleNamespace(__ray_ready__=remote(True))
     restarted.begin("job", 0)
@@ -371,11 +372,61 @@ def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     monkeypatch.setattr(recipes, "replace", replace)
     engines = ["up", "lost"]
     if room:
-        assert restarts._start_again(engines, [0, 1]) == {1: "new"}
+        assert restarts._start_again(engines, [0, 1], {}) == {1: "new"}
         replace.assert_called_once_with(1, "lost")
     else:
         with pytest.raises(PeerError, match=r"engine 1 .* has room; it has not started"):
-            restarts._start_again(engines, [0, 1])
+            restarts._start_again(engines, [0, 1], {})
+
+
+def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_are_used(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
+    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
+    seen: dict[int, int] = {}
+    for index in range(restarts.TOTAL):
+        restarted.begin("job", index)
+        assert restarts._start_again("abcd", [0, 1, 2, 3], seen) == {index: "abcd"[index]}
+        assert restarts._start_again("abcd", [0, 1, 2, 3], seen) == {}
+    restarted.begin("job", 3)
+    with pytest.raises(PeerError, match="restarted 4 times, and 3 are allowed for all together"):
+        restarts._start_again("abcd", [3], seen)
+
+
+def test_each_restart_of_an_engine_that_is_awaited_has_the_whole_time(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "10")
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "3")
+    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
+    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lost = SimpleNamespace(__ray_ready__=remote(True))
+    states[id(lost)] = "RESTARTING"
+
+    def wait(_: float) -> None:
+        now[0] += 1
+        if now[0] in (9, 18, 27):  # the third one begins after a pause of 10 s
+            records["restarts/job/0"] = {"engine": 0, "restarts": now[0] // 9}
+        if now[0] == 45:
+            states[id(lost)] = "ALIVE"
+
+    monkeypatch.setattr(time, "sleep", wait)
+    team = roster.of([lost])
+    team.drop(lost, "it was lost")
+    assert restarts._bring_back(team, 0) is lost
+    records["restarts/job/1"] = {"engine": 1, "restarts": 7}
+    with pytest.raises(PeerError, match="restarted 10 times, and 9 are allowed"):
+        restarts._bring_back(team, 0)
 
 
 @pytest.mark.parametrize("replaced", [True, False])
