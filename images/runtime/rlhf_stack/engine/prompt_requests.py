@@ -23,14 +23,15 @@ class Request:
     engines: Sequence[Any]
     arguments: dict[str, Any]
     index: int = -1
+    engine: Any = None
     answers: Any = None
 
     def send(self, position: int) -> None:
         """Send the prompt to the engine at ``position``."""
-        engine = self.engines[position]
-        self.index = roster.of(self.engines).index_of(engine)
+        self.engine = self.engines[position]
+        self.index = roster.of(self.engines).index_of(self.engine)
         self.arguments["sampling_params"] = next_attempt(self.arguments["sampling_params"])
-        self.answers = engine.generate_responses.remote(**self.arguments)
+        self.answers = self.engine.generate_responses.remote(**self.arguments)
 
 
 _requests: dict[Any, Request] = {}  # by the reference that the trainer has
@@ -51,14 +52,17 @@ def request_answers(engines: Sequence[Any], engine: int, **arguments: Any) -> An
 def answers_of(reference: Any) -> list[Any]:
     """Return the answers that `request_answers` requested.
 
-    If their engine is lost and restarted, or was unreachable for a while, its unanswered prompts go to
-    usable engines first. Raises Ray's error if the engine stays dead, and the engine's own error.
+    If their engine is lost and restarted, has moved, or was unreachable for a while, its unanswered prompts
+    go to usable engines first. Raises Ray's error if the engine stays dead, and the engine's own error.
     """
     request = _requests[reference]
     while True:
         try:
             answers: list[Any] = ray.get(request.answers)
-        except ray.exceptions.ActorUnavailableError as error:
+        except ray.exceptions.RayActorError as error:
+            is_restarted = isinstance(error, ray.exceptions.ActorUnavailableError)
+            if not (is_restarted or roster.has_moved(request.index, request.engine)):
+                raise
             _move_prompts(request, error)
         else:
             del _requests[reference]

@@ -68,9 +68,12 @@ def name(index: int) -> str | None:
 
 
 def current(index: int, handle: Any) -> Any:
-    """Return the actor that is engine ``index`` now: ``handle``, or the one that has replaced it."""
+    """Return the actor that is engine ``index`` now: ``handle``, or a living one that has replaced it."""
     found = name(index)
-    return ray.get_actor(found) if found else handle
+    try:
+        return ray.get_actor(found) if found else handle
+    except ValueError:
+        return handle
 
 
 def replace(index: int, former: Any) -> Any | None:

@@ -88,8 +88,13 @@ def assign_usable(
 
 def _unfinished_work(engines: Any) -> list[float]:
     team = roster.of(engines)
-    team.put_back_those_with_weights()
-    return team.loads()
+    for _ in range(
+        2
+    ):  # once more if all have moved: the actors in the list are dead, others have the weights
+        team.put_back_those_with_weights()
+        if busy := team.loads():
+            return busy
+    return []
 
 
 def _longest_first(work: Sequence[float], busy: Sequence[float]) -> list[int]:

@@ -68,7 +68,12 @@ class Roster:
         end = _deadline()
         results = []
         for engine, reference in zip(list(self.engines), references, strict=True):
-            answered, result = _wait(engine, reference, call, what, end)
+            try:
+                answered, result = _wait(engine, reference, call, what, end)
+            except ray.exceptions.RayActorError:
+                if not has_moved(self.index_of(engine), engine):
+                    raise
+                answered, result = False, None
             if answered:
                 results.append(result)
             else:
@@ -117,6 +122,11 @@ def engine_results(
     return of(engines).ask(
         lambda engine: getattr(engine, method).remote(*arguments, **options), method, references
     )
+
+
+def has_moved(index: int, handle: Any) -> bool:
+    """Report whether another process has replaced ``handle``, the actor of engine ``index``."""
+    return bool(env_vars.engine_restarts() and recipes.current(index, handle) != handle)
 
 
 def answer(engine: Any, call: Call, what: str) -> tuple[bool, Any]:

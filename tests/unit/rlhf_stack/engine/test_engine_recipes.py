@@ -91,6 +91,8 @@ def test_a_replacement_is_created_with_the_same_arguments_on_its_own_bundles(
     assert entry["addresses"] == ["10.0.0.4", "10.0.0.4"]
     assert recipes.current(1, "handle") is ray.get_actor.return_value
     ray.get_actor.assert_called_once_with(entry["name"])
+    ray.get_actor.side_effect = ValueError("no actor has this name")
+    assert recipes.current(1, "handle") == "handle", "the replacement is dead too"
     recipes.replace(1, "second actor")
     assert ray.kill.call_args_list == [call("former"), call("second actor")]
     assert release.call_args_list == [call("first"), call("second")], "no former place stays reserved"

@@ -227,6 +227,34 @@ def test_an_engine_to_which_another_process_sent_the_weights_is_used_again(
     assert not team.lost
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_the_generator_finds_an_engine_that_the_trainer_has_moved(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    """Two processes, as in asynchronous training: the trainer has ended the former actor."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(prompt_requests, "_requests", {})
+    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
+    record: dict[str, Any] = {"name": None}
+    monkeypatch.setattr(recipes, "load", lambda _: record)
+    dead = engine(unfinished_work=0, generate_responses=LostError("dead"))
+    ray.get_actor.return_value = engine(unfinished_work=0, needs_weights=False, generate_responses=["a"])
+    engines: list[Any] = [dead]
+    parameters = SimpleNamespace(max_tokens=4, extra_args=None)
+    given = {"prompt": "a", "hf_tokenizer": _tokens, "sampling_params": parameters}
+    assert assigned(engines) == [0]
+    reference = prompt_requests.request_answers(engines, 0, **given, max_length=64, num_samples=1)
+    dead.unfinished_work = remote(LostError("dead"))
+    states[id(dead)] = "DEAD"
+    if moved:
+        record["name"] = "replacement"
+        assert prompt_requests.answers_of(reference) == ["a"]
+        assert engines == [ray.get_actor.return_value]
+    else:
+        with pytest.raises(LostError, match="dead"):
+            prompt_requests.answers_of(reference)
+
+
 def test_only_unanswered_prompts_of_a_lost_engine_move(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
