@@ -15,6 +15,8 @@ from rlhf_stack.placement import PlacementError, driver_cpus, reserve_engines
 from rlhf_stack.placement.reservation import pinned_addresses, release
 from rlhf_stack.telemetry import run_log
 
+_recorded: set[int] = set()
+
 
 def record(index: int, strategy: Any, shares: bool, gpus: float, arguments: dict[str, Any]) -> int:
     """Store how engine ``index`` is created; return how often Ray may restart it.
@@ -40,7 +42,13 @@ def record(index: int, strategy: Any, shares: bool, gpus: float, arguments: dict
         },
     }
     gcs_kv.put_record(_key(index), entry)
+    _recorded.add(index)
     return env_vars.engine_restarts()
+
+
+def created_here() -> bool:
+    """Report whether this process has created the engines of the run, which can be restarted."""
+    return bool(_recorded)
 
 
 def load(index: int) -> dict[str, Any] | None:

@@ -88,6 +88,23 @@ def _is_ready(index: int, engine: Any) -> bool:
     )
 
 
+def engine_results(
+    engines: Any, references: Sequence[Any], method: str, arguments: Sequence[Any], options: dict[str, Any]
+) -> list[Any]:
+    """See `roster.engine_results`; the process that creates the engines waits until lost ones have started.
+
+    It hands its list to the other processes of the run, for which an engine's position is its index.
+    """
+    results = roster.engine_results(engines, references, method, arguments, options)
+    if recipes.created_here():
+        team = roster.of(engines)
+        if lost := list(team.lost):
+            for index in lost:
+                team.put_back(index, team.handles[index])
+            wait_for_start(engines)
+    return results
+
+
 def _start_again(engines: Sequence[Any], missing: Sequence[int], seen: dict[int, int]) -> dict[int, Any]:
     """Let restarted ones of the ``missing`` start, and replace those whose node is gone; return both.
 

@@ -23,13 +23,13 @@ from rlhf_stack.engine.prompt_requests import answers_of, request_answers
 from rlhf_stack.engine.recipes import record as record_engine
 from rlhf_stack.engine.request_balancer import assign_prompts
 from rlhf_stack.engine.restarts import (
+    engine_results,
     forms_weight_group,
     sync_weights,
     use_to_send_weights,
     wait_for_restarts,
 )
 from rlhf_stack.engine.restarts import wait_for_start as wait_for_engine_startup
-from rlhf_stack.engine.roster import engine_results
 from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors

@@ -656,6 +656,24 @@ def test_the_cause_of_a_failed_sync_that_lasts_ends_the_run_after_a_restart_too(
     assert run.calls == [SYNC, FORM, SYNC]
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_the_list_that_other_processes_get_has_every_engine(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """As when an engine is lost while it is put to sleep for the first time."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(recipes, "created_here", lambda: here)
+    wait = MagicMock()
+    monkeypatch.setattr(restarts, "wait_for_start", wait)
+    lost, other = engine(sleep=TimeoutError()), engine(sleep=None)
+    states[id(lost)] = "RESTARTING"
+    engines = [lost, other]
+    references = [one.sleep.remote() for one in engines]
+    assert restarts.engine_results(engines, references, "sleep", (), {}) == [None]
+    assert engines == ([lost, other] if here else [other])
+    assert wait.called == here
+
+
 def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
