@@ -20,6 +20,12 @@ def put_record(key: str, record: dict[str, Any]) -> None:
     _client().internal_kv_put(key.encode(), value, True, NAMESPACE, timeout=TIMEOUT_SECONDS)
 
 
+def add_record(key: str, record: dict[str, Any]) -> bool:
+    """Store ``record`` (JSON values) at ``key``, unless there is one; report whether it was stored."""
+    value = json.dumps(record).encode()
+    return bool(_client().internal_kv_put(key.encode(), value, False, NAMESPACE, timeout=TIMEOUT_SECONDS))
+
+
 def list_records(prefix: str) -> list[dict[str, Any]]:
     """Return the records whose keys begin with ``prefix``, ordered by key."""
     client = _client()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_stack.cluster import actor_registry
+from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes
@@ -49,11 +49,13 @@ class Roster:
         index = self.index_of(handle)
         self.lost[index] = time.monotonic()
         self._update()
-        events.emit("engine lost", engine=index, reason=why)
+        if _note_loss(index, handle):
+            events.emit("engine lost", engine=index, reason=why)
         run_log.warning(f"engine {index} is not used: {why}")
 
     def put_back(self, index: int, handle: Any) -> None:
         """Put an engine, whose actor is now ``handle``, into the list."""
+        _note_loss(index, handle)  # it may lack the weights until a sync succeeds, which is no other loss
         self.handles[index] = handle
         del self.lost[index]
         self._update()
@@ -101,6 +103,11 @@ class Roster:
 
     def _update(self) -> None:
         self.engines[:] = self.usable.values()
+
+
+def _note_loss(index: int, handle: Any) -> bool:
+    """Note that the process before the one of ``handle`` was lost; return False if that is noted already."""
+    return gcs_kv.add_record(f"losses/{ray_private.incarnation(handle)}", {"engine": index})
 
 
 _rosters: dict[int, Roster] = {}  # by the identity of the list, to which the roster refers

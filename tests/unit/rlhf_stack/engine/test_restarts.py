@@ -132,6 +132,15 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     monkeypatch.setattr(roster, "_rosters", {})
     monkeypatch.setattr(recipes, "load", lambda _: None)
     monkeypatch.setattr(actor_registry, "describe_callee", lambda _: "engine")
+    noted: set[str] = set()
+
+    def add_record(key: str, _: dict[str, Any]) -> bool:
+        is_new = key not in noted
+        noted.add(key)
+        return is_new
+
+    monkeypatch.setattr(ray_private, "incarnation", lambda handle: str(id(handle)))
+    monkeypatch.setattr(gcs_kv, "add_record", add_record)
     return found
 
 
@@ -253,6 +262,27 @@ def test_the_generator_finds_an_engine_that_the_trainer_has_moved(
     else:
         with pytest.raises(LostError, match="dead"):
             prompt_requests.answers_of(reference)
+
+
+def test_a_loss_is_one_event_of_all_processes_and_syncs(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emitted = MagicMock()
+    monkeypatch.setattr(events, "emit", emitted)
+    incarnation = ["actor/1"]
+    monkeypatch.setattr(ray_private, "incarnation", lambda _: incarnation[0])
+    handle = engine()
+    trainer, generator = (roster.Roster([handle]) for _ in range(2))
+    trainer.drop(handle, "it was restarted")
+    trainer.put_back(0, handle)
+    trainer.drop(handle, "the sync after its restart has failed")
+    generator.drop(handle, "it was restarted")
+    emitted.assert_called_once_with("engine lost", engine=0, reason="it was restarted")
+    trainer.put_back(0, handle)
+    emitted.reset_mock()
+    incarnation[0] = "actor/2"
+    trainer.drop(handle, "it was restarted again")
+    emitted.assert_called_once()
 
 
 def test_only_unanswered_prompts_of_a_lost_engine_move(
