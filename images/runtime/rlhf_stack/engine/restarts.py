@@ -250,6 +250,7 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
                 if handle := _bring_back(team, index):
                     team.put_back(index, handle)
                     back.add(index)
+        _require_others(team)
         if not (is_group_broken or back or team.engines != team.grouped):
             return
         if _form_group(team, actor_group):
@@ -297,8 +298,8 @@ def _check_total() -> None:
 def _bring_back(team: Roster, index: int) -> Any | None:
     """Wait until engine ``index`` is up again, on its own or other nodes; return its actor.
 
-    None if its node is gone, there is no other place, and enough engines are left. Each of its restarts has
-    the whole time, after its pause.
+    None if its node is gone and there is no other place. Each of its restarts has the whole time, after its
+    pause.
     """
     handle = team.handles[index]
     seen, end = -1, 0.0
@@ -312,9 +313,8 @@ def _bring_back(team: Roster, index: int) -> Any | None:
             return handle
         if state == DEAD:
             ray.get(handle.__ray_ready__.remote())  # raises Ray's reason
-        if state != ALIVE and (nodes := recipes.lost_nodes(index)):
+        if state != ALIVE and recipes.lost_nodes(index):
             if (replacement := recipes.replace(index, handle)) is None:
-                _require_others(team, index, nodes)
                 return None
             handle = team.handles[index] = replacement
         elif time.monotonic() > end:
@@ -339,13 +339,14 @@ def _is_as_the_others(index: int, handle: Any) -> bool:
     )
 
 
-def _require_others(team: Roster, index: int, nodes: Sequence[str]) -> None:
-    """Raise `PeerError` unless enough engines are left without engine ``index``, whose ``nodes`` are gone."""
+def _require_others(team: Roster) -> None:
+    """Raise `PeerError` unless enough engines are left without the lost ones, which have no place."""
     left, least = len(team.engines), env_vars.min_engines()
-    why = _no_place(index, nodes)
-    if left < least:
-        raise PeerError(f"{why}; {left} engines are left, and {env_vars.MIN_ENGINES} is {least}")
-    run_log.warning(f"{why}; the run continues with {left} engines")
+    for index in team.lost:
+        why = _no_place(index, recipes.lost_nodes(index))
+        if left < least:
+            raise PeerError(f"{why}; {left} engines are left, and {env_vars.MIN_ENGINES} is {least}")
+        run_log.warning(f"{why}; the run continues with {left} engines")
 
 
 def _no_place(index: int, nodes: Sequence[str]) -> str:

@@ -331,12 +331,11 @@ def test_a_run_without_restarts_does_not_query_its_engines(monkeypatch: pytest.M
     [
         ("ALIVE", True, [], False, None),
         ("RESTARTING", True, ["10.0.0.2"], True, None),
-        ("RESTARTING", True, ["10.0.0.2"], False, (PeerError, "its node 10.0.0.2 is gone.*; 0 engines are")),
         ("RESTARTING", True, [], False, (StartError, r"engines \[0\] are not up after 0.001 s")),
         ("ALIVE", UnavailableError(), [], False, (StartError, r"engines \[0\] are not up after 0.001 s")),
         ("DEAD", LostError("dead"), [], False, (LostError, "dead")),
     ],
-    ids=["up", "elsewhere", "no room", "restarting", "unreachable", "dead"],
+    ids=["up", "elsewhere", "restarting", "unreachable", "dead"],
 )
 def test_the_wait_for_a_restart_is_bounded(
     ray: MagicMock,
@@ -539,6 +538,28 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
     group.async_run_method.assert_called_once_with("form_weight_group", {1: left})
     restarts.wait_for_restarts(engines, group)
     assert wait.call_count == 1, "the group has no other members than before"
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_engines_are_counted_after_all_lost_ones_that_can_are_back(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    monkeypatch.setattr(report, "set_metric", MagicMock())
+    monkeypatch.setattr(recipes, "lost_nodes", lambda index: [f"10.0.0.{index}"])
+    monkeypatch.setattr(restarts, "_form_group", lambda *_: True)
+    engines = [engine(), engine()]
+    team = roster.of(engines)
+    for lost in list(engines):
+        team.drop(lost, "it was lost")
+    back = {0: None, 1: team.handles[1] if is_back else None}
+    monkeypatch.setattr(restarts, "_bring_back", lambda _, index: back[index])
+    if is_back:
+        restarts._recover(team, None, is_group_broken=True)
+        assert engines == [back[1]]
+    else:
+        reason = "engine 0 cannot be restarted: its node 10.0.0.0 is gone, .*; 0 engines are left"
+        with pytest.raises(PeerError, match=reason):
+            restarts._recover(team, None, is_group_broken=True)
 
 
 @pytest.mark.parametrize(
