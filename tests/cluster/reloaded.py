@@ -1,11 +1,12 @@
 """A weight sync of a tiny model into a real engine, and what both compute before and after it.
 
-reloaded.py FAMILY DIR [--dtype D] [--lora] [--workers N]: writes to DIR/result.json the mean difference of
-the log-probabilities of fixed tokens between transformers' model, which is the trainer's, and vLLM's: when
-the engine has loaded the model (``fresh``), after the trainer has changed it (``changed``), after two weight
-syncs (``synced``), and after vLLM's load_weights alone (``direct``, a text if it raises). Of an engine of
-several workers it has no ``direct``, but the bytes of all weights and those that each worker copied in each
-sync (``copied``).
+reloaded.py FAMILY DIR [--dtype D] [--lora] [--frozen TEXT] [--workers N]: writes to DIR/result.json the mean
+difference of the log-probabilities of fixed tokens between transformers' model, which is the trainer's, and
+vLLM's: when the engine has loaded the model (``fresh``), after the trainer has changed it (``changed``), after
+two weight syncs (``synced``), and after vLLM's load_weights alone (``direct``, a text if it raises). Of an
+engine of several workers it has no ``direct``, but the bytes of all weights and those that each worker copied
+in each sync (``copied``). Parameters with ``--frozen`` in their names do not change and are not sent;
+``unsent`` are the names that workers reported.
 """
 
 import argparse
@@ -58,9 +59,11 @@ CONFIGURATIONS = {
 
 
 def change(model: torch.nn.Module, seed: int) -> None:
-    """Draw all weights, so large that a wrong one changes what the model computes."""
+    """Draw all trained weights, so large that a wrong one changes what the model computes."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         if parameter.ndim > 1:
             parameter.data.normal_(std=0.15, generator=generator)
         else:
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--frozen", default="")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     folder, workers = options.folder, options.workers
@@ -99,6 +103,8 @@ def main() -> None:
     model.to(getattr(torch, options.dtype)).eval()
     change(model, seed=0)
     model.save_pretrained(folder / "model")
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(not options.frozen or options.frozen not in parameter_name)
     if options.lora:
         import peft
 
@@ -132,7 +138,9 @@ def main() -> None:
     copied: list[list[int]] = []
 
     def sync() -> None:
-        sent = engine_parameters(trainer, list(model.named_parameters()))
+        named = list(model.named_parameters())
+        trained = [(name, each) for name, each in named if each.requires_grad or options.lora]
+        sent = engine_parameters(trainer, trained)
         specs = [each.spec(trainer) for each in sent]
         limit = 20_000
         buckets = plan_buckets(specs, limit)
@@ -150,14 +158,16 @@ def main() -> None:
         reports = engine.collective_rpc("receive_weights", args=(content, limit, FULL))
         copied.append([sum(spec.size for spec in specs), *(report["copied"] for report in reports)])
         sending.join()
+        unsent.extend(name for report in reports for name in report.get("unsent", ()))
 
+    unsent: list[str] = []
     result: dict[str, object] = {"fresh": difference()}
     change(model, seed=2)
     result["changed"] = difference()
     sync()
     change(model, seed=3)
     sync()
-    result |= {"synced": difference(), "copied": copied}
+    result |= {"synced": difference(), "copied": copied, "unsent": unsent}
     if workers == 1:
         change(model, seed=4)
         loader = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model

@@ -121,6 +121,27 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_sync(
 @CPU_ENGINE
 @OUTSIDE_CI
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("family", "frozen", "unsent"),
+    [
+        ("qwen2", "k_proj", []),  # a part of a fused weight, and of its bias
+        ("qwen2", "weight", ["model.embed_tokens.weight", "model.norm.weight"]),
+        ("qwen3_moe", "mlp.gate.", ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"]),
+    ],
+)
+def test_what_the_trainer_does_not_send_keeps_its_value(synced, family, frozen, unsent):
+    found = synced(family, "--frozen", frozen)
+    assert found["fresh"] < TOLERANCE
+    assert found["changed"] > 2 * TOLERANCE
+    assert found["synced"] < TOLERANCE
+    assert set(unsent) <= set(found["unsent"])
+    assert not [name for name in found["unsent"] if frozen not in name], "reported in the first sync alone"
+    assert len(found["unsent"]) == len(set(found["unsent"]))
+
+
+@CPU_ENGINE
+@OUTSIDE_CI
+@pytest.mark.timeout(180)
 def test_the_workers_of_an_engine_copy_their_shards_and_compute_the_same(synced):
     """The second sync, of other weights, copies a part of them: a half, and what is replicated."""
     found = synced("llama", "--workers", "2")

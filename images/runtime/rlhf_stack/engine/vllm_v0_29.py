@@ -8,7 +8,7 @@ The interface differs between releases of vLLM: `tests/cluster/test_weight_trans
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
+from rlhf_stack.engine.layerwise_reload import LayerwiseReload
 from rlhf_stack.engine.startup import TRANSFER_BACKEND
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync import SyncError, create_group, same_gpu
@@ -74,6 +75,10 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
 
     group: WeightGroup | None = None
     reads: Reads | None = None  # of the workers of a sharded engine
+    reload: LayerwiseReload
+    report: dict[str, Any]  # of the last sync
+    unsent: frozenset[str] | None = None  # names of the engine's parameters that the last sync did not write
+    sent_before: frozenset[str] = frozenset()  # those that an earlier sync wrote
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join the sync group, after leaving the one that this worker was in."""
@@ -87,7 +92,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Restore the tensors of each layer as they were before vLLM processed them."""
-        layerwise.initialize_layerwise_reload(self.model)
+        self.reload = LayerwiseReload(self.model, rearranged_tensors(self.model))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive all weights; vLLM's own method synchronizes an accelerator, which a CPU has none of."""
@@ -105,7 +110,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
             update_info.parameters,
             update_info.limit,
             devices.torch_device(),
-            self.model.load_weights,
+            self.reload.load,
             self.model_config.dtype,
             update_info.encoding,
             load_keeps=True,  # a layer is loaded when it is complete
@@ -124,21 +129,22 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         return is_on and is_same and torch.distributed.get_world_size() > 1
 
     def finish_weight_update(self) -> None:
-        """Process the layers that are left, and those that received nothing keep their weights."""
+        """Process the layers that are left; what received nothing keeps its weights."""
         with nullcontext() if self.reads is None else self.reads.recorded():
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+            written = self.reload.finish(self.model_config)
         if self.reads is not None:
             self.reads.ended()
+        sent, unsent = by_written(self.model, written)
+        if unsent != self.unsent:
+            self.report["unsent"] = sorted(unsent)
+        self.unsent, self.sent_before = unsent, self.sent_before | sent
         devices.empty_cache()
 
     def abort_weight_update(self) -> None:
         """End an update that failed: layers that are not complete keep the weights from before it."""
-        for layer in self.model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            info.loaded_weights.clear()
-            info.load_numel = 0
         self.reads = None  # what the loader has read of a sync that failed is unknown
-        self.finish_weight_update()
+        self.reload.abort(self.model_config)
+        devices.empty_cache()
 
     def shutdown(self) -> None:
         """Leave the sync group."""
@@ -171,6 +177,15 @@ def rearranged_tensors(model: Any) -> set[str]:
         and not isinstance(method, IN_CHECKPOINT_LAYOUT)
         for name, _ in (*layer.named_parameters(), *layer.named_buffers())
     }
+
+
+def by_written(model: Any, written: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of parameters that were written, and of the others; tied ones have several names."""
+    named = model.named_parameters(remove_duplicate=False)
+    found = {id(parameter) for name, parameter in named if name in written}
+    names = {name: id(parameter) in found for name, parameter in model.named_parameters()}
+    sent = frozenset(name for name, is_written in names.items() if is_written)
+    return sent, frozenset(names.keys() - sent)
 
 
 logging.getLogger(layerwise.__name__).addFilter(Once())

@@ -42,8 +42,8 @@ def copies(
     def intercept(function: Any, args: Any, kwargs: Any) -> Any:
         nonlocal is_followed
         used = any(storage_of(each) == storage_of(source) for each in tensors_in((args, kwargs)))
-        written = _written(function, args, kwargs)
-        if any(storage_of(each) in engine for each in written):
+        targets = written(function, args, kwargs)
+        if any(storage_of(each) in engine for each in targets):
             if used and function is torch.ops.aten.copy_.default:
                 found.append((args[0], args[1].expand_as(args[0])))
             elif used:
@@ -52,7 +52,7 @@ def copies(
         result = function(*args, **kwargs)
         results = tensors_in(result)
         is_view = results and all(storage_of(each) == storage_of(source) for each in results)
-        if used and (written or not is_view):
+        if used and (targets or not is_view):
             is_followed = False
         return result
 
@@ -86,7 +86,7 @@ def numbers(
         def intercept(function: Any, args: Any, kwargs: Any, replace: Any = substitute) -> Any:
             from torch.utils._pytree import tree_map
 
-            if any(storage_of(each) in engine for each in _written(function, args, kwargs)):
+            if any(storage_of(each) in engine for each in written(function, args, kwargs)):
                 args, kwargs = tree_map(replace, (args, kwargs))
             return function(*args, **kwargs)
 
@@ -138,7 +138,7 @@ def _typical(tensors: Sequence["torch.Tensor"]) -> "torch.Tensor":
     return next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list["torch.Tensor"]:
+def written(function: Any, args: Any, kwargs: Any) -> list["torch.Tensor"]:
     """Return the tensors that an operation writes, by its schema."""
     named = zip(function._schema.arguments, args, strict=False)
     values = [value for each, value in named if each.alias_info is not None and each.alias_info.is_write]
