@@ -2,10 +2,10 @@
 
 reloaded.py FAMILY DIR [--dtype D] [--lora] [--frozen TEXT] [--workers N]: writes to DIR/result.json the mean
 difference of the log-probabilities of fixed tokens between transformers' model, which is the trainer's, and
-vLLM's: when the engine has loaded the model (``fresh``), after the trainer has changed it (``changed``), after
-two weight syncs (``synced``), and after vLLM's load_weights alone (``direct``, a text if it raises). Of an
-engine of several workers it has no ``direct``, but the bytes of all weights and those that each worker copied
-in each sync (``copied``). Parameters with ``--frozen`` in their names do not change and are not sent;
+vLLM's: when the engine has loaded the model (``fresh``), after the trainer has changed it (``changed``),
+after two weight syncs (``synced``), and after vLLM's load_weights alone (``direct``, a text if it raises). Of
+an engine of several workers it has no ``direct``, but the bytes of all weights and those that each worker
+copied in each sync (``copied``). Parameters with ``--frozen`` in their names do not change and are not sent;
 ``unsent`` are the names that workers reported.
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rlhf_stack.sync import digest
 from rlhf_stack.sync.digest import RegionDigest
-from rlhf_stack.sync.weight_layout import View, find_layout, strided_pieces
+from rlhf_stack.sync.weight_layout import View, find_layout, other_dtypes, strided_pieces
 from torch import nn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -175,14 +175,56 @@ def test_a_rank_without_a_layout_leaves_its_shard_missing():
     assert "norm" not in found, "replicated: one rank is enough"
 
 
-def test_another_dtype_is_not_equal():
-    torch.manual_seed(0)
-    value = torch.randn(4).to(torch.bfloat16)
+@pytest.mark.parametrize("held", [torch.float16, torch.float64, torch.int16])
+def test_another_dtype_is_not_equal(held):
+    value = torch.ones(4, dtype=torch.bfloat16)
     region = View(0, (4,), (1,))
-    reported = digest.digest_region(value.float(), "w", region)
+    reported = digest.digest_region(value.to(held), "w", region)
     (difference,) = digest.differences("w", value, [[[reported]]])
-    assert "torch.float32" in difference.what
+    assert f"{held}" in difference.what
     assert "trainer torch.bfloat16" in difference.what
+
+
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16])
+def test_a_wider_dtype_has_the_same_values(sent):
+    """As that of the routers of some models."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    value = bits.view(sent)
+    value = value[value.isfinite()]
+    region = View(0, (len(value),), (1,))
+    reported = [digest.digest_region(value.float(), "w", region), digest.digest_region(value, "w", region)]
+    assert digest.differences("w", value, [[reported]]) == []
+    wrong = value.float()
+    wrong[-1] = wrong[-1].nextafter(torch.tensor(0.0))
+    assert len(digest.differences("w", value, [[[digest.digest_region(wrong, "w", region)]]])) == 1
+
+
+class Router(nn.Module):
+    """A model in bfloat16 whose router is in float32, in the second rank of two alone."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.norm = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        self.gate = nn.Parameter(torch.zeros(2, 3 * rank))
+
+    def load_weights(self, weights):
+        for name, value in weights:
+            if name == "norm":
+                self.norm.data.copy_(value)
+            elif self.rank:
+                self.gate.data.copy_(value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_parameter_may_be_sent_in_the_dtype_in_which_the_engine_holds_it(rank):
+    def allowed(*content):
+        return other_dtypes(Router(rank), content, torch.bfloat16)
+
+    assert allowed(("norm", "bfloat16", [2]), ("gate", "float32", [2, 3])) == {"gate": "float32"}
+    assert allowed(("gate", "bfloat16", [2, 3])) == {}
+    assert allowed(("norm", "float32", [2]), ("gate", "float32", [2, 3])) == {}, "it would be rounded"
+    assert allowed(("gate", "float16", [2, 3])) == ({} if rank else {"gate": "float16"})
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -50,6 +50,7 @@ def worker(kind, monkeypatch):
     made = kind.__new__(kind)
     made.vllm_config = None
     made.model_runner = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    made.model_config = SimpleNamespace(dtype=torch.float32)
     made.memory, made.weight_transfer_engine = Calls(), Calls()
     made._get_sleep_mode_backend = lambda: made.memory
     made._sleep_saved_buffers, made._sleep_saved_draft_buffers = {}, {}

@@ -59,11 +59,15 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class SyncInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What `sync.sending` sends: each parameter's fields, the size of a bucket, and the encoding."""
+    """What `sync.sending` sends: each parameter's fields, the size of a bucket, and the encoding.
+
+    ``held`` are other dtypes than the engine's, see `sync.receiving`.
+    """
 
     parameters: Sequence[Any]
     limit: int
     encoding: str
+    held: dict[str, str]
 
 
 class SyncGroupEngine(Engine):  # type: ignore[misc]
@@ -115,6 +119,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
             update_info.encoding,
             load_keeps=True,  # a layer is loaded when it is complete
             reads=self.reads,
+            held=update_info.held,
         )
 
     def _is_sharded(self) -> bool:

@@ -4,7 +4,7 @@ Its startup is logged step by step and ends if its engine dies. On request it ch
 before each step of generation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.accelerator import devices
@@ -60,9 +60,11 @@ class InstrumentedWorker(WorkerMixin, startup.InstrumentedStartup, Base):  # typ
     def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
         """Receive and load the trainer's ``parameters``; after an error the next sync can begin."""
         transfer = self.weight_transfer_engine
+        content = {"parameters": parameters, "limit": limit, "encoding": encoding}
+        content["held"] = self.other_dtypes(parameters)
         self.start_weight_update()
         try:
-            self.update_weights({"parameters": parameters, "limit": limit, "encoding": encoding})
+            self.update_weights(content)
             self.finish_weight_update()
         except BaseException:
             self._weight_update_active = False
@@ -87,6 +89,11 @@ class InstrumentedWorker(WorkerMixin, startup.InstrumentedStartup, Base):  # typ
     def rearranged_tensors(self) -> set[str]:
         """Return the names of the tensors that vLLM may have rearranged after loading."""
         return vllm_v0_29.rearranged_tensors(self.model_runner.model)
+
+    def unsent_tensors(self) -> tuple[Collection[str], Collection[str]]:
+        """Return the names of tensors that the last sync did not write, and of those that others did."""
+        transfer = self.weight_transfer_engine
+        return transfer.unsent or frozenset(), transfer.sent_before
 
     def execute_model(self, *arguments: Any, **options: Any) -> Any:
         """Run one step of generation or of warm-up."""

@@ -3,7 +3,7 @@
 import importlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
@@ -40,7 +40,7 @@ class WorkerMixin:
     model_config: Any
     _model_update_group: Any
     _weight_layout: weight_layout.Layout
-    _rearranged: list[str]
+    _rearranged: dict[str, set[str]]
 
     def where(self) -> dict[str, Any]:
         """Return rank in the engine, GPU, host name and process id, and the node if this is a Ray actor."""
@@ -57,9 +57,12 @@ class WorkerMixin:
     def receive_weights(self, parameters: Sequence[Any], limit: int, encoding: str) -> dict[str, Any]:
         """Receive and load the trainer's ``parameters``; see `rlhf_stack.sync.receiving`."""
         group, load = self._model_update_group, self.model_runner.model.load_weights
-        return receive(
-            group, parameters, limit, devices.torch_device(), load, self.model_config.dtype, encoding
-        )
+        where, held = devices.torch_device(), self.other_dtypes(parameters)
+        return receive(group, parameters, limit, where, load, self.model_config.dtype, encoding, held=held)
+
+    def other_dtypes(self, parameters: Sequence[Any]) -> dict[str, str]:
+        """Return the dtypes of the trainer's ``parameters`` that it holds in them, instead of its own."""
+        return weight_layout.other_dtypes(self.model_runner.model, parameters, self.model_config.dtype)
 
     def leave_weight_group(self) -> None:
         """Leave the sync group, if this worker is in one: it will be formed again."""
@@ -71,12 +74,20 @@ class WorkerMixin:
         """Return the names of the tensors that vLLM has rearranged after loading: none in vLLM 0.4."""
         return set()
 
+    def unsent_tensors(self) -> tuple[Collection[str], Collection[str]]:
+        """Return the names of tensors that the last sync did not write, and of those that others did.
+
+        vLLM 0.4 reports neither.
+        """
+        return set(), set()
+
     def weight_digests(self, parameters: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
         """Return digests of the elements of the trainer's ``parameters`` (name, shape) in this worker.
 
-        ``digests`` are of what this worker holds, ``rearranged`` the names of parameters that are in tensors
-        with another layout than the loader's. The layout is found on the first call and cached, because it
-        depends on the model's loader only.
+        ``digests`` are of what this worker holds, ``rearranged`` names parameters that are in tensors with
+        another layout than the loader's, and ``stale`` parameters in tensors that the last sync did not
+        write, and such tensors that an earlier sync wrote. The layout is found on the first call and cached,
+        because it depends on the model's loader only.
         """
         model = self.model_runner.model
         if not hasattr(self, "_weight_layout"):
@@ -85,4 +96,8 @@ class WorkerMixin:
                 model, named, self.rearranged_tensors()
             )
         digests = [part.as_dict() for part in digest.digest_model(model, self._weight_layout)]
-        return {"digests": digests, "rearranged": self._rearranged}
+        unsent, sent_before = self.unsent_tensors()
+        stale = {each.name for each in self._weight_layout if each.tensor in unsent}
+        stale |= {name for name, tensors in self._rearranged.items() if not tensors.isdisjoint(unsent)}
+        stale |= set(unsent).intersection(sent_before)
+        return {"digests": digests, "rearranged": list(self._rearranged), "stale": sorted(stale)}

@@ -11,6 +11,7 @@ from rlhf_stack.sync.weight_layout import Layout, Shape, View, engine_tensors
 
 CHUNK = 1 << 20  # bytes that are summed at a time
 WORD = 4  # bytes of a number that is summed
+WIDER = "torch.float32"  # has every value of the 16-bit dtypes
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a product with it loses nothing modulo 2**64
 
 
@@ -75,11 +76,16 @@ def checksum(tensor: "torch.Tensor") -> str:
     return "".join(f"{value % (1 << 64):016x}" for value in state.tolist())
 
 
-def digest_region(tensor: "torch.Tensor", name: str, region: View) -> RegionDigest:
-    """Return the digest that a worker with ``region`` of the trainer's parameter ``tensor`` must report."""
+def digest_region(tensor: "torch.Tensor", name: str, region: View, dtype: str = "") -> RegionDigest:
+    """Return the digest that a worker with ``region`` of the trainer's parameter ``tensor`` must report.
+
+    ``dtype`` is the worker's, if it may be wider, as that of the routers of some models is.
+    """
     whole = tensor.detach().contiguous()
     elements = region.select(whole, whole.storage_offset())
-    return RegionDigest(name, tuple(tensor.shape), region, str(tensor.dtype), checksum(elements))
+    if dtype == WIDER and elements.dtype in (torch.bfloat16, torch.float16):
+        elements = elements.float()
+    return RegionDigest(name, tuple(tensor.shape), region, str(elements.dtype), checksum(elements))
 
 
 def digest_model(model: Any, layout: Layout) -> Iterator[RegionDigest]:
@@ -107,7 +113,7 @@ def differences(
     In each engine, every element must be in a region of some rank, and every digest must equal the trainer's.
     """
     found = []
-    own: dict[View, RegionDigest] = {}
+    own: dict[tuple[View, str], RegionDigest] = {}
     for engine, ranks in enumerate(engines):
         regions = [digest.region for digests in ranks for digest in digests]
         missing = count_uncovered(tuple(tensor.shape), regions)
@@ -116,9 +122,10 @@ def differences(
             found.append(Difference(name, engine, None, what))
         for rank, digests in enumerate(ranks):
             for digest in digests:
-                if digest.region not in own:
-                    own[digest.region] = digest_region(tensor, name, digest.region)
-                expected = own[digest.region]
+                key = digest.region, digest.dtype
+                if key not in own:
+                    own[key] = digest_region(tensor, name, *key)
+                expected = own[key]
                 if digest != expected:
                     what = (
                         f"{digest.dtype} {digest.checksum[:12]}, "

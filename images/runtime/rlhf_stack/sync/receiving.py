@@ -1,7 +1,7 @@
 """An engine worker's side of a sync: a bucket is loaded while the next one arrives."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,10 +29,12 @@ def receive(
     *,
     load_keeps: bool = False,
     reads: Reads | None = None,
+    held: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
-    ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's. ``load`` gets names and
+    ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's, and ``held`` are those of
+    parameters that it holds in another one, see `weight_layout.other_dtypes`. ``load`` gets names and
     tensors on ``device``, valid until it returns; all memory that they used is free when this returns, except
     what ``encoding`` lets the node keep. With ``load_keeps`` the tensors are valid for as long as ``load``
     refers to them, and only their elements that ``reads`` needs are copied. Returns ``rank`` (in the group),
@@ -43,7 +45,7 @@ def receive(
     loading = 0.0
     with group.syncing():
         specs = [ParameterSpec(name, kind, tuple(shape), *rest) for name, kind, shape, *rest in content]
-        _refuse_other_dtypes(specs, dtype)
+        _refuse_other_dtypes(specs, dtype, held or {})
         buckets = plan_buckets(specs, limit)
         if reads is not None:
             reads.begin(specs)
@@ -108,11 +110,11 @@ def _arriving(
             release(transfer, number)
 
 
-def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any) -> None:
+def _refuse_other_dtypes(specs: Iterable[ParameterSpec], dtype: Any, held: Mapping[str, str]) -> None:
     """Raise `SyncError`, as upstream does, for a parameter that the engine's ``dtype`` would round."""
     expected = str(dtype).removeprefix("torch.")
     for spec in specs:
-        if spec.dtype != expected:
+        if spec.dtype not in (expected, held.get(spec.name)):
             raise SyncError(
                 f"{spec.name} is {spec.dtype} in the trainer and {expected} in the engine: "
                 "train in the engine's dtype"

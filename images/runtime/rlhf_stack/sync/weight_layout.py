@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Indices = NDArray[np.int64]
 
 MAX_PIECES = 10_000  # of a parameter in a tensor; a layout of more is irregular
+LOADER_ERRORS = (AssertionError, NotImplementedError, RuntimeError, ValueError)  # of a layout that it refuses
 Shape = tuple[int, ...]
 
 
@@ -133,26 +134,51 @@ def find_layout(model: Any, parameters: Sequence[tuple[str, Shape]]) -> Layout:
     return tuple(locations)
 
 
+def other_dtypes(model: Any, content: Sequence[Sequence[Any]], dtype: Any) -> dict[str, str]:
+    """Return the dtypes of the trainer's parameters that ``model`` holds in another one than its ``dtype``.
+
+    ``content`` are the fields of each `ParameterSpec`. It ends at the first parameter that is not held so: a
+    model that is trained in another dtype has no other ones.
+    """
+    usual = str(dtype).removeprefix("torch.")
+    found: dict[str, str] = {}
+    for name, sent, shape, *_ in content:
+        if sent == usual:
+            continue
+        try:
+            layout = find_layout(model, [(name, tuple(shape))])
+        except LOADER_ERRORS:
+            break
+        tensors = engine_tensors(model)
+        if any(str(tensors[each.tensor].dtype) != f"torch.{sent}" for each in layout):
+            break
+        found[name] = sent
+    return found
+
+
 def comparable_layout(
     model: Any, parameters: Sequence[tuple[str, Shape]], rearranged: Collection[str]
-) -> tuple[Layout, list[str]]:
-    """Return `find_layout` without parameters that are in ``rearranged`` tensors, and the names of these.
+) -> tuple[Layout, dict[str, set[str]]]:
+    """Return `find_layout` without parameters that are in ``rearranged`` tensors.
 
-    The loader knows the layout that such a tensor had before, or refuses to write to it.
+    The loader knows the layout that such a tensor had before, or refuses to write to it. The names of these
+    parameters are returned with those of their tensors, which are unknown (none) after a refusal.
     """
     locations: list[Location] = []
-    left_out = []
+    left_out: dict[str, set[str]] = {}
     for name, shape in parameters:
         try:
             found = find_layout(model, [(name, shape)])
-        except (AssertionError, NotImplementedError, RuntimeError, ValueError):
+        except LOADER_ERRORS:
             if not rearranged:
                 raise
-            found = None
-        if found is None or any(location.tensor in rearranged for location in found):
-            left_out.append(name)
-        else:
+            left_out[name] = set()
+            continue
+        tensors = {location.tensor for location in found}
+        if tensors.isdisjoint(rearranged):
             locations += found
+        else:
+            left_out[name] = tensors
     return tuple(locations), left_out
 
 
