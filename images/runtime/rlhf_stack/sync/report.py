@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.config import env_vars
+from rlhf_stack.inputs.text import first_names
 from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.buckets import total_bytes
 from rlhf_stack.sync.probabilities import verify_probabilities
@@ -68,13 +69,14 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
     if outcome.failed:
         return  # rank 0 reports it
     seconds = time.monotonic() - start
+    specs = [each.spec(trainer) for each in synced_parameters(trainer)]  # on every rank, see `full_shape`
     if is_root:
-        specs = [each.spec(trainer) for each in synced_parameters(trainer)]
         backend, size = _backend(trainer), total_bytes(specs)
         group = own_group(trainer)
         encodings = getattr(group, "encodings", None)
         sent = encodings.sent if encodings else size
         rates = report_sync(index, backend, size, seconds, getattr(group, "answers", {}), sent)
+        unsent = unsent_parameters(getattr(group, "answers", {}))
         version = weight_version(trainer)
         set_metric("rlhf_stack_weight_version", version, "run")
         events.emit(
@@ -86,6 +88,7 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
             sent=sent,
             seconds=seconds,
             parameters=len(specs),
+            unsent=unsent,
             **rates,
         )
     verification = env_vars.sync_verification()
@@ -134,6 +137,26 @@ def slowest_worker(answers: Answers) -> Mapping[str, Any] | None:
     """Return the engine worker with the longest sync by its own clock; None without answers."""
     ranks = [rank for answer in answers.values() for rank in answer["ranks"]]
     return max(ranks, key=lambda rank: float(rank["seconds"]), default=None)
+
+
+def unsent_parameters(answers: Answers) -> list[str]:
+    """Return, and log once, the parameters of engines for which the trainer sends nothing.
+
+    A worker reports them in its first sync, and when they change.
+    """
+    ranks = [rank for answer in answers.values() for rank in answer["ranks"]]
+    names = sorted({name for rank in ranks for name in rank.get("unsent", ())})
+    if names:
+        _log_unsent(tuple(names))
+    return names
+
+
+@cache
+def _log_unsent(names: tuple[str, ...]) -> None:
+    run_log.info(
+        f"weight sync: the trainer sends nothing for {len(names)} parameters of the engines, which keep "
+        f"their values: {first_names(names)}"
+    )
 
 
 def set_metric(name: str, value: float, tag: str) -> None:

@@ -4,11 +4,12 @@ import functools
 import time
 from typing import Any
 
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import actor_waits
 from rlhf_stack.sync.digest import Difference, RegionDigest, differences
 from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
-from rlhf_stack.sync.errors import SyncMismatch
+from rlhf_stack.sync.errors import SyncError, SyncMismatch
 from rlhf_stack.sync.trainer import engine_indices, gathered, synced_names
 from rlhf_stack.telemetry import events, run_log
 
@@ -25,19 +26,26 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
     shapes = [(one.name, list(one.spec(trainer).shape)) for one in parameters]
     held: list[list[dict[str, list[RegionDigest]]]] = []  # by engine, rank and parameter
     rearranged: set[str] = set()
-    if is_root:
-        answers = actor_waits.wait_for_engine_results(
-            [engine.call_workers.remote("weight_digests", shapes) for engine in trainer.vllm_engines],
-            "the engines' checksums",
-        )
-        held = [[_by_name(rank["digests"]) for rank in ranks] for ranks in answers]
-        rearranged.update(name for ranks in answers for rank in ranks for name in rank["rearranged"])
     found: list[Difference] = []
+    failure: Exception | None = None
+    if is_root:
+        try:
+            answers = actor_waits.wait_for_engine_results(
+                [engine.call_workers.remote("weight_digests", shapes) for engine in trainer.vllm_engines],
+                "the engines' checksums",
+            )
+            held = [[_by_name(rank["digests"]) for rank in ranks] for ranks in answers]
+            rearranged.update(name for ranks in answers for rank in ranks for name in rank["rearranged"])
+            found += _stale(answers)
+        except (SyncError, PeerError) as error:
+            failure = error  # this rank gathers with the other ranks to the end
     for one in parameters:
         with gathered(trainer, one.sources):
-            if is_root and one.name not in rearranged:
+            if is_root and failure is None and one.name not in rearranged:
                 digests = [[rank.get(one.name, []) for rank in ranks] for ranks in held]
                 found += differences(one.name, one.value(), digests)
+    if failure is not None:
+        raise failure
     if is_root:
         names = sorted({difference.name for difference in found})
         events.emit(
@@ -53,6 +61,16 @@ def verify_sync(trainer: Any, index: int, is_root: bool) -> None:
             _warn_of_rearranged(len(rearranged), len(parameters))
         if found:
             raise SyncMismatch(_message(index, len(parameters), names, found, trainer))
+
+
+def _stale(answers: list[list[dict[str, Any]]]) -> list[Difference]:
+    """Return what this sync did not write, although the trainer sends it or an earlier sync wrote it."""
+    return [
+        Difference(name, engine, rank, "this sync did not write it")
+        for engine, ranks in enumerate(answers)
+        for rank, answer in enumerate(ranks)
+        for name in answer["stale"]
+    ]
 
 
 @functools.cache

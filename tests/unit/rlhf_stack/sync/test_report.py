@@ -65,3 +65,17 @@ def test_a_slow_engine_is_warned_of_with_its_workers(caplog: pytest.LogCaptureFi
     (text,) = [record.message for record in caplog.records]
     assert "engine 3 generates 1500 tokens/s, less than half of the median" in text
     assert "rank 7 on 10.0.0.4, rank 8 on 10.0.0.4" in text
+
+
+def test_parameters_that_are_never_sent_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = {engine: answer(engine, [0.1, 0.1], Work(6000, 2.0)) for engine in (0, 1)}
+    assert report.unsent_parameters(answers) == []
+    for ranks in (each["ranks"] for each in answers.values()):
+        ranks[0]["unsent"] = [f"visual.{index}" for index in range(5)]
+        ranks[1]["unsent"] = ["visual.1", "router.bias"]
+    names = ["router.bias", *(f"visual.{index}" for index in range(5))]
+    assert report.unsent_parameters(answers) == report.unsent_parameters(answers) == names
+    assert capsys.readouterr().out.splitlines() == [
+        "rlhf_stack: weight sync: the trainer sends nothing for 6 parameters of the engines, which keep their "
+        "values: router.bias, visual.0, visual.1 and 3 more"
+    ]
