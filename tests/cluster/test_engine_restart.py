@@ -125,6 +125,15 @@ def test_a_run_continues_with_an_engine_that_was_killed(train, layout, gpus, cha
 
 
 @SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+def test_the_only_engine_generates_again_after_a_recovery_on_the_trainers_gpu(train):
+    """The sync of the recovery wakes up its weights alone."""
+    run = train("hybrid", (1,), STEPS, SECONDS, *LAYOUT, *engines(1), **dying("core"))
+    assert_continued(run)
+    assert len(run.of("recovered")) == len(run.of("prompts moved")) == 1
+
+
+@SECTIONS
 @pytest.mark.timeout(2 * SECONDS + 40)
 def test_a_run_continues_without_an_engine_whose_node_is_gone(train):
     run = train("separate", (1, 1, 1), STEPS, SECONDS, *LAYOUT, *engines(2), **dying("node"))
