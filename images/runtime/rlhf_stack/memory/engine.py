@@ -8,6 +8,7 @@ from rlhf_stack.memory.training import BYTES_16BIT, BYTES_32BIT, shard_size
 BLOCK = 16  # tokens per block of vLLM's KV cache on a GPU
 BATCHED = 8192  # tokens of the profiling pass with which vLLM measures its peak at startup
 BUFFERS = 2  # `rlhf_stack.sync.group.SLOTS`
+VOCABULARY = 64  # its padding is a multiple of this
 SEQUENCES = 256  # sequences that it samples in one step
 
 
@@ -77,6 +78,21 @@ def sync_memory(shape: Shape, bucket: int) -> int:
     """
     largest = BYTES_16BIT * shape.largest
     return BUFFERS * bucket + (largest if largest > bucket else 0)
+
+
+def reload_memory(shape: Shape, size: int, bucket: int) -> int:
+    """Bytes of vLLM's layer-wise reload on each of ``size`` GPUs, next to `sync_memory`; released after it.
+
+    A copy of a bucket, and the largest layer twice: its shard of what has arrived, and what is loaded from
+    that; experts once more, when they are rearranged. A padded embedding is incomplete until the end.
+    """
+    embedding = shard_size(shape.embedding, size)
+    waiting = embedding * (1 if shape.tied else 2) if shape.vocabulary % VOCABULARY else 0
+    matrix = shape.hidden * shape.intermediate
+    queries = shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    layer = 3 * shard_size(3 * matrix * shape.experts, size)
+    layer = max(layer, 2 * shard_size(max(2 * matrix, queries), size))
+    return bucket + BYTES_16BIT * max(waiting + layer, (waiting or embedding) + embedding)
 
 
 def kv_cache(shape: Shape, engine: EngineSettings, gpu_memory: int) -> KvCache:

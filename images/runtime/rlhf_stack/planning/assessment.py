@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.inputs.text import first_names
-from rlhf_stack.memory import KvCache, Shape, sync_memory
+from rlhf_stack.memory import KvCache, Shape, reload_memory, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, plan
@@ -110,7 +110,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         problems.append(refusal)
     if ours:
         _fill(run, nodes, ours, per_role, engine)
-        _add_sync(nodes, sync_memory(shapes[run.engine_model], env_vars.sync_bucket()))
+        _add_sync(nodes, _sync_size(run, shapes[run.engine_model]))
         if env_vars.sync_sparse() == "on":
             _add_kept(nodes, ours, BYTES_16BIT * shapes[run.engine_model].total)
         problems += _too_small(nodes)
@@ -201,10 +201,17 @@ def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | N
         gpu.training += max(need.working for need in roles)
 
 
+def _sync_size(run: Run, shape: Shape) -> int:
+    """Bytes of a sync on a GPU of an engine; the flat releases have vLLM 0.4, which reloads no layers."""
+    bucket, engines = env_vars.sync_bucket(), run.request.engines
+    reloaded = 0 if run.flat or engines is None else reload_memory(shape, engines.size, bucket)
+    return sync_memory(shape, bucket) + reloaded
+
+
 def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
-    """Add the ``size`` bytes of a sync to the GPUs of engines alone; shared GPUs use CUDA handles."""
+    """Add the ``size`` bytes of a sync to the GPUs of engines; of shared ones the trainer has the buckets."""
     for gpu in (gpu for node in nodes for gpu in node.gpus):
-        if gpu.holds and all(name.startswith("engine") for name in gpu.holds):
+        if any(name.startswith("engine") for name in gpu.holds):
             gpu.syncing = gpu.generating + size
 
 

@@ -23,7 +23,7 @@ from rlhf_stack.memory import (
     saved_activations,
     training_peak,
 )
-from rlhf_stack.memory.engine import engine_weights, sync_memory, token_bytes
+from rlhf_stack.memory.engine import engine_weights, reload_memory, sync_memory, token_bytes
 from rlhf_stack.memory.model_shape import shape_from_config
 from rlhf_stack.memory.training import BYTES_16BIT
 
@@ -317,6 +317,20 @@ def test_bytes_of_a_sync_of_qwen2_half_a_billion_computed_by_hand() -> None:
     shape = shape_from_config(SMALL_QWEN)
     assert sync_memory(shape, 32_000_000) == 272_269_312 + 64_000_000, "151,936 x 896 parameters"
     assert sync_memory(shape, 300_000_000) == 600_000_000, "nothing is larger than a bucket"
+
+
+def test_bytes_of_a_reload_computed_by_hand() -> None:
+    """Of the largest layer: what has arrived and what is loaded, and of experts what is rearranged."""
+    bucket = 32_000_000
+    llama, experts = shape_from_config(LLAMA_70B), shape_from_config(QWEN3_235B)
+    assert reload_memory(llama, 8, bucket) == bucket + 2 * 2 * 1_050_673_152 // 8, "its embedding"
+    assert reload_memory(experts, 8, bucket) == bucket + 3 * 2 * 128 * 3 * 1536 * 4096 // 8, "its experts"
+    unpadded = replace(llama, vocabulary=32_000)
+    assert reload_memory(unpadded, 8, bucket) == bucket + 2 * 2 * 2 * 28_672 * 8_192 // 8, "gate and up"
+    padded = replace(experts, vocabulary=experts.vocabulary - 1)
+    embedding = 2 * (151_935 * 4_096 + 7) // 8
+    difference = reload_memory(padded, 8, bucket) - reload_memory(experts, 8, bucket)
+    assert abs(difference - 2 * embedding) < 64, "both embeddings are incomplete until the end"
 
 
 def test_bytes_saved_by_llama_8b_computed_by_hand() -> None:

@@ -88,13 +88,16 @@ def test_awake_engines_next_to_the_trainer_take_their_share_of_a_gpu() -> None:
 
 
 def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An embedding of 152,064 x 3,584 in 16 bits and two buckets: more than utilization 0.99 leaves free."""
+    """An embedding of 152,064 x 3,584 in 16 bits and two buckets: more than utilization 0.99 leaves free.
+
+    And a copy of a bucket, and twice the shard of the embedding, of two GPUs, to reload it.
+    """
     planned = run("big", utilization=0.99)
     monkeypatch.setenv(env_vars.SYNC_BUCKET, "32")
     found = assess(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
     gpu = found.nodes[0].gpus[0]
     assert gpu.holds == ["engine 0"]
-    assert gpu.syncing - gpu.generating == 1_089_994_752 + 64_000_000
+    assert gpu.syncing - gpu.generating == 1_089_994_752 + 64_000_000 + 32_000_000 + 1_089_994_752
     assert any("while receiving weights (engine)" in problem for problem in found.problems)
     assert not assess(
         replace(planned, utilization=0.95), uniform_machines(2, 8, 80, 64, 2000), SHAPES

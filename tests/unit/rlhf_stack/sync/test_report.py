@@ -76,6 +76,6 @@ def test_parameters_that_are_never_sent_are_logged_once(capsys: pytest.CaptureFi
     names = ["router.bias", *(f"visual.{index}" for index in range(5))]
     assert report.unsent_parameters(answers) == report.unsent_parameters(answers) == names
     assert capsys.readouterr().out.splitlines() == [
-        "rlhf_stack: weight sync: the trainer sends nothing for 6 parameters of the engines, which keep their "
-        "values: router.bias, visual.0, visual.1 and 3 more"
+        "rlhf_stack: weight sync: the trainer sends nothing for 6 parameters of the engines, which keep "
+        "their values: router.bias, visual.0, visual.1 and 3 more"
     ]
