@@ -17,6 +17,7 @@ from rlhf_stack.sync.sending import BucketSender
 
 FORK = get_context("fork")
 GPU = "node:0"
+TRAINER, WORKER = "trainer rank 3 on one", "rank 1 of engine 2 on two"
 FILES = Path("/proc/self/fd")
 LIMIT = 100_000  # bytes of a bucket: the first parameter is split
 
@@ -57,11 +58,11 @@ class Worker:
     """A process that joins the trainer's group and then runs ``action(group)``."""
 
     def __init__(self, action):
-        self.offer, self.results = same_gpu.Offer(GPU), FORK.Queue()
+        self.offer, self.results = same_gpu.Offer(GPU, TRAINER), FORK.Queue()
 
         def run():
             try:
-                self.results.put(action(same_gpu.join({GPU: self.offer.address}, GPU)))
+                self.results.put(action(same_gpu.join({GPU: self.offer.address}, GPU, WORKER)))
             except SyncError as error:
                 self.results.put(str(error))
 
@@ -142,15 +143,31 @@ def test_a_worker_that_ends_or_stops_is_named_within_the_deadline(monkeypatch, s
 
 def test_a_worker_that_does_not_join_is_named_within_the_deadline(monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.2")
-    with pytest.raises(SyncError, match=r"no engine worker on GPU node:0 joined within 0\.2 s"):
-        same_gpu.Offer(GPU).accept()
+    with pytest.raises(
+        SyncError,
+        match=r"trainer rank 3 on one: no engine worker on GPU node:0 joined within 0\.2 s .*one container",
+    ):
+        same_gpu.Offer(GPU, TRAINER).accept()
+
+
+def test_the_error_of_an_engine_ends_the_wait_for_its_worker_at_once():
+    def watch():
+        raise SyncError("the worker has failed")
+
+    with pytest.raises(SyncError, match="the worker has failed"):
+        same_gpu.Offer(GPU, TRAINER).accept(watch)
+
+
+def test_a_trainer_rank_that_is_not_reachable_is_named():
+    with pytest.raises(
+        SyncError, match=r"rank 1 of engine 2 on two: the trainer rank on GPU node:0 is not re"
+    ):
+        same_gpu.join({GPU: "\0unused"}, GPU, WORKER)
 
 
 def test_a_worker_on_another_gpu_is_refused():
-    with pytest.raises(
-        SyncError, match=r"no trainer rank is on GPU node:1 of this engine worker, but on node:0"
-    ):
-        same_gpu.join({GPU: "\0unused"}, "node:1")
+    with pytest.raises(SyncError, match=r"no trainer rank is on GPU node:1 of rank 1 of engine 2 on two"):
+        same_gpu.join({GPU: "\0unused"}, "node:1", WORKER)
 
 
 @pytest.mark.timeout(60)

@@ -8,6 +8,7 @@ The interface differs between releases of vLLM: `tests/cluster/test_weight_trans
 """
 
 import logging
+import socket
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         """Join the sync group, after leaving the one that this worker was in."""
         self.shutdown()
         if init_info.offers is not None:
-            self.group = same_gpu.join(init_info.offers, devices.physical_gpu_id())
+            who = f"engine worker of rank {torch.distributed.get_rank()} on {socket.gethostname()}"
+            self.group = same_gpu.join(init_info.offers, devices.physical_gpu_id(), who)
             return
         rank = torch.distributed.get_rank() + init_info.rank_offset
         where = init_info.host, init_info.port, rank, init_info.world

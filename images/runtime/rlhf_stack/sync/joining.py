@@ -1,6 +1,7 @@
 """Formation of the sync group of a run: the trainer listens, and the workers of the engines connect to it."""
 
 import functools
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhf_stack.sync import same_gpu
 from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_results
 from rlhf_stack.sync.backend import create_group, requested_backend
 from rlhf_stack.sync.errors import SyncError
-from rlhf_stack.sync.trainer import own_group
+from rlhf_stack.sync.trainer import engine_indices, own_group
 
 WHAT = "the engines to join the weight-sync group"
 
@@ -45,21 +46,27 @@ def join_workers_of_same_gpus(trainer: Any) -> None:
     """
     import torch.distributed as dist
 
-    offer = same_gpu.Offer(devices.physical_gpu_id())
-    is_root = dist.get_rank() == 0
+    is_root, who = dist.get_rank() == 0, f"trainer rank {dist.get_rank()} on {socket.gethostname()}"
+    offer = same_gpu.Offer(devices.physical_gpu_id(), who)
     shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        shared, (offer.gpu, offer.address, _gpus(trainer.vllm_engines) if is_root else None)
-    )
-    gpus, failure = shared[0][2]
-    if failure:
+    workers = _workers(trainer) if is_root else None
+    dist.all_gather_object(shared, (offer.gpu, who, offer.address, workers))
+    workers, failure = shared[0][3]
+    if failure := failure or same_gpu.mismatch([(gpu, name) for gpu, name, *_ in shared], workers):
+        offer.withdraw()
         raise SyncError(failure)
-    offers = {gpu: address for gpu, address, _ in shared}
-    references = []
+    gpus, offers = {gpu for gpu, _ in workers}, {gpu: address for gpu, _, address, _ in shared}
+    references: list[Any] = []
+
+    def watch() -> None:
+        """Raise the error of an engine whose worker could not join: it is the cause."""
+        if ended := ray.wait(references, num_returns=len(references), timeout=0)[0] if references else []:
+            wait_for_engine_results(ended, WHAT)
+
     if is_root:
         references = [call("join_same_gpu", offers) for call in _calls(trainer.vllm_engines)]
     if offer.gpu in gpus:
-        trainer._model_update_group = offer.accept()
+        trainer._model_update_group = offer.accept(watch)
     else:
         offer.withdraw()
         trainer._model_update_group = None
@@ -84,10 +91,15 @@ def _calls(engines: Sequence[Any]) -> list[Callable[..., Any]]:
     ]
 
 
-def _gpus(engines: Sequence[Any]) -> tuple[list[str], str]:
-    """Return the GPUs of the engines' workers, and the error with which an engine did not report them."""
+def _workers(trainer: Any) -> tuple[list[tuple[str, str]], str]:
+    """Return GPU and name of the engines' workers, and the error with which an engine did not report them."""
+    references = [engine.where.remote() for engine in trainer.vllm_engines]
     try:
-        answers = wait_for_engine_results([engine.where.remote() for engine in engines], "the engines' GPUs")
+        answers = wait_for_engine_results(references, "the engines' GPUs")
     except (SyncError, PeerError) as error:
         return [], str(error)
-    return [str(worker["gpu"]) for workers in answers for worker in workers], ""
+    return [
+        (str(worker["gpu"]), f"rank {worker['rank']} of engine {index} on {worker['host']}")
+        for index, workers in zip(engine_indices(trainer), answers, strict=True)
+        for worker in workers
+    ], ""

@@ -29,6 +29,11 @@ MESSAGE_BYTES = 1 << 16
 POLL_SECONDS = 0.5
 MEMORY, PACKED, READ, FAILED = "memory", "packed", "read", "failed"
 SLOT_BYTES = 4096  # the smallest slot
+REMEDY = (
+    "with --train.colocate_all the engines must use exactly the GPUs of the actor: --vllm.num_engines times "
+    "--vllm.tensor_parallel_size GPUs"
+)
+CONTAINERS = "a trainer rank and the engine on its GPU must run in one container, of one network"
 
 Message = tuple[str, Any]
 
@@ -86,11 +91,35 @@ class Link:
             raise SyncError(f"weight sync: {self._peer} does not answer: {error}") from error
 
 
-class Offer:
-    """A trainer rank's socket for the worker on its GPU; `address` is what the worker connects to."""
+def mismatch(trainers: Sequence[tuple[str, str]], workers: Sequence[tuple[str, str]]) -> str:
+    """Return why engine workers cannot each join a trainer rank on their GPU, "" if they can.
 
-    def __init__(self, gpu: str) -> None:
-        self.gpu, self.address = gpu, f"\0rlhf_stack-{secrets.token_hex(16)}"  # of no file system
+    ``trainers`` and ``workers`` are GPU and name of each. A trainer rank may have no worker.
+    """
+    for given in (trainers, workers):
+        for gpu, _ in given:
+            names = [name for other, name in given if other == gpu]
+            if len(names) > 1:
+                return f"weight sync: {' and '.join(names)} have the same GPU, {gpu}; {REMEDY}"
+    for gpu, name in workers:
+        if gpu not in dict(trainers):
+            others = ", ".join(f"{name} on GPU {gpu}" for gpu, name in trainers)
+            return f"weight sync: no trainer rank is on GPU {gpu} of {name}, but {others}; {REMEDY}"
+    return ""
+
+
+class Offer:
+    """A trainer rank's socket for the worker on its GPU; `address` is what the worker connects to.
+
+    ``who`` names the rank and its node in errors.
+    """
+
+    def __init__(self, gpu: str, who: str) -> None:
+        self.gpu, self._who, self.address = (
+            gpu,
+            who,
+            f"\0rlhf_stack-{secrets.token_hex(16)}",
+        )  # of no file system
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.address)
         self._listener.listen(1)
@@ -99,32 +128,37 @@ class Offer:
         """Close the socket: there is no worker."""
         self._listener.close()
 
-    def accept(self) -> "SameGpuGroup":
-        """Wait for the worker; return the trainer's group."""
-        self._listener.settimeout(env_vars.sync_timeout())
+    def accept(self, watch: Callable[[], object] = bool) -> "SameGpuGroup":
+        """Wait for the worker; return the trainer's group. ``watch`` is called meanwhile, and may raise."""
+        seconds = env_vars.sync_timeout()
+        end, arrival = time.monotonic() + seconds, select.poll()
+        arrival.register(self._listener, select.POLLIN)
         try:
+            while not arrival.poll(1000 * min(POLL_SECONDS, seconds)):
+                watch()
+                if time.monotonic() > end:
+                    raise SyncError(
+                        f"weight sync: {self._who}: no engine worker on GPU {self.gpu} joined within "
+                        f"{seconds:g} s ({env_vars.SYNC_TIMEOUT}): see the log of the engine on this GPU; "
+                        f"{CONTAINERS}"
+                    )
             connection, _ = self._listener.accept()
-        except TimeoutError as error:
-            raise SyncError(
-                f"weight sync: no engine worker on GPU {self.gpu} joined within "
-                f"{env_vars.sync_timeout():g} s ({env_vars.SYNC_TIMEOUT})"
-            ) from error
         finally:
             self._listener.close()
         return SameGpuGroup(Link(connection, f"the engine worker on GPU {self.gpu}"), 0, self.gpu)
 
 
-def join(offers: dict[str, str], gpu: str) -> "SameGpuGroup":
-    """Return a worker's group; ``offers`` are the addresses of the trainer's ranks, by GPU."""
-    if gpu not in offers:
-        raise SyncError(
-            f"weight sync: no trainer rank is on GPU {gpu} of this engine worker, but on {', '.join(offers)}"
-        )
+def join(offers: dict[str, str], gpu: str, who: str) -> "SameGpuGroup":
+    """Return the group of a worker, ``who``; ``offers`` are the addresses of the trainer's ranks, by GPU."""
+    if why := mismatch([(each, "one") for each in offers], [(gpu, who)]):
+        raise SyncError(why)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(offers[gpu])
     except OSError as error:
-        raise SyncError(f"weight sync: the trainer rank on GPU {gpu} is not reachable: {error}") from error
+        raise SyncError(
+            f"weight sync: {who}: the trainer rank on GPU {gpu} is not reachable: {error}; {CONTAINERS}"
+        ) from error
     return SameGpuGroup(Link(connection, f"the trainer rank on GPU {gpu}"), 1, gpu)
 
 

@@ -149,7 +149,7 @@ def test_every_byte_is_read_on_the_same_gpu_and_no_memory_stays(
 
     monkeypatch.setattr(same_gpu.SentMemory, "release", free_first)
     monkeypatch.setattr(same_gpu.OpenedMemory, "release", close_later)
-    offer = same_gpu.Offer("GPU-1")
+    offer = same_gpu.Offer("GPU-1", "rank 0")
 
     def until() -> None:
         assert all(closed.acquire(timeout=SECONDS) for _ in range(SYNCS))
@@ -159,7 +159,7 @@ def test_every_byte_is_read_on_the_same_gpu_and_no_memory_stays(
         return train_and_send(offer.accept(), until)
 
     sent, loaded = cuda.processes(
-        send, lambda: load_all(same_gpu.join({"GPU-1": offer.address}, "GPU-1"), keep)
+        send, lambda: load_all(same_gpu.join({"GPU-1": offer.address}, "GPU-1", "rank 0"), keep)
     )
     assert (sent, loaded) == (0, (True, 0))
 
