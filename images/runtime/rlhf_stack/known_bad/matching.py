@@ -19,7 +19,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)|(?:Error|Exception)$",
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}' failed",
     re.MULTILINE,
 )
 # A line that only passes on the error of another process.
@@ -69,13 +69,14 @@ def explain(
 
     The worst come first; among equals causes before consequences, then rows that apply to ``versions``, then
     those whose last match is nearest to the end. If no row matches the last error, a consequence before it is
-    only a note: what it followed is not known. Rows that ``versions`` exclude, and those that a more specific
-    row replaces, are omitted. If the text is only the end of a log, not ``complete``, lines count from its
-    end.
+    only a note: what it followed is not known. Rows that ``versions`` exclude, those that a more specific row
+    replaces, and general rows whose line another row matches, are omitted. If the text is only the end of a
+    log, not ``complete``, lines count from its end.
     """
     known = canonical_names(versions or {})
     text = COLOURS.sub("", text)
     hits = [(row, hit) for row in rows if not _excluded(row, known) and (hit := _last_symptom(row, text))]
+    hits = list(_most_specific(hits, text))
     last = _last_error(text)
     unmatched = last is not None and all(hit.end() <= _line_start(text, last) for _, hit in hits)
     end = _line_start(text, last) if last and unmatched else 0
@@ -131,6 +132,23 @@ def _origin(text: str, hit: re.Match[str]) -> str:
         return prefixes[-1][1] or prefixes[-1][2]
     before = "\n".join(text[:start].rsplit("\n", REMOTE_LINES)[-REMOTE_LINES:])
     return " ".join(next((remote.groups() for remote in _last_match(REMOTE, before)), ()))
+
+
+def _most_specific(
+    hits: Sequence[tuple[Row, re.Match[str]]], text: str
+) -> Iterator[tuple[Row, re.Match[str]]]:
+    """Without the general rows whose line another row matches, or a general row before them."""
+    patterns = [pattern for row, _ in hits if not row.general for pattern in row.symptoms]
+    taken = {_line_start(text, hit) for row, hit in hits if not row.general}
+    for row, hit in hits:
+        if row.general:
+            start, stop = _line_start(text, hit), text.find("\n", hit.end())
+            line = text[start : stop if stop >= 0 else None]
+            if start in taken or any(pattern.search(line) for pattern in patterns):
+                continue
+            patterns += row.symptoms
+            taken.add(start)
+        yield row, hit
 
 
 def _line_start(text: str, hit: re.Match[str]) -> int:

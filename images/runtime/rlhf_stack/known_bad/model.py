@@ -9,7 +9,8 @@ cannot be checked.
 ``symptoms``: patterns; a match of any in a log, with a match of each of ``context`` anywhere in it,
 identifies the row. ``no_symptom``: why a log cannot show the row; required without symptoms.
 ``instead_of``: more general rows, which are omitted if this one is found. ``consequence``: the cause is
-likely another error of the log, so the row ranks behind others.
+likely another error of the log, so the row ranks behind others. ``general``: the row names only the kind of
+an error by its words, so it is omitted if another row matches the same line.
 ``unsolvable``: requirements that exclude each other, for the probe with the resolver. ``reproduce``: Python
 code that fails with a symptom on a CPU, for the probes in an image. ``shown``: how the cause was confirmed.
 """
@@ -34,7 +35,7 @@ CONDITION = re.compile(r"set|unset|!?=.*|~.+")
 NAME = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 REQUIRED = ("id", "kind", "severity", "title", "cause", "remedy", "symptoms", "sources", "shown")
 CONDITIONS = ("packages", "absent", "variables", "differ", "accelerator", "when", "fixed_by", "unsolvable")
-IN_A_LOG = ("context", "no_symptom", "instead_of", "consequence", "reproduce")
+IN_A_LOG = ("context", "no_symptom", "instead_of", "consequence", "general", "reproduce")
 KEYS = REQUIRED + CONDITIONS + IN_A_LOG
 
 
@@ -67,6 +68,7 @@ class Row:
     no_symptom: str = ""
     instead_of: tuple[str, ...] = ()
     consequence: bool = False
+    general: bool = False
     reproduce: str = ""
 
     @property
@@ -132,7 +134,10 @@ def _validation_errors(row: Row) -> Iterator[tuple[bool, str]]:
     yield not row.sources, "a row needs a source"
     yield not (row.has_condition or row.symptoms), "a row needs a condition or a symptom"
     yield bool(row.symptoms) == bool(row.no_symptom), "a row needs either symptoms or no_symptom, the reason"
-    yield bool(row.context or row.reproduce) and not row.symptoms, "context or reproduce without symptoms"
+    yield (
+        bool(row.context or row.reproduce or row.general) and not row.symptoms,
+        "context, reproduce or general without symptoms",
+    )
     yield bool(row.differ) and len(row.differ) != 2, "differ needs two names"
     yield (
         any(not CONDITION.fullmatch(text) for text in row.variables.values()),

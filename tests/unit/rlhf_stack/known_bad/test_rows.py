@@ -169,6 +169,7 @@ def test_the_last_error_of_an_unexplained_log_is_named() -> None:
         "(EngineCore pid=4) ERROR 07-04 10:00:00 [core.py:1] something",
         "Segmentation fault (core dumped)",
         "Killed",
+        "python: a.cpp:1: int f(): Assertion `a == b' failed.",
     ],
 )
 def test_what_is_an_error(line: str) -> None:
@@ -228,6 +229,24 @@ REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused\n"
 )
 def test_a_consequence_before_an_unknown_error_is_a_note(text: str, severities: list[str]) -> None:
     assert [one.severity for one in known_bad.explain(ROWS, text)] == severities
+
+
+UNSUPPORTED = "ValueError: a is not supported with b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (UNSUPPORTED, ["combination-refused"]),
+        ("NotImplementedError: not supported with b\n" + UNSUPPORTED, ["combination-refused"]),
+        (NO_ROOM + UNSUPPORTED, ["vllm-no-cache-memory", "combination-refused"]),
+        ("ValueError: No available memory for the cache blocks: not supported\n", ["vllm-no-cache-memory"]),
+        ("RuntimeError: odd\n", []),
+    ],
+    ids=["alone", "two of one line", "of another line", "of the line of another row", "neither"],
+)
+def test_a_general_row_is_omitted_if_another_matches_its_line(text: str, expected: list[str]) -> None:
+    assert ids(known_bad.explain(ROWS, text)) == expected
 
 
 def test_the_evidence_is_the_line_of_the_error() -> None:
@@ -364,6 +383,11 @@ def test_any_text_can_be_a_log_or_a_freeze(text: str) -> None:
         ('shown = "run"', 'shown = "run"\npackages = { ray = "2.44" }', "not a version specifier"),
         ('shown = "run"', 'shown = "run"\nvariables = { A = "maybe" }', "condition"),
         ('shown = "run"', 'shown = "run"\ndiffer = ["a"]', "two names"),
+        (
+            'symptoms = ["some text"]',
+            'symptoms = []\nno_symptom = "silent"\npackages = { a = ">1" }\ngeneral = true',
+            "without symptoms",
+        ),
     ],
 )
 def test_an_invalid_row_is_named(before: str, after: str, what: str) -> None:
