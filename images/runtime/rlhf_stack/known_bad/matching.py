@@ -19,14 +19,14 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}' failed",
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed",
     re.MULTILINE,
 )
 # A line that only passes on the error of another process.
 PASSED_ON = re.compile(
     r"RayTaskError|RayActorError|Actor(?:Died|Unavailable)Error|WorkerCrashedError|OwnerDiedError|"
     r"ChildFailedError|Engine ?[Cc]ore (?:initialization )?failed|WorkerProc (?:failed|initialization|hit)|"
-    r"EngineDeadError|EngineGenerateError|CalledProcessError|SystemExit|failed \(exitcode|exit code|"
+    r"EngineDeadError|EngineGenerateError|output_handler failed|background task failed|CalledProcessError|SystemExit|failed \(exitcode|exit code|"
     r"Worker group failed|Error executing (?:job|method)|Traceback|because of the following error|"
     r"\b(?:ERROR|CRITICAL) \d\d-\d\d [\d:]+ (?:\[[^\]\n]*\]|\S+\])(?:\s*$|  )"  # a frame, as vLLM logs it
 )
