@@ -26,8 +26,9 @@ ERROR_LINE = re.compile(
 PASSED_ON = re.compile(
     r"RayTaskError|RayActorError|Actor(?:Died|Unavailable)Error|WorkerCrashedError|OwnerDiedError|"
     r"ChildFailedError|Engine ?[Cc]ore (?:initialization )?failed|WorkerProc (?:failed|initialization|hit)|"
-    r"EngineDeadError|EngineGenerateError|output_handler failed|background task failed|CalledProcessError|SystemExit|failed \(exitcode|exit code|"
-    r"Worker group failed|Error executing (?:job|method)|Traceback|because of the following error|"
+    r"EngineDeadError|EngineGenerateError|output_handler failed|background task failed|"
+    r"CalledProcessError|SystemExit|failed \(exitcode|exit code|Worker group failed|"
+    r"Error executing (?:job|method)|Traceback|because of the following error|"
     r"\b(?:ERROR|CRITICAL) \d\d-\d\d [\d:]+ (?:\[[^\]\n]*\]|\S+\])(?:\s*$|  )"  # a frame, as vLLM logs it
 )
 # The process that printed a line, by the prefix of Ray, vLLM or torchrun; the actor of a traceback of Ray.
