@@ -16,7 +16,9 @@ from rlhf_stack.config import env_vars
 pytestmark = pytest.mark.carries("openrlhf==0.11.2")
 
 SCRIPT = Path(__file__).with_name("reloaded.py")
-TOLERANCE = 0.05  # nats: the mean over the tokens; bfloat16 rounds in another order in vLLM
+# In nats, the mean over the tokens. bfloat16 rounds in another order in vLLM, and differently on other CPUs, so
+# that the router of a token can select another expert: 0.06 was measured. Wrong weights give more than `WRONG`.
+TOLERANCE, WRONG = 0.1, 0.25
 CPU_ENGINE = pytest.mark.skipif(devices.is_gpu(), reason="vLLM's engine for CPUs is not in this image")
 OUTSIDE_CI = pytest.mark.integration
 
@@ -111,11 +113,11 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_sync(
     """vLLM's load_weights alone, which upstream calls, is wrong where vLLM has packed the weights."""
     found = synced(family, *arguments)
     assert found["fresh"] < TOLERANCE
-    assert found["changed"] > 10 * TOLERANCE, "the weights matter"
+    assert found["changed"] > 2 * WRONG, "the weights matter"
     assert found["synced"] < TOLERANCE
     if "--lora" not in arguments:  # upstream sends PEFT's names, which vLLM refuses
         direct = found["direct"]
-        assert (isinstance(direct, str) or direct > 5 * TOLERANCE) == direct_is_wrong, direct
+        assert (isinstance(direct, str) or direct > WRONG) == direct_is_wrong, direct
 
 
 @CPU_ENGINE
@@ -132,7 +134,7 @@ def test_an_engine_computes_what_the_trainer_computes_after_each_sync(
 def test_what_the_trainer_does_not_send_keeps_its_value(synced, family, frozen, unsent):
     found = synced(family, "--frozen", frozen)
     assert found["fresh"] < TOLERANCE
-    assert found["changed"] > 2 * TOLERANCE
+    assert found["changed"] > TOLERANCE
     assert found["synced"] < TOLERANCE
     assert set(unsent) <= set(found["unsent"])
     assert not [name for name in found["unsent"] if frozen not in name], "reported in the first sync alone"
@@ -146,7 +148,7 @@ def test_the_workers_of_an_engine_copy_their_shards_and_compute_the_same(synced)
     """The second sync, of other weights, copies a part of them: a half, and what is replicated."""
     found = synced("llama", "--workers", "2")
     assert found["fresh"] < TOLERANCE
-    assert found["changed"] > 10 * TOLERANCE
+    assert found["changed"] > 2 * WRONG
     assert found["synced"] < TOLERANCE
     (total, *first), (_, *second) = found["copied"]
     assert min(first) >= total
