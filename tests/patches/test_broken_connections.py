@@ -30,6 +30,6 @@ ray.shutdown()
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0058-repeat-calls-of-actors")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_call_whose_answer_is_lost_is_repeated_and_executed_once(proves):
     proves(CALLS, r"ray\.exceptions\.ActorUnavailableError")

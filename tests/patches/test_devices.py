@@ -132,7 +132,7 @@ print("past the barrier")
         ),
     ],
 )
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("cpu_only")
 def test_trainers_are_on_the_configured_accelerator(proves, probe):
     proves(probe, NO_CUDA)

@@ -54,6 +54,6 @@ ray.shutdown()
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0056-restart-lost-engines")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_the_prompts_of_a_killed_engine_are_answered(proves):
     proves(GENERATION, r"ray\.exceptions\.\w*Actor\w*Error")

@@ -80,12 +80,12 @@ ends(
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0033-report-engine-startup")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
     proves(SECTIONS, "does not detect that an engine is dead")
 
 
 @pytest.mark.patch("openrlhf/0.5.1/0032-report-engine-startup")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_an_engine_that_never_starts_ends_the_older_trainer_at_a_deadline(proves):
     proves(FLAT, "still waits for an engine that does not start")

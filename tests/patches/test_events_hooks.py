@@ -87,6 +87,6 @@ print("step 3 is recorded once, with reward 0.25")
         ),
     ],
 )
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_steps_and_phases_are_recorded(proves, probe, reason):
     proves(probe, reason)

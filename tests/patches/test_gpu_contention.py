@@ -53,6 +53,6 @@ print("an engine that generates while a rank waits in a barrier is detected")
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0036-detect-gpu-contention")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_an_engine_detects_a_barrier_on_its_gpu(proves):
     proves(PROBE, "a rank waits in a barrier, undetected")

@@ -105,6 +105,6 @@ ray.shutdown()
 
 
 @pytest.mark.patch("openrlhf/0.11.2/0057-save-on-request")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_step_is_saved_on_request(proves):
     proves(REQUEST, r"answers to the request: \[\]")

@@ -47,7 +47,7 @@ def test_a_run_reports_a_replaced_package(proves):
     proves(PROBE, "a run does not report it")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_starting_container_reports_replaced_packages(tmp_path):
     """Other metadata is first on the path, as if pip had installed it over the patched package."""
     metadata = tmp_path / "openrlhf-1.dist-info" / "METADATA"
