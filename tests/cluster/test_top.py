@@ -54,7 +54,7 @@ def test_the_reports_of_a_run_are_shown():
     group = ray.util.placement_group([{"GPU": 4, "CPU": 1}] * 2)
     end = time.monotonic() + SECONDS
     now = top()
-    while not (now["engines"] and now["waiting"]) and time.monotonic() < end:
+    while not (now["engines"] and now["waiting"] and now["sync"]) and time.monotonic() < end:
         now = top()
     assert (now["schema"], now["phase"], now["step"], now["sync"]) == (
         "rlhf-stack/top/1",
