@@ -57,16 +57,10 @@ def join_workers_of_same_gpus(trainer: Any) -> None:
         raise SyncError(failure)
     gpus, offers = {gpu for gpu, _ in workers}, {gpu: address for gpu, _, address, _ in shared}
     references: list[Any] = []
-
-    def watch() -> None:
-        """Raise the error of an engine whose worker could not join: it is the cause."""
-        if ended := ray.wait(references, num_returns=len(references), timeout=0)[0] if references else []:
-            wait_for_engine_results(ended, WHAT)
-
     if is_root:
         references = [call("join_same_gpu", offers) for call in _calls(trainer.vllm_engines)]
     if offer.gpu in gpus:
-        trainer._model_update_group = offer.accept(watch)
+        trainer._model_update_group = offer.accept(lambda: raise_engine_error(references))
     else:
         offer.withdraw()
         trainer._model_update_group = None

@@ -57,7 +57,7 @@ class Link:
     def receive(self, waited_for: str) -> tuple[Message, list[int]]:
         """Return the next message and its files; `SyncError` for a failure that the other process reports."""
         with self._explained(waited_for):
-            self._await_message()
+            _wait_until_readable(self._connection, self._seconds, self.watch)
             data, files, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
             if not data:
                 raise ConnectionResetError("it has ended")
@@ -70,14 +70,6 @@ class Link:
         """Close the connection."""
         self._connection.close()
 
-    def _await_message(self) -> None:
-        end, message = time.monotonic() + self._seconds, select.poll()
-        message.register(self._connection, select.POLLIN)
-        while not message.poll(1000 * min(POLL_SECONDS, self._seconds)):
-            if time.monotonic() > end:
-                raise TimeoutError
-            self.watch()
-
     @contextmanager
     def _explained(self, waited_for: str) -> Iterator[None]:
         try:
@@ -89,6 +81,16 @@ class Link:
             ) from error
         except OSError as error:
             raise SyncError(f"weight sync: {self._peer} does not answer: {error}") from error
+
+
+def _wait_until_readable(of: socket.socket, seconds: float, watch: Watch) -> None:
+    """Wait for a message or a connection; TimeoutError after ``seconds``. ``watch`` is called meanwhile."""
+    end, arrival = time.monotonic() + seconds, select.poll()
+    arrival.register(of, select.POLLIN)
+    while not arrival.poll(1000 * min(POLL_SECONDS, seconds)):
+        watch()
+        if time.monotonic() > end:
+            raise TimeoutError
 
 
 def mismatch(trainers: Sequence[tuple[str, str]], workers: Sequence[tuple[str, str]]) -> str:
@@ -115,11 +117,8 @@ class Offer:
     """
 
     def __init__(self, gpu: str, who: str) -> None:
-        self.gpu, self._who, self.address = (
-            gpu,
-            who,
-            f"\0rlhf_stack-{secrets.token_hex(16)}",
-        )  # of no file system
+        self.gpu, self._who = gpu, who
+        self.address = f"\0rlhf_stack-{secrets.token_hex(16)}"  # of no file system
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.address)
         self._listener.listen(1)
@@ -128,21 +127,18 @@ class Offer:
         """Close the socket: there is no worker."""
         self._listener.close()
 
-    def accept(self, watch: Callable[[], object] = bool) -> "SameGpuGroup":
+    def accept(self, watch: Watch = unwatched) -> "SameGpuGroup":
         """Wait for the worker; return the trainer's group. ``watch`` is called meanwhile, and may raise."""
         seconds = env_vars.sync_timeout()
-        end, arrival = time.monotonic() + seconds, select.poll()
-        arrival.register(self._listener, select.POLLIN)
         try:
-            while not arrival.poll(1000 * min(POLL_SECONDS, seconds)):
-                watch()
-                if time.monotonic() > end:
-                    raise SyncError(
-                        f"weight sync: {self._who}: no engine worker on GPU {self.gpu} joined within "
-                        f"{seconds:g} s ({env_vars.SYNC_TIMEOUT}): see the log of the engine on this GPU; "
-                        f"{CONTAINERS}"
-                    )
+            _wait_until_readable(self._listener, seconds, watch)
             connection, _ = self._listener.accept()
+        except TimeoutError as error:
+            raise SyncError(
+                f"weight sync: {self._who}: no engine worker on GPU {self.gpu} joined within "
+                f"{seconds:g} s ({env_vars.SYNC_TIMEOUT}): see the log of the engine on this GPU; "
+                f"{CONTAINERS}"
+            ) from error
         finally:
             self._listener.close()
         return SameGpuGroup(Link(connection, f"the engine worker on GPU {self.gpu}"), 0, self.gpu)
