@@ -142,14 +142,14 @@ def described_changes(before: Sequence[str], after: Sequence[str]) -> str:
     """Return which words a command line has in addition, or with other values, and which it lacks."""
     more: list[str] = []
     less: list[str] = []
+    parts = {"with": more, "without": less}
     for kind, begin, end, start, stop in SequenceMatcher(None, before, after, False).get_opcodes():
         if kind in ("insert", "replace"):
             is_value = not after[start].startswith("-")
             more += after[start - is_value : stop]
-        elif kind == "delete":
-            less += before[begin:end]
-    with_more, without = (f" with {shlex.join(more)}" if more else ""), f" without {shlex.join(less)}"
-    return with_more + (without if less else "")
+        if kind in ("delete", "replace"):
+            less += [word for word in before[begin:end] if word.startswith("-")]
+    return "".join(f" {how} {shlex.join(words)}" for how, words in parts.items() if words)
 
 
 def confirmed_causes(output: str) -> list[str]:

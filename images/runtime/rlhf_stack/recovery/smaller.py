@@ -24,12 +24,13 @@ def with_fewer_ranks(words: Sequence[str], run: Run) -> Iterator[list[str]]:
         return
     nodes = {group.name: group.nodes for group in run.request.groups}
     of_role = {role.name: nodes[role.group] for role in run.roles}
-    for count in range(max(of_role.values(), default=1) - 1, 0, -1):
+    most = max(of_role.values(), default=1)
+    for count in range(most - 1, 0, -1):
         changed = list(words)
         for role, own in of_role.items():
             if own > count:
                 changed = _with_value(changed, f"--{role}.num_nodes", count)
-        yield from _with_matching_engines(changed, run, count / max(of_role.values()))
+        yield from _with_matching_engines(changed, run, count / most)
 
 
 def _with_matching_engines(words: Sequence[str], run: Run, left: float) -> Iterator[list[str]]:

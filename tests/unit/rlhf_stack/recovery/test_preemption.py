@@ -371,11 +371,11 @@ class Checkpoints:
         ("x --a 2 --b --load", " with --load"),
         ("x --a 1 --b --load --universal", " with --a 1 --load --universal"),
         ("x --a 2", " without --b"),
-        ("x --a 1 --load", " with --a 1 --load"),
+        ("x --a 1 --load", " with --a 1 --load without --b"),
     ],
 )
 def test_the_changes_of_a_command_line_are_described(after: str, described: str) -> None:
-    assert supervised.described_changes(["x", "--a", "2", "--b"], after.split()).startswith(described)
+    assert supervised.described_changes(["x", "--a", "2", "--b"], after.split()) == described
 
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
