@@ -88,9 +88,7 @@ def assign_usable(
 
 def _unfinished_work(engines: Any) -> list[float]:
     team = roster.of(engines)
-    for _ in range(
-        2
-    ):  # once more if all have moved: the actors in the list are dead, others have the weights
+    for _ in range(2):  # again if all have moved: the actors in the list are dead, others have the weights
         team.put_back_those_with_weights()
         if busy := team.loads():
             return busy

@@ -51,6 +51,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake.exceptions = SimpleNamespace(
         RayActorError=LostError, ActorUnavailableError=UnavailableError, GetTimeoutError=TimeoutError
     )
+    fake.get_runtime_context.return_value.get_job_id.return_value = "job"
     monkeypatch.setitem(sys.modules, "ray", fake)
     return fake
 
@@ -131,6 +132,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     monkeypatch.setattr(ray_private, "handle_state", lambda handle: found.get(id(handle), "ALIVE"))
     monkeypatch.setattr(roster, "_rosters", {})
     monkeypatch.setattr(recipes, "load", lambda _: None)
+    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
     monkeypatch.setattr(actor_registry, "describe_callee", lambda _: "engine")
     noted: set[str] = set()
 
@@ -373,9 +375,7 @@ def test_an_engine_that_is_lost_while_it_is_put_to_sleep_is_permitted_to_start_a
 ) -> None:
     """Ray repeats the call on the restarted engine, which waits for the permit."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "2")
-    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
     monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "name": None})
-    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
     lost = SimpleNamespace(__ray_ready__=remote(True))
     restarted.begin("job", 0)
     calls: list[Any] = []
@@ -443,8 +443,6 @@ def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
-    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
-    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
     seen: dict[int, int] = {}
     for index in range(restarts.TOTAL):
         restarted.begin("job", index)
@@ -463,8 +461,6 @@ def test_each_restart_of_an_engine_that_is_awaited_has_the_whole_time(
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "10")
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "3")
-    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
-    monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lost = SimpleNamespace(__ray_ready__=remote(True))
@@ -761,7 +757,6 @@ def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(
 def test_a_restarted_engine_that_sleeps_starts_when_the_trainer_permits(
     ray: MagicMock, records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray.get_runtime_context.return_value.get_job_id.return_value = "job"
     waited = MagicMock()
     waited.side_effect = lambda _: restarted.permit(1) if waited.call_count == 3 else None
     monkeypatch.setattr(time, "sleep", waited)
