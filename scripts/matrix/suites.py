@@ -7,10 +7,13 @@ from typing import Literal
 EVERY_KIND = ("cpu", "cuda", "rocm")
 OTHER_CELL = "for .*, which this cell does not have"  # the marks `carries` and `patch` of tests
 OTHER_RAY = "(newer releases of Ray|Ray 2.55.0 is|this Ray does not|Ray [0-9.]+ does not) .*"
+OTHER_TRANSFORMERS = r"module 'transformers' has __version__ '4\.[0-9.]+', required is: '5\.0'"
 NEEDS_GPU = (
     "(this image (is for|needs a) GPU|needs a GPU and its driver"
     "|vLLM's engine for CPUs is not in this image).*"
 )
+# What decides whether a patch is proved, and which of its changes were executed.
+PROOFS = ("scripts/testing/proofs.py", "scripts/patches/leave_out.py", "scripts/patches/changes.py")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ SUITES: Mapping[str, Suite] = {
             "of the releases here only Ray 2.12.0 has this AMD support",
             "the OpenRLHF of this cell uses no NOSET variable",
         ),
+        reads=PROOFS,
     ),
     "cluster": Suite(
         "simulated: several Ray nodes in one container",
@@ -86,7 +90,7 @@ SUITES: Mapping[str, Suite] = {
         folder="cluster",
         marks="not integration",
         required_for=("cpu",),
-        skips=(OTHER_CELL, OTHER_RAY, NEEDS_GPU, "this image is for a CPU"),
+        skips=(OTHER_CELL, OTHER_RAY, OTHER_TRANSFORMERS, NEEDS_GPU, "this image is for a CPU"),
     ),
     "integration": Suite(
         "simulated: a step of training on up to four nodes of eight GPUs, engines up to TP 8; calls to the "
@@ -95,7 +99,8 @@ SUITES: Mapping[str, Suite] = {
         folder="cluster",
         marks="integration",
         required_for=EVERY_KIND,
-        skips=(OTHER_CELL, NEEDS_GPU),
+        skips=(OTHER_CELL, OTHER_TRANSFORMERS, NEEDS_GPU),
+        reads=PROOFS,
     ),
     "network": Suite(
         "several containers as nodes, each with its own address",

@@ -52,8 +52,10 @@ def closure(files: Iterable[Path], root: Path = ROOT) -> set[Path]:
     return found
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the file ``path``, or the files below the folder ``path``."""
+    found = [path] if path.is_file() else path.rglob("*")
+    return (file for file in found if file.is_file() and file.suffix != ".pyc")
 
 
 def _imported(file: Path) -> Iterator[str]:

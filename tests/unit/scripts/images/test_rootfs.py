@@ -83,6 +83,18 @@ def test_roots_differ_where_their_recipe_does() -> None:
     assert replace(runtime, locked=(newer, *runtime.locked[1:])).tar != runtime.tar
 
 
+def test_another_way_to_normalise_is_another_tar(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = rootfs.roots(DEFAULT)[0]
+    before = runtime.tar
+
+    def normalise(source: Path, target: Path, epoch: int) -> None:
+        del epoch
+        shutil.copy(source, target)
+
+    monkeypatch.setattr(rootfs, "normalise", normalise)
+    assert runtime.tar != before
+
+
 def test_a_variant_s_build_tools_are_in_its_own_builder_root() -> None:
     """The other cells of the base keep their roots, and the variant's images have no more than theirs."""
     matrix = load()

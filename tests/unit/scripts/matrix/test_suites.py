@@ -28,9 +28,19 @@ def reasons(file: Path) -> Iterator[str]:
                 found = node.args[0]
             if node.func.attr in {"skip", "skipif"} and isinstance(found, ast.Constant):
                 yield str(found.value)
+            elif node.func.attr == "importorskip":
+                yield from _too_old(node)
             elif isinstance(found, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "0" for part in found.values)
                 yield "".join(map(str, parts))
+
+
+def _too_old(call: ast.Call) -> Iterator[str]:
+    """Yield pytest's reason if an import is skipped for its version and no reason is given."""
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    if "minversion" in given and "reason" not in given:
+        name, older = ast.literal_eval(call.args[0]), int(given["minversion"].partition(".")[0]) - 1
+        yield f"module {name!r} has __version__ '{older}.1', required is: {given['minversion']!r}"
 
 
 @pytest.mark.parametrize("folder", sorted({suite.folder for suite in SUITES.values() if suite.folder}))

@@ -20,6 +20,9 @@ FILES = {
     "scripts/errors.py": "",
     "scripts/other.py": "",
     "scripts/testing/in_image.py": "",
+    "scripts/testing/proofs.py": "",
+    "scripts/patches/leave_out.py": "",
+    "scripts/patches/changes.py": "",
     "scripts/testing/on_host.py": "",
     "scripts/testing/demo.py": "from scripts.errors import UserError\n",
     "images/examples/compose.yaml": "",
@@ -39,6 +42,16 @@ def root(tmp_path: Path) -> Path:
     ("suite", "changing"),
     [
         ("image", {"tests/conftest.py", "tests/image/test_a.py", "scripts/testing/in_image.py"}),
+        (
+            "patches",
+            {
+                "tests/conftest.py",
+                "scripts/testing/in_image.py",
+                "scripts/testing/proofs.py",
+                "scripts/patches/leave_out.py",
+                "scripts/patches/changes.py",
+            },
+        ),
         (
             "network",
             {
