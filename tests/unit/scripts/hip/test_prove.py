@@ -1,17 +1,23 @@
-"""A pass of the suite counts for the inputs that were compiled, and for no others."""
+"""What is executed and counted; a pass counts for the inputs that were compiled, and for no others."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from scripts.hip import execution, inspection, prove, recipes
+from scripts.hip import cases, execution, inspection, prove, recipes
+from scripts.hip.cases import Case
+from scripts.hip.execution import Outcome
 from scripts.hip.inspection import Package
 from scripts.hip.prove import Compiled, Executed
+from scripts.images import rootfs
 from scripts.matrix.load import find, load
 from scripts.testing import credit, records
 from scripts.testing.records import FAILED, PASSED, SKIPPED
 
+GPUS = ("gfx90a", "gfx942")
 CELL = "ray2.12.0-vllm0.4.2-rocm6.1"
 PACKAGE = Package("v.whl", "0" * 64, 1, {"gfx90a": 9}, {"gfx90a": 351}, 26624, (), {}, {}, ())
 
@@ -22,6 +28,68 @@ def test_sources_that_are_not_compiled_fail_and_are_counted_each() -> None:
     prove._count(tally, "hip7.2", Compiled("HIP version: 7.2", {}, sources=outcomes), {"vllm_rocm"})
     assert tally.failures == ("hip7.2 all sources", "hip7.2 b.hip")
     assert (tally.passed, tally.skips) == (1, {"not reached": 1})
+
+
+class FakeExecutor:
+    """Executes nothing: every case is equal. Float32 kernels with head size 256 use scratch memory."""
+
+    def __init__(self, *_: object) -> None:
+        self.ran = list[tuple[str, str]]()
+
+    def scratch(self, architecture: str, case: Case) -> int:
+        assert architecture in GPUS
+        return 16 if (case.head_size, case.type) == (256, cases.FLOAT) else 0
+
+    def run(self, architecture: str, chosen: list[Case]) -> Iterator[tuple[Case, Outcome]]:
+        for case in chosen:
+            self.ran.append((architecture, case.id))
+            yield case, Outcome(0.1, 0.0)
+
+
+def test_every_case_is_executed_on_every_gpu_but_gfx90a_s_scratch_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = list[FakeExecutor]()
+
+    def executor(*given: object) -> FakeExecutor:
+        made.append(FakeExecutor(*given))
+        return made[-1]
+
+    wheels = {name: Path(f"{name}.whl") for name in ("vllm_rocm_ops", "deepspeed")}
+    monkeypatch.setattr(rootfs, "image", lambda _: "image")
+    monkeypatch.setattr(recipes, "compiled", lambda *_: wheels)
+    monkeypatch.setattr(recipes, "torch_released", lambda *_: Path("torch.whl"))
+    for name, value in (("providers", {}), ("inspect", PACKAGE), ("compiler", "HIP version: 5.7")):
+        monkeypatch.setattr(inspection, name, lambda *_, value=value: value)
+    monkeypatch.setattr(execution, "Executor", executor)
+    matrix = load()
+    found = prove._compiled(matrix, find(matrix, CELL), "hip5.7", Path("emulator"), None)
+    every = [(gpu, case.id) for gpu in GPUS for case in cases.cases()]
+    items = [(item.architecture, named(item)) for item in found.executed]
+    assert sorted(items) == sorted(every)
+    skipped = {("gfx90a", f"paged_attention_v{version}-head256-float32") for version in (1, 2)}
+    assert {key for key, item in zip(items, found.executed, strict=True) if item.reason} == skipped
+    assert {item.outcome for item in found.executed if item.reason} == {SKIPPED}
+    assert {item.outcome for item in found.executed if not item.reason} == {PASSED}
+    (one,) = made
+    assert sorted(one.ran) == sorted({*every} - skipped)
+
+
+def named(item: Executed) -> str:
+    size = f"-head{item.head_size}" if item.head_size else ""
+    return f"{item.kernel}{size}-{item.type}"
+
+
+def test_only_the_reason_of_gfx90a_excuses_a_kernel_that_was_not_executed() -> None:
+    tally = records.Tally()
+    items = (
+        replace(executed("gfx90a", 0.0), error=None, reason=prove.NO_SCRATCH),
+        replace(executed("gfx942", 0.0), error=None, reason="the emulator ended with 1"),
+        replace(executed("gfx942", 1e-4), kernel="wrong"),
+    )
+    prove._count(tally, "hip5.7", Compiled("HIP version: 5.7", {"deepspeed": PACKAGE}, items), {"deepspeed"})
+    assert tally.failures == ("hip5.7 gfx942 rms_norm float32", "hip5.7 gfx942 wrong float32")
+    assert (tally.passed, tally.skips) == (1, {prove.NO_SCRATCH: 1})
 
 
 @pytest.fixture
