@@ -54,9 +54,14 @@ FLOAT = Type("float32", "f", "f", "f", 1e-5)
 HALF = Type("float16", "e", "N3c104HalfE", "t", 4e-3)
 BFLOAT = Type("bfloat16", "H", "N3c108BFloat16E", "14__hip_bfloat16", 3e-2)
 DOUBLE = Type("float64", "d", "d", "", 1e-6)  # Adam computes in float32 for every type
+UINT8 = Type("uint8", "B", "h", "", 0)
+INT8 = Type("int8", "b", "a", "", 0)
+INT16 = Type("int16", "h", "s", "", 0)
 INT32 = Type("int32", "i", "i", "", 0)
 INT64 = Type("int64", "q", "l", "", 0)
+# What the macros in csrc/dispatch_utils.h of vLLM 0.4.2 dispatch.
 FLOATS = (FLOAT, HALF, BFLOAT)
+INTEGERS = (UINT8, INT8, INT16, INT32, INT64)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ def cases() -> Iterator[Case]:
                 yield Case(kernel, kind, VLLM, make, size)
     for kind in (*FLOATS, DOUBLE):
         yield Case("fused_adam", kind, DEEPSPEED, functools.partial(fused_adam, kind))
-    for kind in (INT32, INT64):
+    yield Case("copy_blocks", UINT8, VLLM, functools.partial(copy_blocks, UINT8))
+    for kind in INTEGERS:
         yield Case("moe_align_block_size", kind, VLLM, functools.partial(moe_align_block_size, kind))
 
 
@@ -220,7 +226,8 @@ def reshape_and_cache(kind: Type) -> Work:
 def copy_blocks(kind: Type) -> Work:
     """Blocks of two layers' caches copied to other blocks."""
     layers, blocks, size, pairs = 2, 4, 200, ((0, 3), (2, 1))
-    given = [kind.encode(_normal(blocks * size, seed)) for seed in range(2 * layers)]
+    draw = _bytes if kind == UINT8 else _normal
+    given = [kind.encode(draw(blocks * size, seed)) for seed in range(2 * layers)]
     wanted: dict[int, tuple[Type, Numbers]] = {}
     for number, content in enumerate(given):
         rows = _rows(kind.decode(content), size)
@@ -386,3 +393,7 @@ def _uniform(count: int, limit: float) -> list[float]:
 def _normal(count: int, seed: int = 0) -> list[float]:
     generator = random.Random(f"{count} {seed}")  # noqa: S311
     return [generator.gauss(0, 1) for _ in range(count)]
+
+
+def _bytes(count: int, seed: int = 0) -> list[int]:
+    return list(random.Random(f"{count} {seed}").randbytes(count))  # noqa: S311

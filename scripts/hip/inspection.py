@@ -39,6 +39,8 @@ HIP = {
     "deepspeed": LIBRARIES["libamdhip64.so"],
 }
 LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
+MASQUERADED = {MASQUERADING: "libtorch_hip.so; declared by torch's header of the same name"}
+HGEMM = {"hipblasHgemm": "libhipblas.so, which the wheel contains; declared by hipBLAS's header"}
 SHIMS = (
     "_ZN2at4cuda26getCurrentDevicePropertiesEv",
     "aoti_torch_get_current_cuda_stream",
@@ -46,12 +48,18 @@ SHIMS = (
     "torch_c10_cuda_free_error_msg",
     "torch_get_current_cuda_blas_handle",
 )
-# What nothing that is here defines, and which library of torch's wheel for ROCm does.
-EXPLAINED = {
-    "_ZN2at4cuda24getCurrentCUDABlasHandleEv": "libtorch_hip.so; in libtorch_cuda.so under the same name",
-    MASQUERADING: "libtorch_hip.so; declared by torch's header of the same name",
-    **dict.fromkeys(SHIMS, "libtorch_hip.so; in libtorch_cuda.so of torch 2.12 under the same name"),
-    "hipblasHgemm": "libhipblas.so, which the wheel contains; declared by hipBLAS's header",
+# What each package leaves undefined that nothing here defines, and which library of torch's wheel does.
+EXPLAINED: dict[str, dict[str, str]] = {
+    "deepspeed": MASQUERADED,
+    "vllm_rocm_ops": {
+        "_ZN2at4cuda24getCurrentCUDABlasHandleEv": "libtorch_hip.so; in libtorch_cuda.so under the same name",
+        **MASQUERADED,
+        **HGEMM,
+    },
+    "vllm_rocm": {
+        **dict.fromkeys(SHIMS, "libtorch_hip.so; in libtorch_cuda.so of torch 2.12 under the same name"),
+        **HGEMM,
+    },
 }
 
 
@@ -85,6 +93,7 @@ def inspect(
     left = {symbol for symbol, owned in owners.items() if not owned}
     needed = {library for one in linked for library in one.needed}
     expected = dict.fromkeys(architectures, EXPECTED[name]) if name in EXPECTED else {}
+    explained = EXPLAINED[name]
     return Package(
         wheel=wheel.name,
         sha256=sha256_file(wheel),
@@ -94,7 +103,7 @@ def inspect(
         lds=max((kernel.lds for kernel in found), default=0),
         spilled=tuple(sorted(kernel for kernel in found if kernel.vgpr_spills or kernel.sgpr_spills)),
         undefined=dict(sorted(Counter(owned for owned in owners.values() if owned).items())),
-        explained={symbol: EXPLAINED[symbol] for symbol in sorted(left & EXPLAINED.keys())},
+        explained={symbol: explained[symbol] for symbol in sorted(left & explained.keys())},
         problems=(
             *kernels.problems(found, architectures),
             *(
@@ -102,7 +111,8 @@ def inspect(
                 for gpu, wanted in expected.items()
                 if (objects[gpu], counts[gpu]) != wanted
             ),
-            *(f"undefined and unexplained: {symbol}" for symbol in sorted(left - EXPLAINED.keys())),
+            *(f"undefined and unexplained: {symbol}" for symbol in sorted(left - explained.keys())),
+            *(f"explained, but not undefined: {symbol}" for symbol in sorted(explained.keys() - left)),
             *(
                 f"it requires {library}, which torch's wheel lacks"
                 for library in sorted(needed - LOADED - {HIP[name]})

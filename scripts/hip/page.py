@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from scripts.git import DIRTY
 from scripts.hip import recipes
 from scripts.hip.prove import SUITE, Executed, Report, report_of
 from scripts.matrix.load import Cell, Matrix, expand
@@ -12,6 +13,7 @@ from scripts.paths import ROOT
 from scripts.release.render import table
 from scripts.testing import records
 from scripts.testing.records import COMMITTED, DIGITS, PASSED, RECORDS, SKIPPED, Record
+from scripts.testing.suite_digest import suite_digest
 
 PAGE = ROOT / "docs" / "amd.md"
 BEGIN = "<!-- hip: begin, written by python -m scripts hip -->"
@@ -27,7 +29,9 @@ def text(matrix: Matrix, page: str, root: Path = COMMITTED) -> str:
     of_suite = [(cell, record) for cell, record in runs if record.suite == SUITE]
     latest = {cell.variant: (cell, record) for cell, record in sorted(of_suite, key=lambda run: run[1].when)}
     before, rest = page.partition(BEGIN)[0], page.partition(END)[2]
-    tables = "\n".join(line for run in latest.values() for line in _tables(matrix, *run, root)) or NOTHING
+    tests = suite_digest(SUITE) if latest else ""
+    parts = (line for run in latest.values() for line in _tables(matrix, *run, tests, root))
+    tables = "\n".join(parts) or NOTHING
     return f"{before}{BEGIN}\n{tables}{END}{rest}"
 
 
@@ -41,15 +45,22 @@ def keep(record: Record, local: Path = RECORDS, root: Path = COMMITTED) -> None:
                 shutil.copyfile(source / name, target / name)
 
 
-def _tables(matrix: Matrix, cell: Cell, record: Record, root: Path) -> Iterator[str]:
+def _tables(matrix: Matrix, cell: Cell, record: Record, tests: str, root: Path) -> Iterator[str]:
+    """Yield what the page has about a record; ``tests`` is the digest of the tests in this checkout."""
     report = report_of(record, root)
     counts = f"{record.passed} passed, {len(record.failures)} failed, {record.skipped} skipped"
     yield (
         f"{cell.id}, {record.when:%Y-%m-%d}, commit {record.revision[:DIGITS]}, "
         f"inputs {record.inputs[:DIGITS]}:\n{record.outcome}, {counts}.\n"
     )
-    if recipes.digest(matrix, cell) != record.inputs:
-        yield "**Not verified yet**: what is compiled has changed since.\n"
+    changed = {
+        "what is compiled": recipes.digest(matrix, cell) != record.inputs,
+        "the code of the proof": tests != record.tests,
+    }
+    if any(changed.values()):
+        names = " and ".join(name for name, different in changed.items() if different)
+        yield f"**Not verified yet**: {names} changed since.\n"
+    yield table(("attempt", "outcome", "date", "commit", "failed"), _attempts(record, root))
     yield table(("toolchain", "compiler"), [(name, one.compiler) for name, one in report.toolchains.items()])
     if refused := _sources(report):
         yield table(("source", "toolchain", "outcome"), refused)
@@ -60,6 +71,15 @@ def _tables(matrix: Matrix, cell: Cell, record: Record, root: Path) -> Iterator[
         gpus = sorted({item.architecture for one in report.toolchains.values() for item in one.executed})
         yield SENTENCE
         yield table(("executed on the emulator", "type", "toolchain", *gpus), _executed(report, gpus))
+
+
+def _attempts(record: Record, root: Path) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each attempt on the inputs of a record."""
+    for one in records.read(record.cell, record.inputs, (root,)):
+        if one.suite == SUITE:
+            dirty = ", with uncommitted changes" if one.revision.endswith(DIRTY) else ""
+            commit = f"{one.revision.removesuffix(DIRTY)[:DIGITS]}{dirty}"
+            yield str(one.attempt), one.outcome, f"{one.when:%Y-%m-%d}", commit, ", ".join(one.failures)
 
 
 def _sources(report: Report) -> list[tuple[str, str, str]]:

@@ -66,11 +66,12 @@ def prove(
 ) -> tuple[int, records.Record | None]:
     """Run the suite and return 1 when something is wrong, with the record.
 
-    What passed before with the same inputs is not repeated. A compilation is ended after ``minutes``.
+    What passed before with the same inputs is not repeated, unless it lacked the emulator that the user now
+    names. A compilation is ended after ``minutes``.
     """
     emulator = execution.checkout() if execution.is_named() else None
     tested = subject(matrix, cell)
-    if not again and (before := credit.passed_before(tested, SUITE)):
+    if not again and (before := _passed_before(tested, emulator)):
         return 0, before
     with credit.recording(tested, SUITE) as tally:
         toolchains = recipes.proof_of(matrix, cell).toolchains
@@ -88,6 +89,15 @@ def subject(matrix: Matrix, cell: Cell) -> Subject:
     inputs = recipes.digest(matrix, cell)
     toolchains = ",".join(recipes.proof_of(matrix, cell).toolchains)
     return Subject(cell.id, f"{inputs[: records.DIGITS]} by {toolchains}", inputs)
+
+
+def _passed_before(tested: Subject, emulator: Path | None) -> records.Record | None:
+    """Return the record for which the suite need not run, or None."""
+    before = credit.passed_before(tested, SUITE)
+    if before and emulator and NO_EMULATOR in before.skips:
+        print(f"{SUITE}: repeated: no kernel was executed in that run, because {NO_EMULATOR}", flush=True)
+        return None
+    return before
 
 
 def _compiled(

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from scripts.hip import cases
-from scripts.hip.cases import BFLOAT, FLOAT, HALF, INT64, Case, Type
+from scripts.hip.cases import BFLOAT, FLOAT, HALF, INT8, INT16, UINT8, Case, Type
 
 ALL = list(cases.cases())
 
@@ -21,14 +21,46 @@ def test_results_have_the_size_of_their_buffer_and_differ_from_what_is_in_it(cas
     )
 
 
-def test_the_issue_s_operators_are_covered_for_every_type() -> None:
-    by_kernel = {case.kernel: {other.type for other in ALL if other.kernel == case.kernel} for case in ALL}
-    assert {FLOAT, HALF, BFLOAT} <= by_kernel["silu_and_mul"] & by_kernel["rms_norm"] & by_kernel[
-        "fused_adam"
-    ]
-    assert INT64 in by_kernel["moe_align_block_size"]
-    sizes = {case.head_size for case in ALL if case.kernel == "paged_attention_v2" and case.type == BFLOAT}
-    assert sizes == set(cases.HEAD_SIZES)
+def test_exactly_these_kernels_types_and_head_sizes_are_executed() -> None:
+    """The types are those for which vLLM's and DeepSpeed's code dispatches, without the fp8 cache."""
+    floats = ("float32", "float16", "bfloat16")
+    plain = {
+        "silu_and_mul": floats,
+        "rms_norm": floats,
+        "rotary_embedding": floats,
+        "reshape_and_cache": floats,
+        "copy_blocks": (*floats, "uint8"),
+        "fused_adam": (*floats, "float64"),
+        "moe_align_block_size": ("uint8", "int8", "int16", "int32", "int64"),
+    }
+    wanted: list[tuple[str, str, int | None]]
+    wanted = [(kernel, kind, None) for kernel, kinds in plain.items() for kind in kinds]
+    for kernel in ("paged_attention_v1", "paged_attention_v2"):
+        wanted += [(kernel, kind, size) for kind in floats for size in (64, 80, 96, 112, 128, 256)]
+    found = [(case.kernel, case.type.name, case.head_size) for case in ALL]
+    assert sorted(found, key=str) == sorted(wanted, key=str)
+
+
+def test_only_fused_adam_is_not_of_vllm() -> None:
+    assert {case.kernel for case in ALL if case.package != cases.VLLM} == {"fused_adam"}
+
+
+# As g++ mangles the instantiations of vLLM 0.4.2's templates.
+INSTANTIATED = (
+    *(f"_ZN4vllm27moe_align_block_size_kernelI{kind}EEvPT_PiS3_S3_iim" for kind in "hasil"),
+    *(f"_ZN4vllm18copy_blocks_kernelI{kind}EEvPlS1_PKli" for kind in "fh"),
+    *(f"_ZN4vllm18copy_blocks_kernelIN3c10{kind}EEEvPlS3_PKli" for kind in ("4Half", "8BFloat16")),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in ALL if case.kernel in ("moe_align_block_size", "copy_blocks")],
+    ids=lambda c: c.id,
+)
+def test_each_type_of_a_dispatched_kernel_has_an_instantiation_of_its_own(case: Case) -> None:
+    (launch,) = case.make().launches
+    cases.find(INSTANTIATED, launch.kernel)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +69,14 @@ def test_the_issue_s_operators_are_covered_for_every_type() -> None:
 def test_values_are_rounded_to_the_type(kind: Type, value: float, near: float) -> None:
     (found,) = kind.decode(kind.encode([value]))
     assert abs(found - value) <= near
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"), [(UINT8, [0, 255]), (INT8, [-128, 127]), (INT16, [-32768, 32767])]
+)
+def test_small_integers_keep_their_values(kind: Type, values: list[int]) -> None:
+    content = kind.encode(values)
+    assert (len(content), kind.decode(content)) == (kind.size * len(values), values)
 
 
 def test_bfloat16_rounds_to_the_nearest_and_ties_to_even() -> None:

@@ -93,3 +93,18 @@ def test_only_a_flat_instruction_loses_its_scalar_base(first: int, base: int) ->
     words = (ctypes.c_uint32 * 2)(first, 0)
     emulate.without_base(ctypes.addressof(words))
     assert (words[0], words[1] >> 16) == (first, base)
+
+
+def test_the_scratch_memory_of_a_case_is_the_most_of_its_kernels_on_the_gpu(tmp_path: Path) -> None:
+    def code(gpu: str, *sizes: int) -> tuple[str, bytes, dict[str, Any]]:
+        kernels = [
+            {".name": name, ".private_segment_fixed_size": size}
+            for name, size in zip(("scale", "reduce"), sizes, strict=True)
+        ]
+        return gpu, gpu.encode(), {"amdhsa.kernels": kernels}
+
+    launches = tuple(Launch(name, (1, 1, 1), 64, ()) for name in ("scale", "reduce"))
+    both = Case("both", FLOAT, "vllm", lambda: Work((), launches, {}))
+    executor = Executor("root", tmp_path, tmp_path, {})
+    executor.codes = {"vllm": [code("gfx90a", 0, 724), code("gfx942", 0, 0)]}
+    assert [executor.scratch(gpu, both) for gpu in ("gfx90a", "gfx942")] == [724, 0]

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.hip import inspection, symbols
+from scripts.hip import inspection, prove, symbols
+from scripts.hip.inspection import EXPLAINED
 from scripts.hip.symbols import Symbols
+from scripts.hip.torch_for_rocm import MASQUERADING
+from scripts.matrix.load import expand, load
+from scripts.testing import records
 from tests.unit.scripts.release.test_kernels import MI200, MI300, SCALE, SCALE_942, library
 
 GPUS = ("gfx90a", "gfx942")
@@ -21,7 +25,7 @@ PROVIDERS = {
 @pytest.fixture
 def linked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the library have symbols of each kind."""
-    undefined = {STREAM, "_ZN3c105ErrorE", "memcpy", "hipblasHgemm"}
+    undefined = {STREAM, "_ZN3c105ErrorE", "memcpy", *EXPLAINED["deepspeed"]}
     found = Symbols(frozenset(), frozenset(undefined), ("libc10.so", "libamdhip64.so.6"))
     monkeypatch.setattr(symbols, "read", lambda _: found)
 
@@ -42,7 +46,7 @@ def test_undefined_symbols_are_counted_by_who_defines_them(
     package = inspection.inspect("deepspeed", wheel(tmp_path, MI200, MI300), GPUS, PROVIDERS)
     assert package.problems == ()
     assert package.undefined == {inspection.TWIN: 2, "libc10.so": 1}
-    assert list(package.explained) == ["hipblasHgemm"]
+    assert package.explained == EXPLAINED["deepspeed"]
     assert (package.lds, package.spilled) == (1024, (SCALE, SCALE_942))
 
 
@@ -55,6 +59,39 @@ def test_everything_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.M
         "gfx90a: 1 device objects and 1 kernels, expected (1, 8)",
         "gfx942: 0 device objects and 0 kernels, expected (1, 8)",
         "undefined and unexplained: _ZN4vllm5otherEv",
+        f"explained, but not undefined: {MASQUERADING}",
         "it requires libcudart.so.12, which torch's wheel lacks",
         "it does not require libamdhip64.so.6",
     )
+
+
+@pytest.mark.parametrize("name", ["vllm_rocm_ops", "vllm_rocm"])
+def test_the_explained_symbols_of_a_package_are_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A symbol that another package explains is unexplained, and each that this one lacks is named."""
+    kept = next(iter(EXPLAINED[name]))
+    other = next(symbol for one in EXPLAINED.values() for symbol in one if symbol not in EXPLAINED[name])
+    found = Symbols(frozenset(), frozenset({kept, other}), (inspection.HIP[name],))
+    monkeypatch.setattr(symbols, "read", lambda _: found)
+    problems = inspection.inspect(name, wheel(tmp_path, MI200, MI300), GPUS, PROVIDERS).problems
+    assert f"undefined and unexplained: {other}" in problems
+    missing = {line.rpartition(" ")[2] for line in problems if line.startswith("explained, but not")}
+    assert missing == EXPLAINED[name].keys() - {kept}
+
+
+def test_every_package_with_an_expectation_has_its_explained_symbols() -> None:
+    assert EXPLAINED.keys() == inspection.EXPECTED.keys() == inspection.HIP.keys()
+
+
+def test_the_last_passed_records_have_exactly_the_explained_symbols() -> None:
+    every = (record for cell in expand(load()) for record in records.history(cell.id, (records.COMMITTED,)))
+    passed = [one for one in every if one.suite == prove.SUITE and one.outcome == "passed"]
+    last = {one.cell: one for one in sorted(passed, key=lambda record: record.when)}
+    seen = {
+        name: set(package.explained)
+        for record in last.values()
+        for found in prove.report_of(record, records.COMMITTED).toolchains.values()
+        for name, package in found.packages.items()
+    }
+    assert seen == {name: set(explained) for name, explained in EXPLAINED.items()}

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from scripts.cli import app
 from scripts.errors import UserError
-from scripts.hip import page, recipes
+from scripts.hip import commands, page, recipes
 from scripts.hip.inspection import Package
 from scripts.hip.prove import NO_SCRATCH, Compiled, Executed, Report
 from scripts.matrix.load import find, load
@@ -16,6 +18,7 @@ from scripts.release.kernels import Kernel
 from scripts.testing import records
 from scripts.testing.records import Record, Tally
 
+TESTS = "7" * 64
 CELL = "ray2.12.0-vllm0.4.2-rocm6.1"
 EMPTY = f"Before.\n\n{page.BEGIN}\n{page.END}\n\nAfter.\n"
 SPILLED = (Kernel("attention", "gfx90a", 1024, 64, 181, 0),)
@@ -24,6 +27,11 @@ PACKAGE = Package("v.whl", "0" * 64, 1, {"gfx90a": 9}, {"gfx90a": 351}, 26624, S
 
 def executed(size: int, error: float | None, reason: str = "") -> Executed:
     return Executed("paged_attention_v1", "float32", size, "gfx90a", 0.1, error, 1e-5, reason)
+
+
+@pytest.fixture(autouse=True)
+def _digest_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "suite_digest", lambda _: TESTS)
 
 
 @pytest.fixture
@@ -39,7 +47,7 @@ def record(tmp_path: Path) -> Record:
         image="hip5.7",
         inputs=digest,
         suite="hip",
-        tests="0" * 64,
+        tests=TESTS,
         revision="a" * 40,
         when=datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC),
         seconds=1.0,
@@ -85,7 +93,29 @@ def test_an_incomplete_compilation_has_a_row_for_each_source() -> None:
 @pytest.mark.usefixtures("record")
 def test_another_recipe_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "digest", lambda *_: "f" * 64)
-    assert "**Not verified yet**" in page.text(load(), EMPTY, tmp_path)
+    assert "**Not verified yet**: what is compiled changed since." in page.text(load(), EMPTY, tmp_path)
+
+
+@pytest.mark.usefixtures("record")
+def test_other_tests_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "suite_digest", lambda _: "8" * 64)
+    text = page.text(load(), EMPTY, tmp_path)
+    assert "**Not verified yet**: the code of the proof changed since." in text
+
+
+def test_each_attempt_on_the_same_inputs_is_listed(tmp_path: Path, record: Record) -> None:
+    later = record.when + datetime.timedelta(days=1)
+    again = msgspec.structs.replace(record, when=later, outcome="passed", revision=f"{'b' * 40}-dirty")
+    failed = msgspec.structs.replace(again, outcome="failed", failures=("hip5.7 vllm_rocm_ops",))
+    other = msgspec.structs.replace(record, suite="image")
+    for one in (failed, again, other):
+        records.write(one, {}, (tmp_path,))
+    rows = [line for line in page.text(load(), EMPTY, tmp_path).splitlines() if "| 2026-11-2" in line]
+    assert rows == [
+        "| 1 | failed | 2026-11-24 | aaaaaaaaaaaa |  |",
+        "| 2 | failed | 2026-11-25 | bbbbbbbbbbbb, with uncommitted changes | hip5.7 vllm_rocm_ops |",
+        "| 3 | passed | 2026-11-25 | bbbbbbbbbbbb, with uncommitted changes |  |",
+    ]
 
 
 @pytest.mark.usefixtures("record")
@@ -96,6 +126,22 @@ def test_an_edited_report_is_an_error(tmp_path: Path) -> None:
     file.write_text(json.dumps(report))
     with pytest.raises(UserError, match="was changed: restore it"):
         page.text(load(), EMPTY, tmp_path)
+
+
+def test_the_page_is_written_again_without_running_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "PAGE", tmp_path / "amd.md")
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    page.PAGE.write_text(EMPTY)
+    result = CliRunner().invoke(app, ["hip", "--check"])
+    assert (result.exit_code, result.stderr.splitlines()[-1].rpartition(": ")[2]) == (
+        1,
+        "run python -m scripts hip --offline",
+    )
+    for option in ("--offline", "--check"):
+        assert CliRunner().invoke(app, ["hip", option]).exit_code == 0
+    assert "vllm_rocm_ops" in page.PAGE.read_text()
 
 
 def test_a_record_is_kept_with_its_report(tmp_path: Path, record: Record) -> None:

@@ -8,6 +8,7 @@ import pytest
 from scripts.errors import UserError
 from scripts.matrix import commands, host_cells
 from scripts.matrix.load import IMAGE, MATRIX, SCHEMA, Cell, Matrix, expand, find, load, parse, schema
+from scripts.matrix.model import unsupported_by
 
 TEXT = MATRIX.read_text(encoding="utf-8")
 DEFAULT = "ray2.55.0-vllm0.29.0-cpu"
@@ -133,6 +134,31 @@ def test_an_unknown_cell_is_reported_with_the_nearest(matrix: Matrix) -> None:
 def test_an_unsupported_cell_is_reported_with_the_reason(matrix: Matrix) -> None:
     with pytest.raises(UserError, match=r"is unsupported: .*second NCCL group.*vllm#5477"):
         find(matrix, "ray2.12.0-vllm0.4.3-cuda12.1")
+
+
+@pytest.mark.parametrize(
+    ("vllm", "accelerator", "refused"),
+    [
+        ("0.4.2", "rocm6.1", False),  # no sleep mode
+        ("0.7.3", "rocm7", True),
+        ("0.8.5.post1", "rocm7", True),
+        ("0.10.0", "rocm7", True),
+        ("0.19.1", "rocm7", True),
+        ("0.24.2", "rocm7", True),
+        ("0.24.2", "cuda13.0", False),
+        ("0.25.0", "rocm7", False),
+        ("0.29.0", "rocm7", False),
+        ("0.29.0", "rocm7.2", False),
+    ],
+)
+def test_vllm_whose_sleep_mode_frees_nothing_is_refused_on_rocm_7(
+    vllm: str, accelerator: str, refused: bool, matrix: Matrix
+) -> None:
+    entry = unsupported_by(matrix, f"ray2.55.0-vllm{vllm}-{accelerator}")
+    assert bool(entry) == refused
+    if entry:
+        assert "sleep mode" in entry.reason
+        assert "vllm#46203" in entry.source
 
 
 def test_a_cell_names_the_source_of_each_package(cell: Cell) -> None:
