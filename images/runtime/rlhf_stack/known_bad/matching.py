@@ -9,6 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from rlhf_stack.known_bad.finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, by_severity
+from rlhf_stack.known_bad.literals import can_match
 from rlhf_stack.known_bad.model import Row
 
 # Distributions that contain the modules of another.
@@ -117,7 +118,7 @@ def _last_error(text: str) -> re.Match[str] | None:
     passed_on, end = None, len(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
-        if hit := ERROR_LINE.search(text, start, end):
+        if start < end and (hit := ERROR_LINE.search(text, start, end)):
             if not PASSED_ON.search(text, start, end):
                 return hit
             passed_on = passed_on or hit
@@ -226,7 +227,8 @@ def _differ(pair: Sequence[str], values: Mapping[str, str]) -> bool:
 
 def _last_symptom(row: Row, text: str) -> re.Match[str] | None:
     """The symptom of the row that is nearest to the end of the text, if its context is in the text too."""
-    hits = [hit for pattern in row.symptoms for hit in _last_match(pattern, text)]
+    likely = [pattern for pattern in row.symptoms if can_match(pattern, text)]
+    hits = [hit for pattern in likely for hit in _last_match(pattern, text)]
     if not hits or not all(pattern.search(text) for pattern in row.context):
         return None
     return max(hits, key=lambda hit: hit.start())
