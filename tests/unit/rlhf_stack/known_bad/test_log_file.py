@@ -49,8 +49,9 @@ def test_the_end_of_a_log_is_read(kind: type[io.BytesIO], encoding: str, lines: 
     assert read.complete or len(read.text) > log_file.MAX_BYTES // 4
 
 
-def test_utf_16_without_a_mark_and_windows_lines_are_read() -> None:
-    data = ("INFO all is well\r\n" * 20 + ERROR).encode("utf-16-le")
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_without_a_mark_and_windows_lines_are_read(encoding: str) -> None:
+    data = ("INFO all is well\r\n" * 20 + ERROR).encode(encoding)
     assert known_bad.read_log(io.BytesIO(data), "x").text == "INFO all is well\n" * 20 + ERROR
 
 
