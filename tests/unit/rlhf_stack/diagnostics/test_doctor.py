@@ -393,6 +393,8 @@ UNEXPLAINED = re.compile(
         (OUT_OF_MEMORY + STEPS + "book.OddError: strange\n", 4),
         (OUT_OF_MEMORY + STEPS + "Worker exit type: SYSTEM_ERROR\n", 3),
         ("ConnectionError: Connection refused\n(A pid=7) book.OddError: strange\n", 4),
+        ("WARNING: Error: Connection refused, retrying in 5 s\nJob 'x' succeeded\n", 0),
+        ("signals: SIGKILL: 0\n", 0),
     ],
     ids=[
         "nothing",
@@ -407,6 +409,8 @@ UNEXPLAINED = re.compile(
         "an error long after another",
         "a known consequence long after its cause",
         "an error after the consequence of something",
+        "what was tried again",
+        "a counter",
     ],
 )
 def test_the_exit_code_says_what_was_found_in_a_log(

@@ -38,21 +38,10 @@ def test_a_match_contains_one_of_the_literals(pattern: str, expected: set[str]) 
 
 def test_every_match_of_the_corpus_contains_a_literal_of_its_pattern() -> None:
     """Each pattern of the database matches in it, so each set of literals is tested."""
-    text = "\n".join(LOGS)
     for pattern in PATTERNS:
-        matches = [match[0] for match in pattern.finditer(text)]
+        matches = [match[0] for log in LOGS for match in pattern.finditer(log)]
         assert matches, pattern.pattern
         assert all(can_match(pattern, match) for match in matches), pattern.pattern
-
-
-def test_no_log_of_the_corpus_loses_a_match() -> None:
-    lost = [
-        (pattern.pattern, log)
-        for log in LOGS
-        for pattern in PATTERNS
-        if not can_match(pattern, log) and pattern.search(log)
-    ]
-    assert lost == []
 
 
 @given(st.data())
