@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any
 
 from rlhf_stack.cli.json_output import print_json
@@ -172,18 +173,29 @@ def _start(started: list[str], options: argparse.Namespace, with_token: bool) ->
     entrypoint = [ENTRYPOINT] if shutil.which(ENTRYPOINT) else []
     output: Any = sys.stderr if options.json else None
     with subprocess.Popen([*entrypoint, *started], stdout=output) as child:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: child.send_signal(received))
+        _forward_signals(child)
         try:
             if not options.block and (code := child.wait(START_SECONDS)):
-                return 1 if code else 0
+                raise UserError(f"ray start ended with code {code}")
             _wait_for_nodes(options, child)
         except (UserError, subprocess.TimeoutExpired) as error:
             child.terminate()
-            _log(f"error: {error}")
-            return 1
+            raise UserError(str(error), 1) from None
         _show(started, options, with_token)
         return child.wait() if options.block else 0
+
+
+def _forward_signals(child: "subprocess.Popen[bytes]") -> None:
+    """Let SIGTERM and SIGINT end ``child``, or, when it has ended, this process's wait for the nodes."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
+        else:
+            signal.default_int_handler(number, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
 
 
 def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]") -> None:
