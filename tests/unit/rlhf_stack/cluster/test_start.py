@@ -94,6 +94,7 @@ def test_address_of_a_node_is_declared(address: str) -> None:
         ("x" * 31, "has 31 characters"),
         ("x" * 20 + "\n" + "y" * 20, "white space"),
         ("ü" * 40, "white space or other characters"),
+        ("\ufeff" + GOOD, "white space or other characters"),
     ],
 )
 def test_unusable_token_is_an_error(tmp_path: Path, token: str, problem: str) -> None:
