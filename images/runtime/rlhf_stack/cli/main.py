@@ -14,6 +14,7 @@ from rlhf_stack.cluster import auth_token
 from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import one_line, shortened, suggestion
+from rlhf_stack.telemetry import run_log
 
 EPILOG = """
 `rlhf-stack COMMAND --help` explains a command with examples. Every command accepts --json; an error is then
@@ -97,7 +98,7 @@ def _failed(words: Sequence[str], message: str, code: int, prefix: str = "error:
         if "--json" in _own(words) and sys.stdout is not None:
             print_json("error", 1, error=line, code=code)
             sys.stdout.flush()
-    print(f"{prefix}{line}", file=sys.stderr)
+    print(run_log.last_line(line, prefix), file=sys.stderr)
     return code
 
 

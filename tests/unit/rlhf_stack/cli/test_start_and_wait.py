@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import readiness
+from rlhf_stack.config import env_vars
+from rlhf_stack.telemetry import run_log
 
 WORDS = ["start", "--head", "--auth", "none", "--node-ip-address", "127.0.0.1", "--json"]
 
@@ -36,6 +38,15 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return put
+
+
+@pytest.fixture
+def _json_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a command print its messages as JSON, until the end of the test."""
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    yield
+    monkeypatch.undo()
+    run_log.configure_messages()
 
 
 def require_error(code: int, message: str, printed: tuple[str, str]) -> None:
@@ -67,6 +78,32 @@ def test_nodes_that_do_not_join_are_an_error_as_json(
         "ends it"
     )
     require_error(1, expected, capfd.readouterr())
+
+
+@pytest.mark.usefixtures("_json_lines")
+def test_every_line_is_json_on_request(
+    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def late(*_: Any) -> None:
+        raise readiness.NotReadyError("1 of 2 nodes joined")
+
+    ray(0)
+    monkeypatch.setattr(readiness, "wait_for_nodes", late)
+    assert main([*WORDS, "--expect-nodes", "2"]) == 1
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"].split(":")[0]) for line in lines] == [
+        ("info", "waiting up to 300 s for 2 nodes"),
+        ("error", "1 of 2 nodes joined"),
+    ]
+    assert {line["logger"] for line in lines} == {"rlhf_stack.messages"}
+
+
+def test_an_invalid_log_format_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "xml")
+    assert main([*WORDS, "--dry-run"]) == 2
+    assert capsys.readouterr().err == "error: RLHF_STACK_LOG_FORMAT='xml': expected text or json\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -45,6 +45,8 @@ from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
 from rlhf_stack.compat import ray_private
 from rlhf_stack.errors import UserError
+from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
 
 ENTRYPOINT = "rlhf-entrypoint"  # applies the image's environment, then replaces itself with the command
 START_SECONDS = 180.0
@@ -107,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_without_effect(options, ("port", "dashboard_host"), "with --join ADDRESS[:PORT]")
     if options.expect_nodes is None:
         refuse_without_effect(options, ("expect_gpus",), "without --expect-nodes")
+    run_log.configure_messages()
     environment = dict(os.environ)
     if with_token := _token(options, environment):
         environment[auth_token.MODE] = "token"
@@ -137,7 +140,9 @@ def run(options: argparse.Namespace) -> int:
     if shutil.which(started[0]) is None:
         raise UserError("`ray` is not on the PATH: run this in an image, or activate the environment of Ray")
     if with_token and options.head and auth_token.ensure(environment):
-        _log(f"created a token in {auth_token.path(environment)}: the other machines need the same token")
+        messages.info(
+            f"created a token in {auth_token.path(environment)}: the other machines need the same token"
+        )
     if options.join:
         wait_for_port(with_port(options.join), options.timeout)
     os.environ.update(environment)  # Ray reads the mode when it is imported
@@ -208,7 +213,7 @@ def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]
 
     if options.expect_nodes is None:
         return
-    _log(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
+    messages.info(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
     try:
         readiness.wait_for_nodes(
             options.expect_nodes, options.expect_gpus or 0.0, options.timeout, options.head, check
@@ -245,7 +250,3 @@ def _ray() -> str:
         return version("ray")
     except PackageNotFoundError:
         raise UserError("Ray is not installed: run this in an image") from None
-
-
-def _log(text: str) -> None:
-    print(f"rlhf-stack: {text}", file=sys.stderr, flush=True)
