@@ -19,10 +19,13 @@ CHUNK = 1 << 20
 DEEPEST = 100  # levels of nesting in YAML
 
 
-def read_config(path: Path, most: int = CONFIG_BYTES) -> str:
-    """The text of a configuration file; `UserError` if it is no UTF-8 text of at most ``most`` bytes."""
+def read_config(path: Path, most: int = CONFIG_BYTES, encoding: str = "utf-8-sig") -> str:
+    """The text of a configuration file; `UserError` if it is no UTF-8 text of at most ``most`` bytes.
+
+    A byte order mark is left out, unless ``encoding`` is utf-8.
+    """
     try:
-        return _content(path, most).decode("utf-8-sig")
+        return _content(path, most).decode(encoding)
     except UnicodeDecodeError:
         raise UserError(f"{_name(path)}: not UTF-8 text") from None
 

@@ -225,7 +225,12 @@ def test_an_error_and_an_interrupt_are_one_line(
 ) -> None:
     fail(monkeypatch, error)
     assert main(["patches"]) == code
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr() == ("", line)
+    assert main(["patches", "--json"]) == code
+    output, errors = capsys.readouterr()
+    assert errors == line
+    expected = line.removeprefix("error: ").removesuffix("\n")
+    assert json.loads(output) == {"schema": "rlhf-stack/error/1", "error": expected, "code": code}
 
 
 def test_a_closed_pipe_causes_no_traceback() -> None:
