@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.openrlhf.command_line import ArgumentsError, extract_arguments, parse
 
@@ -75,6 +76,35 @@ def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
         parse(arguments)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("release", "flag", "value"),
+    [
+        ("0.11.2", "ds.ring_attn_size", "0"),
+        ("0.11.2", "ds.tensor_parallel_size", "0"),
+        ("0.11.2", "rollout.micro_batch_size", "0"),
+        ("0.11.2", "actor.num_nodes", "100001"),
+        ("0.5.1", "critic_num_gpus_per_node", "0"),
+    ],
+)
+def test_limits_apply_before_the_checks_of_upstream(
+    upstream: Path, monkeypatch: pytest.MonkeyPatch, release: str, flag: str, value: str
+) -> None:
+    """Which divide by these numbers, and name another one."""
+    upstream.write_text(
+        "import argparse\n"
+        "def _validate_args(args):\n"
+        f"    assert 8 // getattr(args, {flag!r}), 'the number of sample batches'\n"
+        'if __name__ == "__main__":\n'
+        "    parser = argparse.ArgumentParser()\n"
+        f"    parser.add_argument('--{flag}', type=int)\n"
+        "    args = parser.parse_args()\n"
+        "    train(args)\n"
+    )
+    monkeypatch.setattr(command_line, "_installed", lambda _: (release, upstream))
+    with pytest.raises(UserError, match=rf"^--{flag} {value}: expected a number from 1 to"):
+        parse([f"--{flag}", value])
 
 
 def test_module_without_a_main_block_is_named(upstream: Path) -> None:
