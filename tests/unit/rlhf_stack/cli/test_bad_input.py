@@ -182,6 +182,8 @@ CONFIGS = {
     "a long number": b'{"vocab_size": ' + b"9" * 6000 + b"}",
     "text_config is a list": b'{"text_config": [1]}',
     "experts are a list": json.dumps(CONFIG | {"num_experts": [1]}).encode(),
+    "a key twice": json.dumps(CONFIG)[:-1].encode() + b', "hidden_size": 64}',
+    "a key twice below": json.dumps(CONFIG)[:-1].encode() + b', "text_config": {"a": 1, "a": 2}}',
     "too large": b'{"a": "' + b"x" * (5 << 20) + b'"}',
 }
 
@@ -222,6 +224,20 @@ CLUSTERS = {
     "empty": "",
     "scalar": "3",
     "deep": DEEP,
+    "underscores": "nodes: [{count: 1_0}]",
+    "hexadecimal": "nodes: [{count: 0x10}]",
+    "octal": "nodes: [{gpus: 010}]",
+    "octal CPUs": "nodes: [{cpus: 010}]",
+    "sexagesimal": "nodes: [{count: 12:30}]",
+    "sexagesimal fraction": "nodes: [{cpus: 1:30.5}]",
+    "a key twice": "nodes: [{gpus: 4, gpus: 8}]",
+    "a key twice at the top": "nodes: [{gpus: 4}]\nnodes: [{gpus: 8}]",
+    "a tagged map that is none": "nodes: !!map [1]",
+    "a tagged number that is none": "nodes: [{gpus: !!int [1]}]",
+    "megabytes as gigabytes": "nodes: [{gpu_memory: 81920}]",
+    "no GPU memory": "nodes: [{gpu_memory: 0}]",
+    "a GPU memory of a byte": "nodes: [{gpu_memory: 1B}]",
+    "memory of 2 PiB": "nodes: [{memory: 2PiB}]",
     "infinite": "nodes: [{gpus: .inf}]",
     "nan": "nodes: [{gpu_memory: .nan}]",
     "a fraction of a node": "nodes: [{count: 1.5}]",
@@ -273,6 +289,14 @@ def test_sizes_have_the_same_units_everywhere(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0]["gpu_memory"] == 80 * 10**9
     assert found[0]["memory"] == 1 << 40
+
+
+def test_numbers_of_a_cluster_file_may_be_text_or_fractions(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text("nodes: [{count: '2', gpus: 8, cpus: 12.5, gpu_memory: 4TiB, memory: 1PiB}]")
+    code, output, _ = call(["plan", "--cluster", str(file), "--json", *MODEL, *run_of()])
+    assert code == 0
+    assert [node["cpus"] for node in json.loads(output)["nodes"]] == [12.5, 12.5]
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "long name", "null character", "empty"])
@@ -331,6 +355,13 @@ def test_an_image_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Pa
         ["--ray", "auto", "--memory", "4"],
         ["--nodes", "2", "--ray", ""],
         ["--nodes", "2", "--gpus", "5000"],
+        ["--nodes", "2", "--gpus", "08"],
+        ["--nodes", "2", "--gpu-memory", "81920"],
+        ["--nodes", "2", "--gpu-memory", "80TB"],
+        ["--nodes", "2", "--gpu-memory", "0"],
+        ["--nodes", "2", "--gpu-memory", "1e-30"],
+        ["--nodes", "2", "--memory", "0"],
+        ["--nodes", "2", "--memory", "2PiB"],
         ["--nodes", "100001"],
         ["--nodes", "2", "--gpu-mem", "80"],
         ["--nodes", "2", "--model", "m=layers:2,layers:3"],
