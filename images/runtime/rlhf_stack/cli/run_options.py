@@ -145,7 +145,7 @@ def write_file(path: Path, text: str) -> None:
 
 def _typed(text: str) -> tuple[str, Shape]:
     name, equals, value = text.partition("=")
-    if not name or not equals:
+    if not name or not equals or not value.strip():
         raise UserError(f"--model {shortened(text)}: expected NAME=config.json or NAME=layers:28,hidden:...")
     if "/" in value or value.endswith(".json") or _exists(value):
         return name, read_shape(Path(value))

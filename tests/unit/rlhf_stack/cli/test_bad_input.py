@@ -366,13 +366,19 @@ def test_an_image_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Pa
         ["--nodes", "2", "--gpu-mem", "80"],
         ["--nodes", "2", "--model", "m=layers:2,layers:3"],
         ["--nodes", "2", *MODEL, *MODEL],
+        ["--nodes", "2", "--model", "m="],
+        ["--nodes", "2", "--model", "m= "],
         ["--nodes", "2", "--model", "other=" + SIZES],
         ["--nodes", "2", "--model", "m=layers:1e300"],
         ["--nodes", "2", "--model", "m=" + SIZES + ",experts:1.5"],
     ],
     ids=" ".join,
 )
-def test_what_would_be_ignored_is_refused(words: list[str]) -> None:
+def test_what_would_be_ignored_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))  # which nobody named
+    monkeypatch.chdir(tmp_path)
     require_refusal(["plan", *words, *([] if "--model" in words else MODEL), *run_of()])
 
 
