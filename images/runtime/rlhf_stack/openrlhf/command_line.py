@@ -25,6 +25,7 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
 from rlhf_stack.openrlhf.run_limits import check_values, check_words
 from rlhf_stack.openrlhf.run_spec import is_flat
+from rlhf_stack.openrlhf.trainer_command import TRAINERS
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
@@ -65,7 +66,7 @@ def extract_arguments(command: Sequence[str]) -> list[str]:
 def _not_a_run(word: str) -> ArgumentsError:
     return ArgumentsError(
         f"{shortened(word)!r} does not start a run that can be planned: give the command line of {NAME}, "
-        f"such as -- python -m {MODULE} ARGUMENTS"
+        f"{', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, such as -- python -m {MODULE} ARGUMENTS"
     )
 
 

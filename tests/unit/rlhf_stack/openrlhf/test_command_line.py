@@ -156,6 +156,11 @@ def test_a_value_that_ends_as_the_program_does_hides_nothing(words: list[str]) -
     assert extract_arguments(["python", "-m", "openrlhf.cli.train_ppo_ray", *words]) == words
 
 
+def test_an_error_names_all_programs_that_are_planned() -> None:
+    with pytest.raises(ArgumentsError, match=r"of train_ppo_ray, train_sft, train_dpo or train_rm, such as"):
+        extract_arguments(["deepspeed", "--module", "openrlhf.cli.train_kto"])
+
+
 def test_another_module_is_an_error_even_if_a_value_names_the_program() -> None:
     with pytest.raises(ArgumentsError, match=r"'my\.module' does not start a run"):
         extract_arguments(["python", "-m", "my.module", "--path", "/ckpt/train_ppo_ray"])
