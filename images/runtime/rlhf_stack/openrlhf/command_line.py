@@ -31,7 +31,6 @@ MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
 CHECKS = "_validate_args"  # of OpenRLHF 0.5
 CHECKED = "_rlhf_stack_checked"
-MOST_HINTS = 4
 
 
 class ArgumentsError(UserError):
@@ -94,7 +93,7 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
         message = lines[-1].split("error: ")[-1]
         hints = renamed_flags.hints(message, _options(scope.get("parser")))
         raise ArgumentsError(
-            f"OpenRLHF {release}: {': '.join(filter(None, [message, '; '.join(hints[:MOST_HINTS])]))}"
+            f"OpenRLHF {release}: {': '.join(filter(None, [message, '; '.join(hints)]))}"
         ) from None
     except UserError:  # of `checked`
         raise

@@ -107,6 +107,23 @@ def test_limits_apply_before_the_checks_of_upstream(
         parse([f"--{flag}", value])
 
 
+@pytest.mark.usefixtures("upstream")
+def test_every_flag_of_an_older_release_gets_its_hint() -> None:
+    """Only four were shown, and a published script has 40."""
+    old = [
+        "--perf",
+        "--ptx_coef",
+        "--pretrain_data",
+        "--actor_init_on_gpu",
+        "--disable_trace_cache",
+        "--noded",
+    ]
+    with pytest.raises(ArgumentsError) as raised:
+        parse(old)
+    assert all(f"leave {flag} out" in str(raised.value) for flag in old[:-1])
+    assert "did you mean '--nodes'?" in str(raised.value)
+
+
 def test_module_without_a_main_block_is_named(upstream: Path) -> None:
     upstream.write_text("import argparse\n")
     with pytest.raises(ArgumentsError, match="no main block"):
