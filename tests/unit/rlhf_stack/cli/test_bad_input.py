@@ -391,6 +391,10 @@ def test_what_would_be_ignored_is_refused(
         "doctor --log - --local",
         "doctor --log - --all",
         "doctor --freeze - --local",
+        "doctor --host --timeout 5",
+        "doctor --log - --timeout 5",
+        "doctor --freeze - --timeout 5",
+        "doctor --local --timeout 5",
         "start --join 10.0.0.1 --port 7777",
         "start --join 10.0.0.1 --dashboard-host 127.0.0.1",
         "start --head --expect-gpus 8",
@@ -473,7 +477,7 @@ NUMERIC = {  # options of each command, with what makes the rest of its command 
     "check-network": (["--size", "--floor", "--timeout"], []),
     "submit": (["--gpu-memory", "--grace"], []),
     "checkpoint": (["--within"], []),
-    "doctor": (["--timeout"], ["--local"]),
+    "doctor": (["--timeout"], []),
     "reap": (["--older-than"], []),
 }
 WITH_RUN = ("plan", "tune", "check-network", "submit")

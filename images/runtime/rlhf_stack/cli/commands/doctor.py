@@ -44,7 +44,12 @@ from rlhf_stack.inputs.files import open_input
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
-WITHOUT_EFFECT = {"host": ("log", "freeze", "local", "all"), "log": ("local", "all"), "freeze": ("local",)}
+WITHOUT_EFFECT = {
+    "host": ("log", "freeze", "local", "all", "timeout"),
+    "log": ("local", "all", "timeout"),
+    "freeze": ("local", "timeout"),
+    "local": ("timeout",),
+}
 UNEXPLAINED = 4
 NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
@@ -69,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
-        "--timeout", type=seconds, default=TIMEOUT, metavar="SECONDS", help="for all nodes to respond (30)"
+        "--timeout", type=seconds, metavar="SECONDS", help=f"for all nodes to respond ({TIMEOUT:g})"
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/doctor/1 (see above)")
 
@@ -92,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.freeze is not None:
         found, extra = _of_freeze(options.freeze)
     else:
-        found = _of_this(options.local, options.timeout)
+        found = _of_this(options.local, options.timeout or TIMEOUT)
     findings = [finding for _, finding in found]
     if options.json:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
