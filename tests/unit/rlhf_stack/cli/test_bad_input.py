@@ -24,7 +24,7 @@ from rlhf_stack.inputs import files
 from rlhf_stack.openrlhf import command_line
 
 RUNTIME = Path(commands.__file__).parents[3]
-EXAMPLES = int(os.environ.get("RLHF_STACK_FUZZ", "200"))
+EXAMPLES = int(os.environ.get("RLHF_STACK_FUZZ", "1000"))
 SIZES = "layers:2,hidden:64,intermediate:128,heads:4,vocabulary:1000"
 CONFIG = {
     "model_type": "llama",
@@ -501,7 +501,7 @@ BAD_FLAGS = {
     "ds.grad_accum_dtype": ["fp8", "float"],
     "ds.zpg": ["0", "-1"],
     "ds.lora.rank": ["-1", "10000000"],
-    "rollout.temperature": ["nan", "-1"],
+    "rollout.temperature": ["nan", "-1", "0"],
     "algo.kl.init_coef": ["nan", "inf"],
 }
 FILES = st.one_of(

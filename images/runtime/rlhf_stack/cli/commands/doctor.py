@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.freeze is not None:
         found, extra = _of_freeze(options.freeze)
     else:
-        found = _of_this(options.local, options.timeout or TIMEOUT)
+        found = _of_this(options.local, options.timeout)
     findings = [finding for _, finding in found]
     if options.json:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
@@ -151,7 +151,7 @@ def _of_freeze(freeze: str) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
     return [("", finding) for finding in found or [passed]], {"lines_read": lines}
 
 
-def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
+def _of_this(local: bool, timeout: float | None) -> list[tuple[str, Finding]]:
     """Findings of this node, or of every node of its cluster, each with the address of the node."""
     from rlhf_stack.diagnostics.doctor import checks, collect, comparison
 
@@ -161,7 +161,7 @@ def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
         return [("", finding) for finding in (*checks.check_node(node), *comparison.compare_processes(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
-    facts = cluster.collect_from_nodes(address, timeout)
+    facts = cluster.collect_from_nodes(address, timeout or TIMEOUT)
     found = [("", finding) for finding in comparison.compare_nodes(facts)]
     for answer in facts:
         if answer.node:
