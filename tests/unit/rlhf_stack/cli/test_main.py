@@ -121,7 +121,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 WRONG_USAGE = [
     ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
-    ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a number of at least 0"),
+    ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a size from 1GiB to 4TiB, such as 80"),
     ("plan", "", "no command line of a run"),
     ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
     ("start", "", "one of the arguments --head --join is required"),

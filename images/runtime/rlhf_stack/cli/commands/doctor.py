@@ -47,7 +47,12 @@ from rlhf_stack.inputs.text import first_names, one_line
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
-WITHOUT_EFFECT = {"host": ("log", "freeze", "local", "all"), "log": ("local", "all"), "freeze": ("local",)}
+WITHOUT_EFFECT = {
+    "host": ("log", "freeze", "local", "all", "timeout"),
+    "log": ("local", "all", "timeout"),
+    "freeze": ("local", "timeout"),
+    "local": ("timeout",),
+}
 UNEXPLAINED = 4
 MOST_SKIPPED = 5
 NEAR = 1000  # lines, as for the tracebacks of many ranks
@@ -73,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
-        "--timeout", type=seconds, default=TIMEOUT, metavar="SECONDS", help="for all nodes to respond (30)"
+        "--timeout", type=seconds, metavar="SECONDS", help=f"for all nodes to respond ({TIMEOUT:g})"
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/doctor/1 (see above)")
 
@@ -164,7 +169,7 @@ def _of_freeze(versions: dict[str, str]) -> list[tuple[str, Finding]]:
     return [("", finding) for finding in found or [passed]]
 
 
-def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
+def _of_this(local: bool, timeout: float | None) -> list[tuple[str, Finding]]:
     """Findings of this node, or of every node of its cluster, each with the address of the node."""
     from rlhf_stack.diagnostics.doctor import checks, collect, comparison
 
@@ -174,7 +179,7 @@ def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
         return [("", finding) for finding in (*checks.check_node(node), *comparison.compare_processes(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
-    facts = cluster.collect_from_nodes(address, timeout)
+    facts = cluster.collect_from_nodes(address, timeout or TIMEOUT)
     found = [("", finding) for finding in comparison.compare_nodes(facts)]
     for answer in facts:
         if answer.node:
