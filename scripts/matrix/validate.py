@@ -22,6 +22,9 @@ from scripts.matrix.model import (
 from scripts.matrix.suites import SUITES
 
 VERSION = re.compile(packaging.version.VERSION_PATTERN, re.VERBOSE | re.IGNORECASE | re.ASCII)
+# The list that images/tools/trim.py reads has an action and a glob on each line; all that matches is removed.
+PLAIN = r"(?!\.{1,2}(?:/|$))"
+TRIMMED = re.compile(rf"{PLAIN}[\w.+-]+(?:/{PLAIN}[\w.+*?\[\]-]+)*", re.ASCII)
 
 
 def validation_errors(matrix: Matrix) -> Iterator[tuple[str, str]]:
@@ -93,10 +96,11 @@ def _bad_values(matrix: Matrix) -> Iterator[tuple[str, str]]:
             pins[f"{own}.optional[{number}].version"] = option.version
         for number, layer in enumerate(variant.layers):
             for place, trim in enumerate(layer.trim):
-                if trim.path.startswith("/") or ".." in trim.path.split("/"):
+                if not TRIMMED.fullmatch(trim.path):
                     yield (
                         f"{own}.layers[{number}].trim[{place}].path",
-                        f"expected a glob relative to site-packages, without '..'; got {trim.path!r}",
+                        "expected a glob relative to site-packages such as torch/bin/test_*, without "
+                        f"wildcards in its first part, '.', '..' and spaces; got {trim.path!r}",
                     )
     for path, version in pins.items():
         if not VERSION.fullmatch(version):

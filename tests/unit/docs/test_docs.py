@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,32 @@ def packages() -> Iterator[Path]:
             root = ROOT if container == "scripts" else ROOT / "images" / "runtime"
             for layer in contract["layers"]:
                 yield from (root / container / name.strip() for name in layer.split("|"))
+
+
+@pytest.mark.parametrize("package", ["rlhf_stack", "scripts"])
+def test_the_figure_has_every_package_in_its_layer(package: str) -> None:
+    """From the top to the bottom, packages of one layer at the same height, each in a box."""
+    drawn = xml.etree.ElementTree.parse(ARCHITECTURE.with_suffix(".svg")).getroot()  # noqa: S314  (ours)
+    left, right = (0, 550) if package == "scripts" else (550, 1200)
+    centres = {
+        (float(box.get("x", 0)) + float(box.get("width", 0)) / 2, float(box.get("y", 0)) + 18)
+        for box in drawn.iterfind("{*}rect")
+    }
+    rows: dict[float, list[str]] = {}
+    for text in drawn.iterfind("{*}text"):
+        x, y = float(text.get("x", 0)), float(text.get("y", 0))
+        is_name = text.get("text-anchor") == "middle" and text.get("font-size") == "13"
+        if is_name and left < x < right:
+            assert (x, y) in centres, f"{text.text} has no box"
+            rows.setdefault(y, []).append(str(text.text))
+    (layers,) = (
+        contract["layers"]
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+            "contracts"
+        ]
+        if contract.get("containers") == [package]
+    )
+    assert [" | ".join(row) for _, row in sorted(rows.items())] == layers
 
 
 def test_the_architecture_has_every_package_as_it_describes_itself() -> None:

@@ -8,7 +8,14 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
-from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
+from rlhf_stack.certify.on_cluster import (
+    actors,
+    answers,
+    free_endpoint,
+    gpus_of,
+    join_group,
+    nodes_with_gpus,
+)
 from rlhf_stack.diagnostics.network_check.sampling import ring
 from rlhf_stack.lazy import ray, torch
 
@@ -25,13 +32,7 @@ class Member:
         import torch.distributed as dist
 
         device = devices.torch_device()
-        dist.init_process_group(
-            devices.collective_backend(),
-            init_method=f"tcp://{where[0]}:{where[1]}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=SECONDS),
-        )
+        join_group(where, rank, world, timeout=timedelta(seconds=SECONDS))
         try:
             taken, correct = [], True
             for _ in range(REPEATS + 1):  # the first one connects

@@ -11,7 +11,14 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
-from rlhf_stack.certify.on_cluster import actors, free_endpoint, gpus_of, make_files, nodes_with_gpus
+from rlhf_stack.certify.on_cluster import (
+    actors,
+    free_endpoint,
+    gpus_of,
+    join_group,
+    make_files,
+    nodes_with_gpus,
+)
 from rlhf_stack.lazy import ray, torch
 
 DEADLINE = 600.0
@@ -118,14 +125,7 @@ class Rank:
 
     def join(self, where: tuple[str, int], rank: int, world: int) -> None:
         """Join the group of all ranks."""
-        import torch.distributed as dist
-
-        dist.init_process_group(
-            devices.collective_backend(),
-            init_method=f"tcp://{where[0]}:{where[1]}",
-            rank=rank,
-            world_size=world,
-        )
+        join_group(where, rank, world)
         self.reduce(1)
 
     def reduce(self, elements: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import NotClimbedError, Place
 from rlhf_stack.cluster.connect import connect, connected
-from rlhf_stack.cluster.host import free_port
+from rlhf_stack.cluster.host import endpoint, free_port
 from rlhf_stack.errors import UserError
 from rlhf_stack.lazy import ray
 from rlhf_stack.placement import FreeNode
@@ -62,6 +62,19 @@ def _own(fake_gpus: Sequence[int]) -> Iterator[str]:
         yield str(running.address)
     finally:
         running.shutdown()
+
+
+def join_group(where: tuple[str, int], rank: int, world: int, **options: Any) -> None:
+    """Join torch's default group, whose rank 0 listens ``where`` (`free_endpoint`)."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        devices.collective_backend(),
+        init_method=f"tcp://{endpoint(*where)}",
+        rank=rank,
+        world_size=world,
+        **options,
+    )
 
 
 def free_endpoint(_: object) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from rlhf_stack.cluster import auth_token
 from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import one_line, shortened, suggestion
+from rlhf_stack.telemetry import run_log
 
 EPILOG = """
 `rlhf-stack COMMAND --help` explains a command with examples. Every command accepts --json; an error is then
@@ -39,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _failed(words, str(error), error.code or _usage_code(words))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _failed(words, "interrupted", INTERRUPTED, prefix="")
     except Exception as error:
         return _unexpected(words, error)
     return code
@@ -91,14 +91,14 @@ def _own(words: Sequence[str]) -> Sequence[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
-def _failed(words: Sequence[str], message: str, code: int) -> int:
-    """Report an error and return its exit code."""
+def _failed(words: Sequence[str], message: str, code: int, prefix: str = "error: ") -> int:
+    """Report why the command ends, after ``prefix`` in a line of text, and return its exit code."""
     line = one_line(message)
     with contextlib.suppress(OSError):
         if "--json" in _own(words) and sys.stdout is not None:
             print_json("error", 1, error=line, code=code)
             sys.stdout.flush()
-    print(f"error: {line}", file=sys.stderr)
+    print(run_log.last_line(line, prefix), file=sys.stderr)
     return code
 
 

@@ -55,8 +55,13 @@ def non_negative_float(text: str) -> float:
 
 
 def gibibytes(text: str) -> float:
-    """A size in GiB, given as a number of them or with a unit, such as 80GB."""
-    return _checked(numbers.size, text) / numbers.GIB
+    """The memory of a GPU in GiB, given as a number of them or with a unit, such as 80GB."""
+    return _checked(numbers.size, text, numbers.GIB, *numbers.GPU_MEMORY) / numbers.GIB
+
+
+def host_gibibytes(text: str) -> float:
+    """The memory of a machine in GiB, given in the same ways."""
+    return _checked(numbers.size, text, numbers.GIB, *numbers.HOST_MEMORY) / numbers.GIB
 
 
 def byte_count(text: str) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_stack.cli.option_types import (
     gibibytes,
+    host_gibibytes,
     node_count,
     non_negative_float,
     non_negative_int,
@@ -35,7 +36,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpus", type=non_negative_float, metavar="N", help="CPUs per machine (enough)")
     parser.add_argument(
-        "--memory", type=gibibytes, metavar="GIB", help="host memory per machine, in GiB or as 2TB"
+        "--memory", type=host_gibibytes, metavar="GIB", help="host memory per machine, in GiB or as 2TB"
     )
     parser.add_argument(
         "--cluster", type=path, metavar="FILE", help="a YAML file of machines, instead of the above"
@@ -144,7 +145,7 @@ def write_file(path: Path, text: str) -> None:
 
 def _typed(text: str) -> tuple[str, Shape]:
     name, equals, value = text.partition("=")
-    if not name or not equals:
+    if not name or not equals or not value.strip():
         raise UserError(f"--model {shortened(text)}: expected NAME=config.json or NAME=layers:28,hidden:...")
     if "/" in value or value.endswith(".json") or _exists(value):
         return name, read_shape(Path(value))

@@ -38,7 +38,8 @@ def is_available(environment: Mapping[str, str]) -> bool:
     elif not file.is_file():
         raise UserError(f"the token's path {file} is not a file: {ADVICE}")
     else:
-        name, text = f"the token in {file}", read_config(file)
+        # Ray reads the bytes of the file, also a byte order mark.
+        name, text = f"the token in {file}", read_config(file, encoding="utf-8")
     if problem := weakness(text):
         raise UserError(f"{name} {problem}: {ADVICE}")
     return True

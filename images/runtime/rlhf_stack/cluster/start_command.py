@@ -63,6 +63,9 @@ def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[st
 def with_port(address: str) -> str:
     """Return the head's ``address`` with Ray's default port if it has none; `UserError` if malformed."""
     if is_ipv6(address):
+        host, _, last = address.rpartition(":")
+        if is_ipv6(host) and last.isdecimal():
+            raise UserError(f"{address!r}: expected [{host}]:{last} with a port, or [{address}] without")
         return f"[{_node_address('address', address)}]:{PORT}"
     found = ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"] or PORT) <= LAST_PORT:

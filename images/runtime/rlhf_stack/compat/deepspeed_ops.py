@@ -171,7 +171,11 @@ def _free_build_lock(folder: Path) -> Iterator[bool]:
         yield not (folder / FLOCK_FILE).exists()
         return
     with file:
-        yield _acquired(file)
+        try:
+            is_free = _acquired(file)
+        except OSError:  # a file system without locks, as NFS may be: it is not known to be free
+            is_free = False
+        yield is_free
 
 
 def _is_local(path: Path) -> bool:

@@ -3,25 +3,36 @@
 import re
 from collections.abc import Mapping
 
+WORDS = {
+    *("TOKENS", "SECRETS", "PASS", "PWD", "KEY", "KEYS", "AUTH", "AUTHORIZATION", "BEARER", "PAT"),
+    *("CREDENTIAL", "CREDENTIALS", "CREDS", "COOKIE"),
+}
+# Of a word, such as PGPASSWORD. KEY and PASS are none, because of MONKEY and BYPASS.
 ENDINGS = (
-    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PWD", "APIKEY", "KEY", "AUTH"),
-    *("CREDENTIAL", "CREDENTIALS", "COOKIE", "KEYS", "TOKENS", "SECRETS"),
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE"),
+    *("APIKEY", "ACCESSKEY", "SECRETKEY", "PRIVATEKEY"),
 )
 ALONE = ("PWD", "OLDPWD", "RAY_AUTH_MODE", "SSH_AUTH_SOCK")  # names that look like one and are none
-USER_INFO = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")  # of a URL
+# In a URL also a user alone, which may be a token; without a scheme (proxies may have none) both.
+USER_INFO = re.compile(r"(?:(?<=://)(?!git@)[^/\s]+|^[^/\s:@]+:[^/\s]+)(?=@(?!sha256:))")
+SIGNATURE = re.compile(
+    r"([?&](?:[\w-]*[_-])?(?:signature|sig|credential|token|key|apikey|password|secret)=)[^&\s]+",
+    re.IGNORECASE,
+)
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Report whether a variable is a secret: by a word of its name, or by a URL with a password."""
-    words = name.upper().split("_")
-    return name not in ALONE and (any(word.endswith(ENDINGS) for word in words) or has_password(value))
+    """Report whether a variable is a secret: by a word of its name, or by a password in its value."""
+    words = re.split("[^A-Z0-9]+", name.upper())
+    by_name = any(word in WORDS or word.endswith(ENDINGS) for word in words)
+    return name not in ALONE and (by_name or has_password(value))
 
 
 def has_password(value: str) -> bool:
-    """Report whether ``value`` has a URL with a password."""
-    return USER_INFO.search(value) is not None
+    """Report whether ``value`` has a URL with a user, a password or a signature."""
+    return bool(USER_INFO.search(value) or SIGNATURE.search(value))
 
 
 def without_passwords(variables: Mapping[str, str]) -> dict[str, str]:
-    """``variables`` with the user and password of each URL replaced."""
-    return {name: USER_INFO.sub("***", value) for name, value in variables.items()}
+    """``variables`` with the user, the password and the signature of each URL replaced."""
+    return {name: SIGNATURE.sub(r"\1***", USER_INFO.sub("***", value)) for name, value in variables.items()}

@@ -5,7 +5,8 @@ import json
 import math
 import os
 import select
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -19,10 +20,13 @@ CHUNK = 1 << 20
 DEEPEST = 100  # levels of nesting in YAML
 
 
-def read_config(path: Path, most: int = CONFIG_BYTES) -> str:
-    """The text of a configuration file; `UserError` if it is no UTF-8 text of at most ``most`` bytes."""
+def read_config(path: Path, most: int = CONFIG_BYTES, encoding: str = "utf-8-sig") -> str:
+    """The text of a configuration file; `UserError` if it is no UTF-8 text of at most ``most`` bytes.
+
+    A byte order mark is left out, unless ``encoding`` is utf-8.
+    """
     try:
-        return _content(path, most).decode("utf-8-sig")
+        return _content(path, most).decode(encoding)
     except UnicodeDecodeError:
         raise UserError(f"{_name(path)}: not UTF-8 text") from None
 
@@ -44,9 +48,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
-    """The JSON object in ``text``; `UserError` names ``name``."""
+    """The JSON object in ``text``, whose keys appear once; `UserError` names ``name``."""
     try:
-        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        found = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
+        )
     except RecursionError:
         raise UserError(f"{name}: nested too deeply") from None
     except ValueError as error:
@@ -56,11 +62,20 @@ def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
     return found
 
 
+class NumberText(str):
+    """A number of YAML as it was written: YAML 1.1 reads 010 as 8, 1_0 as 10, and 12:30 as 750."""
+
+    __slots__ = ()
+
+
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file; `UserError` if it is invalid or nested too deeply."""
+    """The content of a YAML file, whose numbers are `NumberText`.
+
+    `UserError` if it is invalid or nested too deeply, or if a key appears twice.
+    """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader = _strict_loader()
     text = read_config(path, YAML_BYTES)
     try:
         depth = 0
@@ -73,6 +88,35 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{_name(path)}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise UserError(f"{_name(path)}: not YAML ({one_line(str(error))})") from None
+
+
+def _strict_loader() -> Any:
+    """A safe loader of YAML that does not interpret numbers, and refuses a key that appears twice."""
+    import yaml
+
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            if isinstance(node, yaml.MappingNode):
+                _unique([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            return super().construct_mapping(node, deep)
+
+    def number(loader: Any, node: Any) -> NumberText:
+        return NumberText(loader.construct_scalar(node))
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", number)
+    return Loader
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of a key and a value as a dictionary; `ValueError` if a key appears twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{shortened(repr(twice), 60)} appears twice")
+    return found
 
 
 def require_writable(path: Path) -> None:

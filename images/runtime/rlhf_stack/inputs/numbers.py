@@ -10,8 +10,10 @@ GPUS_PER_NODE, CPUS_PER_NODE = 1024, 100_000
 SECONDS = 31_536_000  # a year
 GIB = 1 << 30
 BYTES = 1 << 60
-WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
-DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+GPU_MEMORY, HOST_MEMORY = (GIB, 4 << 40), (GIB, 1 << 50)
+# No leading zeros: 010 is 8 in YAML and in C, and 10 elsewhere.
+WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,29})")
+DECIMAL = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 SIZE = re.compile(rf"({DECIMAL.pattern})\s*([A-Za-z]*)")
 UNITS = {"B": 1}
 UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)}
@@ -42,10 +44,10 @@ def decimal(text: str, least: float, most: float, above: bool = False) -> float:
     return number
 
 
-def size(text: str, unit: int = GIB) -> int:
+def size(text: str, unit: int = GIB, least: int = 0, most: int = BYTES) -> int:
     """Bytes of a size such as 80, 80GiB or 80GB; a number without a unit counts ``unit`` bytes.
 
-    `UserError` for another unit, and for sizes that are negative or above an exbibyte.
+    `UserError` for another unit, and for sizes below ``least`` or above ``most``.
     """
     found = SIZE.fullmatch(text.strip())
     factor = (BY_LOWER_CASE.get(found[2].lower()) if found[2] else unit) if found else None
@@ -55,11 +57,16 @@ def size(text: str, unit: int = GIB) -> int:
             f"{found[2].upper()}B for powers of 1000"
         )
     amount = float(found[1]) * factor if found and factor else -1.0
-    if not 0 <= amount <= BYTES:
-        if found and factor == unit and float(found[1]) < 0:
-            raise UserError(f"{_quoted(text)}: expected a number of at least 0")
-        raise UserError(f"{_quoted(text)}: expected a size such as 80, 80GiB or 80GB")
+    if not least <= amount <= most:
+        limits = f" from {_shown(least)} to {_shown(most)}" if least else ""
+        raise UserError(f"{_quoted(text)}: expected a size{limits}, such as 80, 80GiB or 80GB")
     return int(amount)
+
+
+def _shown(amount: int) -> str:
+    """A limit in its largest unit."""
+    unit = max((value, name) for name, value in UNITS.items() if name.endswith("iB") and amount >= value)
+    return f"{amount // unit[0]}{unit[1]}"
 
 
 def _range(least: int, most: int) -> str:

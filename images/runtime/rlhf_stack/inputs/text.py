@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-LONGEST_WORD, LONGEST_LINE = 200, 2000  # characters
+LONGEST_WORD, LONGEST_LINE = 200, 6000  # characters; a command line of OpenRLHF with its successors has 3000
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NEAR = 0.75  # least similarity of a suggestion, of 1
 

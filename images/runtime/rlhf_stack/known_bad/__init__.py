@@ -7,4 +7,4 @@ from rlhf_stack.known_bad.first_error import FirstError, first_error
 from rlhf_stack.known_bad.log_file import LogText, read_log
 from rlhf_stack.known_bad.matching import Environment, LastError, accelerator_of, explain, judge, last_error
 from rlhf_stack.known_bad.model import MalformedRow, Row, load
-from rlhf_stack.known_bad.package_list import freeze, versions_in
+from rlhf_stack.known_bad.package_list import FORMAT_NAMES, PackageList, freeze, read_versions

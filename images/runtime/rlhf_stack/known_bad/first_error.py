@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from rlhf_stack.known_bad.matching import COLOURS, PASSED_ON, PREFIX, REMOTE, SHOWN_CHARACTERS, line_number
+from rlhf_stack.known_bad.matching import COLOURS, PASSED_ON, PREFIX, REMOTE, SHOWN_CHARACTERS
 
 ONLY, TIME, LINES, UNCLEAR = "only", "time", "lines", "unclear"
 GAP = 200  # lines without an error: what is before them belongs to an earlier failure
@@ -114,10 +114,9 @@ def first_error(text: str, complete: bool = True) -> FirstError | None:
     others = [one for one in errors if _identity(one) != _identity(first)]
     if any(one.passed_on and not first.passed_on and _is_before(one, first) for one in others):
         order = UNCLEAR
-    ends = [-1, *(found.start() for found in re.finditer("\n", text)), len(text)]
     return replace(
         first,
-        line=line_number(text, ends[first.line - 1] + 1, complete),
+        line=first.line if complete else first.line - 2 - text.rstrip("\n").count("\n"),
         order=order,
         same=len({_identity(one) for one in others if _shape(one) == _shape(first)}),
         later=sum(not _is_before(one, first) for one in others),
@@ -138,6 +137,8 @@ def _errors(text: str) -> list[FirstError]:
     processes: dict[str, _Process] = {}
     found: list[FirstError] = []
     for number, line in enumerate(text.split("\n"), 1):
+        if not line or line.isspace():
+            continue
         head = HEAD.match(line)
         body = line[head.end() if head else 0 :].rstrip()
         prefixes = ["".join(groups) for groups in PREFIX.findall(line[: len(line) - len(body)])]

@@ -67,8 +67,11 @@ def _head_and_tail(file: BinaryIO) -> tuple[bytes, bytes, bool]:
 def _encoding(start: bytes, data: bytes) -> str:
     if start[:2] in MARKS:
         return MARKS[start[:2]]
-    odd = data[1:CHUNK:2]
-    return "utf-16-le" if odd.count(0) > len(odd) / 2 else "utf-8"
+    for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):  # most characters of a log are ASCII
+        halves = data[first:CHUNK:2]
+        if halves.count(0) > len(halves) / 2:
+            return name
+    return "utf-8"
 
 
 def _shortened(line: re.Match[str]) -> str:

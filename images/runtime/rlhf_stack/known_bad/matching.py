@@ -9,6 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from rlhf_stack.known_bad.finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, by_severity
+from rlhf_stack.known_bad.literals import can_match
 from rlhf_stack.known_bad.model import Row
 
 # Distributions that contain the modules of another.
@@ -19,8 +20,13 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed",
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)(?!: 0\b)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed",
     re.MULTILINE,
+)
+# A line that says that what failed in it is tried again; it starts with a literal, as it is searched often.
+RETRIED = re.compile(
+    r"try(?:(?<=\b[Ww]ill retry)\b|ing(?:(?<=\b[Rr]etrying)(?<!after retrying)\b|"
+    r"(?<=\btrying) (?:(?:port )?\d|(?:again|another)\b)))"
 )
 # A line that only passes on the error of another process.
 PASSED_ON = re.compile(
@@ -72,18 +78,21 @@ def explain(
     those whose last match is nearest to the end. If no row matches the last error, a consequence before it is
     only a note: what it followed is not known. Rows that ``versions`` exclude, those that a more specific row
     replaces, and general rows whose line another row matches, are omitted. If the text is only the end of a
-    log, not ``complete``, lines count from its end.
+    log, not ``complete``, lines count from its end. What was tried again is a note if no error follows.
     """
     known = canonical_names(versions or {})
     text = COLOURS.sub("", text)
-    hits = [(row, hit) for row in rows if not _excluded(row, known) and (hit := _last_symptom(row, text))]
+    retried = _retried_lines(text)
+    likely = [row for row in rows if not _excluded(row, known)]
+    hits = [(row, hit) for row in likely if (hit := _last_symptom(row, text, retried))]
     hits = list(_most_specific(hits, text))
     last = _last_error(text)
     unmatched = last is not None and all(hit.end() <= _line_start(text, last) for _, hit in hits)
     end = _line_start(text, last) if last and unmatched else 0
     seen = []
     for row, hit in hits:
-        severity = NOTE if row.consequence and hit.end() < end else row.severity
+        overcome = (start := _line_start(text, hit)) in retried and (last is None or last.start() < start)
+        severity = NOTE if overcome or (row.consequence and hit.end() < end) else row.severity
         confirmed = any(name in known for name in row.packages)
         seen.append(((-SEVERITIES.index(severity), row.consequence, not confirmed, -hit.start()), row, hit))
     replaced = {name for row, _ in hits for name in row.instead_of}
@@ -113,11 +122,14 @@ def last_error(text: str, complete: bool = True) -> LastError | None:
 
 
 def _last_error(text: str) -> re.Match[str] | None:
-    """`ERROR_LINE` in its last line that does not only pass an error on, or else in its last line at all."""
-    passed_on, end = None, len(text)
+    """`ERROR_LINE` in its last line that does not only pass an error on, or else in its last line at all.
+
+    Lines about what is tried again are omitted.
+    """
+    passed_on, end, retried = None, len(text), _retried_lines(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
-        if hit := ERROR_LINE.search(text, start, end):
+        if start < end and start not in retried and (hit := ERROR_LINE.search(text, start, end)):
             if not PASSED_ON.search(text, start, end):
                 return hit
             passed_on = passed_on or hit
@@ -150,6 +162,11 @@ def _most_specific(
             patterns += row.symptoms
             taken.add(start)
         yield row, hit
+
+
+def _retried_lines(text: str) -> set[int]:
+    """Where the lines of `RETRIED` start."""
+    return {text.rfind("\n", 0, hit.start()) + 1 for hit in RETRIED.finditer(text)}
 
 
 def _line_start(text: str, hit: re.Match[str]) -> int:
@@ -224,12 +241,27 @@ def _differ(pair: Sequence[str], values: Mapping[str, str]) -> bool:
     return first is not None and second is not None and first != second
 
 
-def _last_symptom(row: Row, text: str) -> re.Match[str] | None:
-    """The symptom of the row that is nearest to the end of the text, if its context is in the text too."""
-    hits = [hit for pattern in row.symptoms for hit in _last_match(pattern, text)]
+def _last_symptom(row: Row, text: str, retried: Collection[int]) -> re.Match[str] | None:
+    """The symptom of the row that is nearest to the end of the text, if its context is in the text too.
+
+    One in a line of ``retried`` counts only without others.
+    """
+    likely = [pattern for pattern in row.symptoms if can_match(pattern, text)]
+    hits = [hit for pattern in likely for hit in _last_matches(pattern, text, retried)]
     if not hits or not all(pattern.search(text) for pattern in row.context):
         return None
-    return max(hits, key=lambda hit: hit.start())
+    return max(hits, key=lambda hit: (_line_start(text, hit) not in retried, hit.start()))
+
+
+def _last_matches(pattern: re.Pattern[str], text: str, retried: Collection[int]) -> Iterator[re.Match[str]]:
+    """The last match, and the last one outside of the lines of ``retried``."""
+    if not retried:
+        yield from _last_match(pattern, text)
+        return
+    last = outside = None
+    for last in pattern.finditer(text):
+        outside = outside if _line_start(text, last) in retried else last
+    yield from filter(None, (last, outside))
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:

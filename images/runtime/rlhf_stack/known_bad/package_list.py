@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.utils import canonicalize_name
@@ -35,32 +36,55 @@ FORMATS = tuple(
     )
 )
 FILLER = re.compile(r"[`|\"'*]|^> ?")
+FORMAT_NAMES = (
+    "`pip freeze`, `pip list`, `pip show`, `conda list`, a lock file, the collect_env of torch or vLLM, "
+    "`docker inspect`, or one package per line, such as torch==2.9.0"
+)
+EXACT = FORMATS[:2]  # what they name is meant as a version, in contrast to a number after a word
+BLOCK = re.compile(r"^Name: (\S+)\nVersion: (\S+)", re.MULTILINE)  # of `pip show`
 UV_PACKAGE = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.MULTILINE)
 
 
+@dataclass(frozen=True)
+class PackageList:
+    """What was read: versions by canonical name, the number of lines or entries that named one, and
+    ``skipped``, the entries whose version is none, as name==version.
+    """
+
+    versions: dict[str, str]
+    lines: int
+    skipped: tuple[str, ...]
+
+
 def freeze(text: str) -> dict[str, str]:
-    """The versions by canonical name; `versions_in` without the number of lines."""
-    return versions_in(text)[0]
+    """The versions by canonical name."""
+    return read_versions(text).versions
 
 
-def versions_in(text: str) -> tuple[dict[str, str], int]:
-    """The versions by canonical name, and the number of lines or entries that named one.
+def read_versions(text: str) -> PackageList:
+    """Read ``pip freeze``, ``pip list`` in columns or JSON, ``pip show``, ``conda list`` and hashed locks.
 
-    Understands ``pip freeze``, ``pip list`` in columns or JSON, ``conda list``, hashed locks, ``uv.lock``,
-    the collect_env of torch and vLLM, versions in words, and the labels in the output of ``docker inspect``.
-    Other lines are ignored.
+    Also ``uv.lock``, the collect_env of torch and vLLM, versions in words, and the labels in the output of
+    ``docker inspect``. Other lines are ignored.
     """
     found = list(_from_json(text)) or UV_PACKAGE.findall(text)
     if not found:
         found = [pair for line in text.splitlines() for pair in _from_line(line.strip())]
-    return {str(canonicalize_name(name)): version for name, version in found}, len(found)
+        found += BLOCK.findall(text)
+    valid = [(name, version) for name, version in found if _is_version(version)]
+    skipped = tuple(f"{name}=={version}" for name, version in found if not _is_version(version))
+    return PackageList({str(canonicalize_name(name)): of for name, of in valid}, len(valid), skipped)
 
 
 def _from_line(line: str) -> Iterator[tuple[str, str]]:
+    """The package of a line, also with an invalid version if the format leaves no doubt that it is one."""
     plain = FILLER.sub("", line).strip()
-    match = next((hit for hit in (pattern.match(plain) for pattern in FORMATS) if hit), None)
-    if match and _is_version(match["version"].replace("%2B", "+")):
-        yield SPOKEN.get(match["name"].lower(), match["name"]), match["version"].replace("%2B", "+")
+    for pattern in FORMATS:
+        if match := pattern.match(plain):
+            version = match["version"].replace("%2B", "+")
+            if pattern in EXACT or _is_version(version):
+                yield SPOKEN.get(match["name"].lower(), match["name"]), version
+            return
 
 
 def _is_version(text: str) -> bool:

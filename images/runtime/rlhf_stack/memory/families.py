@@ -24,6 +24,17 @@ GATED_QUERIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 TIED = ("gemma", "gemma2", "gemma3", "gpt2")  # if the config does not say
 KNOWN = ("llama", "mistral", "mixtral", "gemma", "deepseek_v3", *QKV_BIAS, *HEAD_NORMS, *FOUR_NORMS)
 LINEAR = "linear_attention"
+# What transformers takes where the config.json of a family omits it.
+HYBRID = {"full_attention_interval": 4}
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma3": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+    },
+    **dict.fromkeys(GATED_QUERIES, HYBRID),
+}
 
 Read = Callable[[str], int]  # a dimension of the config, 0 if it has none
 
@@ -36,9 +47,7 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 def layer_parameters(read: Read, config: Mapping[str, Any], family: str) -> int:
     """Parameters of all layers."""
-    layers = read("num_hidden_layers")
-    kinds = config.get("layer_types")
-    linear = kinds.count(LINEAR) if isinstance(kinds, list) and len(kinds) == layers else 0
+    layers, linear = read("num_hidden_layers"), linear_layers(read, config)
     attention = latent_attention(read) if read("kv_lora_rank") else grouped_attention(read, config, family)
     dense = read("first_k_dense_replace") if experts(read) else layers
     hidden = read("hidden_size")
@@ -50,6 +59,15 @@ def layer_parameters(read: Read, config: Mapping[str, Any], family: str) -> int:
         + (layers - dense) * expert_mlp(read, family)
         + layers * norms
     )
+
+
+def linear_layers(read: Read, config: Mapping[str, Any]) -> int:
+    """The number of layers with linear attention: those listed, or all but the last of each interval."""
+    layers, interval = read("num_hidden_layers"), read("full_attention_interval")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return kinds.count(LINEAR)
+    return layers - layers // interval if interval else 0
 
 
 def experts(read: Read) -> int:

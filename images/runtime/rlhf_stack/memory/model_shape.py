@@ -6,7 +6,7 @@ computed by `families`.
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         raise ShapeError(f"{name}: {stored} parameters, more than {MOST_PARAMETERS:.0e}")
     config = {ALIASES.get(key, key): value for key, value in config.items()}
     family = families.family_of(config)
+    stated = {key: value for key, value in config.items() if value is not None}
+    config = {**families.DEFAULTS.get(family, {}), **stated}
     heads, hidden = (_size(config, name, key) for key in ("num_attention_heads", "hidden_size"))
     defaults = {
         "num_key_value_heads": heads,
@@ -141,7 +143,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
 
     for key in ("num_hidden_layers", "vocab_size"):
         _size(config, name, key)
-    experts = families.experts(read)
+    experts, linear = families.experts(read), families.linear_layers(read, config)
     width = (read("moe_intermediate_size") if experts else 0) or read("intermediate_size")
     if not width:
         raise ShapeError(f"{name}: intermediate_size is missing. {REMEDY}")
@@ -161,7 +163,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         qkv_bias=bool(config.get("attention_bias", family in families.QKV_BIAS)),
         head_norm=family in families.HEAD_NORMS,
         parameters=stored,
-        cached_layers=_cached_layers(config, read("num_hidden_layers")),
+        cached_layers=read("num_hidden_layers") - linear if linear else 0,
         latent=(read("kv_lora_rank") + read("qk_rope_head_dim")) if read("kv_lora_rank") else 0,
         estimated=not stored and family not in families.KNOWN,
     )
@@ -182,16 +184,8 @@ def _vision(config: Mapping[str, Any], name: str) -> int:
     part = config.get("vision_config")
     if not isinstance(part, Mapping):
         return 0
-    part = {**VISION, **part}
+    part = {"model_type": config.get("model_type"), **VISION, **part}  # of older files, which have none
     return families.vision_parameters(part, lambda key: _optional(part, f"{name}: vision_config", key))
-
-
-def _cached_layers(config: Mapping[str, Any], layers: int) -> int:
-    """The layers whose cache grows with the length: not those with linear attention."""
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        return 0
-    return layers - kinds.count(families.LINEAR)
 
 
 REMEDY = (
@@ -223,13 +217,16 @@ def parse_shape(text: str) -> Shape:
         if not number.is_integer():
             raise ShapeError(f"{part!r}: {value!r} is not a whole number")
         values[name] = int(number)
+    for name in ("tied", "qkv_bias", "head_norm"):
+        if values.get(name, 0) > 1:
+            raise ShapeError(f"{shortened(text)!r}: {name} is 0 or 1")
     values.setdefault("kv_heads", values.get("heads", 0))
     if values.get("heads") and "hidden" in values:
         values.setdefault("head_dim", values["hidden"] // values["heads"])
     needed = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
     if missing := [name for name in needed if not values.get(name)]:
         raise ShapeError(f"{text!r}: missing {', '.join(missing)}. {REMEDY}")
-    return Shape(
+    shape = Shape(
         layers=values["layers"],
         hidden=values["hidden"],
         intermediate=values["intermediate"],
@@ -246,6 +243,23 @@ def parse_shape(text: str) -> Shape:
         cached_layers=values.get("cached_layers", 0),
         latent=values.get("latent", 0),
     )
+    for wrong in _contradictions(shape):
+        raise ShapeError(f"{shortened(text)!r}: {wrong}")
+    return shape
+
+
+def _contradictions(shape: Shape) -> Iterator[str]:
+    """What no model of these sizes has."""
+    if shape.heads % shape.kv_heads:
+        yield f"{shape.heads} heads are not a multiple of {shape.kv_heads} kv_heads"
+    if shape.experts and not shape.active:
+        yield "active is missing: how many of the experts each token uses"
+    if shape.active > shape.experts:
+        yield f"{shape.active} active experts of {shape.experts}"
+    if shape.cached_layers > shape.layers:
+        yield f"{shape.cached_layers} cached_layers of {shape.layers} layers"
+    if 0 < shape.parameters < shape.embedding:
+        yield f"{shape.parameters} parameters, fewer than the embedding of its vocabulary"
 
 
 def _size(config: Mapping[str, Any], name: str, key: str) -> int:

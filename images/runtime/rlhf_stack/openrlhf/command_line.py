@@ -23,12 +23,14 @@ from typing import Any, TypeGuard
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
-from rlhf_stack.openrlhf.run_limits import check_words
+from rlhf_stack.openrlhf.run_limits import check_values, check_words
+from rlhf_stack.openrlhf.run_spec import is_flat
+from rlhf_stack.openrlhf.trainer_command import TRAINERS
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
 CHECKS = "_validate_args"  # of OpenRLHF 0.5
-MOST_HINTS = 4
+CHECKED = "_rlhf_stack_checked"
 
 
 class ArgumentsError(UserError):
@@ -63,7 +65,7 @@ def extract_arguments(command: Sequence[str]) -> list[str]:
 def _not_a_run(word: str) -> ArgumentsError:
     return ArgumentsError(
         f"{shortened(word)!r} does not start a run that can be planned: give the command line of {NAME}, "
-        f"such as -- python -m {MODULE} ARGUMENTS"
+        f"{', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, such as -- python -m {MODULE} ARGUMENTS"
     )
 
 
@@ -72,7 +74,12 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
     check_words(arguments)
     release, source = _installed(program)
     recorded: list[Any] = []
-    code, scope = _main_block(source, recorded.append)
+
+    def checked(values: Any) -> Any:
+        check_values(values, is_flat(release))
+        return values
+
+    code, scope = _main_block(source, recorded.append, checked)
     printed, errors = io.StringIO(), io.StringIO()
     try:
         with (
@@ -86,8 +93,10 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
         message = lines[-1].split("error: ")[-1]
         hints = renamed_flags.hints(message, _options(scope.get("parser")))
         raise ArgumentsError(
-            f"OpenRLHF {release}: {': '.join(filter(None, [message, '; '.join(hints[:MOST_HINTS])]))}"
+            f"OpenRLHF {release}: {': '.join(filter(None, [message, '; '.join(hints)]))}"
         ) from None
+    except UserError:  # of `checked`
+        raise
     except Exception as error:  # its checks are assertions, and an unchecked mistake raises anything
         raise ArgumentsError(f"OpenRLHF {release} rejects these arguments: {_summary(error)}") from error
     notes = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
@@ -116,8 +125,21 @@ def _installed(program: str) -> tuple[str, Path]:
     return release, Path(spec.origin)
 
 
-def _main_block(source: Path, train: Any) -> tuple[Any, dict[str, Any]]:
-    """Compile the main block of a module and the imports it uses; return it and a scope with ``train``."""
+class _CheckedArguments(ast.NodeTransformer):
+    """Wraps the parser's result in `CHECKED`, before upstream's checks, which divide by some numbers."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not (isinstance(node.func, ast.Attribute) and node.func.attr == "parse_args"):
+            return node
+        return ast.copy_location(ast.Call(ast.Name(CHECKED, ast.Load()), [node], []), node)
+
+
+def _main_block(source: Path, train: Any, checked: Any) -> tuple[Any, dict[str, Any]]:
+    """Compile the main block of a module and the imports it uses; return it and a scope with ``train``.
+
+    ``checked`` is called with what the parser returns, and returns it.
+    """
     tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     block = next((node for node in tree.body if _is_main(node)), None)
     if block is None:
@@ -132,9 +154,9 @@ def _main_block(source: Path, train: Any) -> tuple[Any, dict[str, Any]]:
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECKS]
     if checks:  # upstream's `train` calls them first
         block.body.append(ast.parse(f"{CHECKS}(args)").body[0])
-    statements: list[ast.stmt] = [*imports, *checks, *block.body]
-    scope = {"__name__": MODULE, "__file__": str(source), "train": train}
-    return compile(ast.Module(statements, []), str(source), "exec"), scope
+    program = _CheckedArguments().visit(ast.Module([*imports, *checks, *block.body], []))
+    scope = {"__name__": MODULE, "__file__": str(source), "train": train, CHECKED: checked}
+    return compile(ast.fix_missing_locations(program), str(source), "exec"), scope
 
 
 def _is_main(node: ast.stmt) -> TypeGuard[ast.If]:

@@ -6,6 +6,7 @@ OpenRLHF's parser accepts any number; a wrong one fails after the models were lo
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.errors import UserError
@@ -14,54 +15,128 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.sync.backend import BACKENDS
 
 MOST = 10**12  # of any number that has no limit of its own
-COUNT = (1, 10**7)
-FRACTION = (0, 1)
-# Least and most of a number by the end of its flag, with sections (from 0.9 on) or without.
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "zero_stage": (0, 3),
-    "num_nodes": (1, NODES),
-    "num_gpus_per_node": (1, GPUS_PER_NODE),
-    "num_engines": (0, 10**6),
-    "tensor_parallel_size": (1, GPUS_PER_NODE),
-    "ring_attn_size": (1, GPUS_PER_NODE),
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``least`` to ``most``: ``above`` excludes ``least``, and ``below`` ``most``.
+
+    ``off`` is a further value, which turns the flag off.
+    """
+
+    least: float = 0
+    most: float = MOST
+    above: bool = False
+    below: bool = False
+    off: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        over = value > self.least if self.above else value >= self.least
+        under = value < self.most if self.below else value <= self.most
+        return (over and under) or value == self.off
+
+    def __str__(self) -> str:
+        if self.above or self.below:
+            over = f"greater than {self.least:,}" if self.above else f"of at least {self.least:,}"
+            return f"a number {over} and {'less than' if self.below else 'at most'} {self.most:,}"
+        further = "" if self.off is None else f"{self.off}, or "
+        return f"{further}a number from {self.least:,} to {self.most:,}"
+
+
+NOT_NEGATIVE, SIGNED = Range(), Range(-MOST)
+COUNT = Range(1, 10**7)
+LENGTH = Range(1, 10**8)
+FRACTION = Range(0, 1)
+DECAY = Range(0, 1, below=True)
+LEARNING_RATE = Range(0, 10)
+STEPS = Range(1, 10**9, off=-1)
+# The range of a number by the end of its flag, with sections (from 0.9 on) or without.
+LIMITS: Mapping[str, Range] = {
+    "zero_stage": Range(0, 3),
+    "num_nodes": Range(1, NODES),
+    "num_gpus_per_node": Range(1, GPUS_PER_NODE),
+    "num_engines": Range(0, 10**6),
+    "tensor_parallel_size": Range(1, GPUS_PER_NODE),
+    "gpu_memory_utilization": Range(0, 1, above=True),
+    "ring_attn_size": Range(1, GPUS_PER_NODE),
     "ring_attn_head_stride": COUNT,
-    "zpg": (1, 10**6),
+    "ring_head_stride": COUNT,
+    "zpg": Range(1, 10**6),
     "micro_batch_size": COUNT,
     "micro_train_batch_size": COUNT,
     "micro_rollout_batch_size": COUNT,
     "batch_size": COUNT,
     "train_batch_size": COUNT,
     "rollout_batch_size": COUNT,
-    "max_tokens_per_gpu": (1, 10**9),
-    "max_len": (1, 10**8),
-    "max_new_tokens": (1, 10**8),
-    "prompt_max_len": (1, 10**8),
-    "generate_max_len": (1, 10**8),
+    "max_tokens_per_gpu": Range(1, 10**9),
+    "max_len": LENGTH,
+    "max_new_tokens": LENGTH,
+    "prompt_max_len": LENGTH,
+    "generate_max_len": LENGTH,
     "n_samples_per_prompt": COUNT,
-    "max_epochs": (1, 10**6),
-    "num_episodes": (1, 10**6),
-    "max_samples": (1, 10**12),
-    "lr": (0, 10),
-    "learning_rate": (0, 10),
-    "actor_learning_rate": (0, 10),
-    "critic_learning_rate": (0, 10),
-    "max_norm": (0, 10**6),
+    "max_epochs": Range(1, 10**6),
+    "num_episodes": Range(1, 10**6),
+    "max_samples": Range(1),
+    "lr": LEARNING_RATE,
+    "learning_rate": LEARNING_RATE,
+    "actor_learning_rate": LEARNING_RATE,
+    "critic_learning_rate": LEARNING_RATE,
+    "betas": DECAY,
+    "momentum": DECAY,
+    "ns_steps": COUNT,
+    "max_norm": Range(0, 10**6),
     "lr_warmup_ratio": FRACTION,
     "min_lr_ratio": FRACTION,
-    "top_p": FRACTION,
-    "temperature": (0, 100),
+    "seed": Range(0, 2**32 - 1),  # of numpy
+    "gamma": FRACTION,
+    "lambd": FRACTION,
+    "top_p": Range(0, 1, above=True),
+    "temperature": Range(0, 100, above=True),
+    "eval.temperature": Range(0, 100),  # only engines have it, for which 0 is greedy
     "ema_beta": FRACTION,
+    "beta": Range(0, above=True),
+    "label_smoothing": FRACTION,
     "dropout": FRACTION,
-    "lora.rank": (0, 65536),
-    "lora_rank": (0, 65536),
+    "lora.rank": Range(0, 65536),
+    "lora_rank": Range(0, 65536),
     "async_queue_size": COUNT,
+    "horizon": COUNT,
+    "dual_clip": Range(1, above=True),
+    "overlong_buffer_len": Range(0, 10**8, above=True),
+    "stop_properly_penalty_coef": Range(-MOST, 1),
+    "entropy_coef": SIGNED,
+    "clip_range": SIGNED,  # of rewards, as the next
+    "dynamic_filtering_range": SIGNED,
+    "eval.steps": STEPS,
+    "eval_steps": STEPS,
+    "save_steps": STEPS,
+    "freezing_steps": Range(-1),
+    "freezing_actor_steps": Range(-1),
+    "local_rank": Range(-1),
+    "logging_steps": Range(1, 10**9),
+    "max_num": COUNT,
+    "max_ckpt_num": COUNT,
+    "max_mem": Range(0, math.inf),  # upstream's default
 }
-UNLIMITED = ("max_mem",)  # infinity is upstream's default
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?", re.ASCII)  # of a hub, for transformers' `kernels`
 CHOICES: Mapping[str, Sequence[str | None]] = {
     "sync_backend": BACKENDS,
     "grad_accum_dtype": (None, "bf16", "fp16", "fp32"),
+    "lr_scheduler": (  # of transformers 4.46 to 5
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "reduce_lr_on_plateau",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+        "greedy",
+    ),
 }
 NUMBER = re.compile(r"[+-]?[\d_]+(?:\.[\d_]*)?(?:[eE][+-]?\d+)?")
 
@@ -80,21 +155,17 @@ def check_values(values: Any, flat: bool) -> None:
     ``flat``: the flags have no sections.
     """
     for name, value in flags_of(values):
-        shown = f"--{name} {shortened(str(value), 60)}"
+        each = value if isinstance(value, list | tuple) else [value]
+        shown = f"--{name} {shortened(' '.join(map(str, each)), 60)}"
         last = name.rpartition(".")[2]
         if last.endswith("attn_implementation"):
             if value not in ATTENTION and not KERNEL.fullmatch(str(value)):
                 raise UserError(f"{shown}: expected one of {', '.join(ATTENTION)}, or a kernel OWNER/NAME")
         elif (choices := CHOICES.get(_known(CHOICES, name, flat))) and value not in choices:
             raise UserError(f"{shown}: expected one of {', '.join(filter(None, choices))}")
-        elif last.endswith("gpu_memory_utilization") and not (_is_number(value) and 0 < value <= 1):
-            raise UserError(f"{shown}: expected a fraction greater than 0 and at most 1")
-        elif isinstance(value, list | tuple) and not all(_within(one, -MOST, MOST) for one in value):
-            raise UserError(f"{shown}: expected finite numbers")
-        elif _is_number(value) and last not in UNLIMITED:
-            least, most = LIMITS.get(_known(LIMITS, name, flat), (-MOST, MOST))
-            if not _within(value, least, most):
-                raise UserError(f"{shown}: expected a number from {_shown(least)} to {_shown(most)}")
+        limits = LIMITS.get(_known(LIMITS, name, flat), NOT_NEGATIVE)
+        if not all(number in limits for number in filter(_is_number, each)):
+            raise UserError(f"{shown}: expected {limits}")
 
 
 def flags_of(values: Any, section: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,11 +189,3 @@ def _known(table: Mapping[str, Any], name: str, flat: bool) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _within(value: Any, least: float, most: float) -> bool:
-    return not _is_number(value) or (math.isfinite(value) and least <= value <= most)
-
-
-def _shown(limit: float) -> str:
-    return f"{limit:,}"

@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.numbers import GPUS_PER_NODE, NODES, whole
 
 TRAINERS = ("train_sft", "train_dpo", "train_rm")
-LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.runner")
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
+LAUNCHERS = (*TORCHRUN, *DEEPSPEED)
+UNREAD_LAUNCHERS = ("accelerate", "accelerate.commands.launch", "mpirun", "mpiexec")
 NODE_FLAGS = ("--num_nodes", "--nnodes")
 GPU_FLAGS = ("--num_gpus", "--nproc_per_node")
+UNREAD_FLAGS = ("--include", "-i", "--exclude", "-e", "--hostfile", "-H")  # of deepspeed: which machines
 ALL = ("auto", "gpu")  # of torchrun: every GPU
 
 
 @dataclass(frozen=True)
 class TrainerCommand:
-    """A trainer, its arguments, and what its launcher says of nodes and GPUs, None for all of them."""
+    """A trainer, its arguments, and the nodes and GPUs that its launcher takes, None for all of them."""
 
     program: str
     arguments: tuple[str, ...]
@@ -24,29 +29,49 @@ class TrainerCommand:
 
 
 def trainer_command(words: Sequence[str]) -> TrainerCommand | None:
-    """Parse the command line of a trainer; None for another program. `UserError` for a wrong number."""
+    """Parse the command line of a trainer; None for another program.
+
+    `UserError` for a wrong number, and for a launcher or a flag of it that is not read.
+    """
     for index, word in enumerate(words):
         is_module = index > 0 and words[index - 1] in ("-m", "--module")
-        if (is_module and word not in LAUNCHERS) or word.endswith(".py"):
+        if (is_module and word not in (*LAUNCHERS, *UNREAD_LAUNCHERS)) or word.endswith(".py"):
             name = word.removesuffix(".py").replace("/", ".").split(".")[-1]
             if name not in TRAINERS:
                 return None
-            launcher = words[:index]
-            return TrainerCommand(
-                name,
-                tuple(words[index + 1 :]),
-                _number(launcher, NODE_FLAGS, NODES),
-                _number(launcher, GPU_FLAGS, GPUS_PER_NODE),
-            )
+            return TrainerCommand(name, tuple(words[index + 1 :]), *_nodes_and_gpus(words[:index]))
     return None
 
 
-def _number(launcher: Sequence[str], flags: Sequence[str], most: int) -> int | None:
-    """The value of the last of ``flags`` in the words of a launcher, None without one."""
-    found = None
+def _nodes_and_gpus(launcher: Sequence[str]) -> tuple[int | None, int | None]:
+    """The nodes and GPUs that the words before a program take, None for all of them."""
+    names = [PurePath(word).name for word in launcher]
+    if unread := [name for name in names if name in UNREAD_LAUNCHERS]:
+        raise UserError(
+            f"{unread[0]} is a launcher that is not read: put deepspeed or torchrun in its place, with the "
+            "numbers of nodes and GPUs"
+        )
+    is_deepspeed = any(name in DEEPSPEED for name in names)
+    flags = [_flag(word) for word in launcher] if is_deepspeed else []
+    if unread := [flag for flag in flags if flag in UNREAD_FLAGS]:
+        raise UserError(
+            f"{unread[0]} of deepspeed is not read: give --num_nodes and --num_gpus instead, and describe "
+            "the machines by --nodes and --gpus of this command"
+        )
+    # Of torchrun, and of Python alone, the default is one process; of deepspeed, all GPUs.
+    default = None if is_deepspeed else 1
+    return (
+        _number(launcher, NODE_FLAGS, NODES, default),
+        _number(launcher, GPU_FLAGS, GPUS_PER_NODE, default),
+    )
+
+
+def _number(launcher: Sequence[str], flags: Sequence[str], most: int, default: int | None) -> int | None:
+    """The value of the last of ``flags`` in the words of a launcher, None for all."""
+    found = default
     for index, word in enumerate(launcher):
-        name, equals, value = word.partition("=")
-        if name.replace("-", "_").replace("__", "--", 1) in flags:
+        _, equals, value = word.partition("=")
+        if (name := _flag(word)) in flags:
             value = value if equals else (list(launcher[index + 1 : index + 2]) or [""])[0]
             if value in ALL:
                 found = None
@@ -56,3 +81,9 @@ def _number(launcher: Sequence[str], flags: Sequence[str], most: int) -> int | N
             except UserError as error:
                 raise UserError(f"{name} {error}") from None
     return found
+
+
+def _flag(word: str) -> str:
+    """The name of a flag, which torchrun accepts with either of - and _."""
+    name = word.partition("=")[0]
+    return f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name

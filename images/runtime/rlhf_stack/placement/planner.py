@@ -12,7 +12,7 @@ nodes is placed uniformly (see ``uniform``).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rlhf_stack.config import env_vars
@@ -33,22 +33,34 @@ from rlhf_stack.placement.uniform import uniform_plan
 SHOWN_NODES = 16
 
 
-def plan(nodes: Sequence[FreeNode], request: Request, allow_straddle: bool = False) -> Plan:
+Suits = Callable[[Request], bool]
+
+
+def plan(
+    nodes: Sequence[FreeNode],
+    request: Request,
+    allow_straddle: bool = False,
+    suits: Suits = lambda _: True,
+) -> Plan:
     """Return a placement of ``request`` on ``nodes``.
 
     Raises `PlacementError` if there is none; the message has the reason, the nodes, the request and what
-    would fit. With ``allow_straddle`` engines that fit on no node span several, as few engines as possible.
+    would fit and ``suits`` the run. With ``allow_straddle`` engines that fit on no node span several, as few
+    engines as possible.
     """
     try:
         return _place(nodes, request, allow_straddle)
     except _NoRoom as reason:
-        raise PlacementError(_explain_failure(nodes, request, str(reason))) from None
+        raise PlacementError(_explain_failure(nodes, request, str(reason), suits)) from None
 
 
-def nearest_requests(nodes: Sequence[FreeNode], request: Request) -> list[Request]:
+def nearest_requests(
+    nodes: Sequence[FreeNode], request: Request, suits: Suits = lambda _: True
+) -> list[Request]:
     """Return similar requests that fit: at most one with fewer engines and one with smaller engines.
 
-    Engines that share the trainer's GPUs must use all of them, so only their size changes.
+    ``suits`` says whether the run may have such engines. Engines that share the trainer's GPUs must use all
+    of them, so only their size changes.
     """
     engines = request.engines
     if engines is None or not engines.count:
@@ -59,11 +71,12 @@ def nearest_requests(nodes: Sequence[FreeNode], request: Request) -> list[Reques
     if not engines.shares:
         room = (sum(free) - request.size + total) // engines.size
         count = min(count_fitting(free, engines.size), room, engines.count - 1)
-        found += _fits(nodes, replace(request, engines=replace(engines, count=count)))
+        fewer = replace(request, engines=replace(engines, count=count))
+        found += _fits(nodes, fewer) if suits(fewer) else []
     for size in range(engines.size - 1, 0, -1):
         if engines.size % size == 0:
-            smaller = replace(engines, size=size, count=total // size)
-            if fitting_request := _fits(nodes, replace(request, engines=smaller)):
+            smaller = replace(request, engines=replace(engines, size=size, count=total // size))
+            if suits(smaller) and (fitting_request := _fits(nodes, smaller)):
                 return found + fitting_request
     return found
 
@@ -188,13 +201,13 @@ def describe_free(nodes: Sequence[FreeNode]) -> str:
     return "; ".join([*shown, *more]) or "no node"
 
 
-def _explain_failure(nodes: Sequence[FreeNode], request: Request, reason: str) -> str:
+def _explain_failure(nodes: Sequence[FreeNode], request: Request, reason: str, suits: Suits) -> str:
     lines = [
         f"cannot place this run: {reason}",
         f"requested: {describe_request(request)}",
         f"free: {describe_free(nodes)}",
     ]
-    if found := nearest_requests(nodes, request):
+    if found := nearest_requests(nodes, request, suits):
         lines.append(f"would fit: {' | '.join(describe_request(other) for other in found)}")
     if reason.startswith("only"):
         lines.append(f"{env_vars.ALLOW_STRADDLE}=1 lets engines straddle nodes, which is slow")

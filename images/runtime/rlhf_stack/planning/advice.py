@@ -1,13 +1,14 @@
 """Finds changes with which a run fits, one alone or several together, and a layout identical on all nodes."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_stack.memory import Shape
-from rlhf_stack.openrlhf.run_spec import PPO, Run
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
 from rlhf_stack.placement.model import Engines, Group
-from rlhf_stack.planning.assessment import Assessment, assess
+from rlhf_stack.planning.assessment import Assessment, assess, optimizer_step
 from rlhf_stack.planning.cluster_spec import Machine
 
 LOWEST_UTILIZATION = 0.3
@@ -17,6 +18,10 @@ MOST_SYMMETRIC = 512  # nodes: a search among all layouts of more takes minutes
 SHORTEST = 512  # tokens: no shorter length is advised
 
 FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
+    "actor_ref": ("--colocate_actor_ref", "--train.colocate_actor_ref"),
+    "critic_reward": ("--colocate_critic_reward", "--train.colocate_critic_reward"),
+    "quantized": ("--load_in_4bit", "--ds.load_in_4bit"),
+    "batch": ("--train_batch_size", "--train.batch_size"),
     "checkpointing": ("--gradient_checkpointing", "--actor.gradient_checkpointing_enable"),
     "train_batch": ("--micro_train_batch_size", "--train.micro_batch_size"),
     "rollout_batch": ("--micro_rollout_batch_size", "--rollout.micro_batch_size"),
@@ -127,7 +132,14 @@ def _together(found: Assessment, machines: Sequence[Machine], shapes: Mapping[st
     return []
 
 
-def _excess(found: Assessment) -> int:
+def _excess(found: Assessment) -> tuple[int, int, int]:
+    """How far a run is from fitting: GPUs that it lacks, contradictions, and bytes missing."""
+    free = sum(int(node.machine.free.gpus) for node in found.nodes)
+    lacking = max(1, found.gpus_needed - free) if found.refusal else 0
+    return lacking, len(found.contradictions), _bytes_missing(found)
+
+
+def _bytes_missing(found: Assessment) -> int:
     """The bytes missing on GPUs and hosts, and in caches that cannot hold one sequence."""
     missing = sum(
         max(0, gpu.peak - node.machine.gpu_memory)
@@ -157,6 +169,7 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
         if text := flag(run, name, *values):
             yield (text,), reason, changed
 
+    yield from _sharing(run)
     shared = run.request.engines is not None and run.request.engines.shares is not None
     if shared and not run.engine_sleeps:
         reason = "engines release their memory while the trainer computes"
@@ -194,7 +207,53 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
         )
     yield from _engine_changes(run)
     yield from _host_changes(run)
+    yield from _repairs(run)
     yield from _shorter(run)
+
+
+def _sharing(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    """Two roles on the same GPUs."""
+    for setting, one, other in (("actor_ref", ACTOR, REF), ("critic_reward", CRITIC, REWARD)):
+        if together := _colocated(run, one, other):
+            yield (flag(run, setting),), f"{one} and {other} share GPUs", together
+
+
+def _repairs(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    """Settings without which the run is refused on any cluster."""
+    if (batch := _accepted_batch(run)) != run.batch:
+        reason = "DeepSpeed accepts multiples of the micro batch on all ranks"
+        yield (flag(run, "batch", batch),), reason, replace(run, batch=batch)
+    if run.quantized and not run.lora:
+        reason = "weights of 4 bits cannot be trained"
+        yield (WITHOUT + flag(run, "quantized"),), reason, replace(run, quantized=False)
+
+
+def _colocated(run: Run, one: str, other: str) -> Run | None:
+    """The run with two roles on the GPUs of the first, None unless both have equal groups of their own."""
+    groups = {group.name: group for group in run.request.groups}
+    has_second = f"{other}1" in groups  # a further reward model, which cannot share
+    if not {one, other} <= groups.keys() or has_second:
+        return None
+    if groups[one].nodes != groups[other].nodes or groups[one].gpus_per_node != groups[other].gpus_per_node:
+        return None
+    kept = tuple(
+        replace(group, strict_spread=run.flat or group.strict_spread) if group.name == one else group
+        for group in run.request.groups
+        if group.name != other
+    )
+    roles = tuple(replace(role, group=one) if role.name == other else role for role in run.roles)
+    order = [name for name in run.order if name != other]
+    if not run.flat and one == ACTOR:  # which is then created before the engines
+        order = [ACTOR, *(name for name in order if name != ACTOR)]
+    return replace(run, request=replace(run.request, groups=kept), roles=roles, order=tuple(order))
+
+
+def _accepted_batch(run: Run) -> int:
+    """The batch nearest to the requested one that DeepSpeed accepts."""
+    if run.tokens is not None:
+        return run.batch
+    step = math.lcm(*(optimizer_step(run, role) for role in run.roles if role.trained))
+    return max(step, round(run.batch / step) * step)
 
 
 def _host_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf_stack.config import env_vars
 from rlhf_stack.inputs.text import first_names
 from rlhf_stack.memory import KvCache, Shape, reload_memory, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
-from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
-from rlhf_stack.placement import FreeNode, PlacementError, Plan, plan
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Role, Run
+from rlhf_stack.placement import FreeNode, PlacementError, Plan, Request, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
 from rlhf_stack.planning.upstream_placement import UpstreamLayout, upstream_layout
@@ -57,7 +57,8 @@ class Assessment:
     """The assessment of a run before it starts; ``problems`` is empty if it fits.
 
     ``ours`` is the placement of this distribution; if there is none it is None, and ``refusal``, which
-    ``problems`` contains, has the reason. ``upstream`` is the placement of OpenRLHF.
+    ``problems`` contains, has the reason. ``upstream`` is the placement of OpenRLHF. ``contradictions`` are
+    the problems that the run has on any cluster.
     """
 
     run: Run
@@ -69,6 +70,7 @@ class Assessment:
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     refusal: str = ""
+    contradictions: tuple[str, ...] = ()
 
     @property
     def gpus_needed(self) -> int:
@@ -99,10 +101,9 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
     per_role = needs(run, shapes)
     smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
     engine = engine_cache(run, shapes, smallest)
-    problems = [*_mismatches(run), *_heads(run, shapes)]
-    if run.quantized and not run.lora:
-        problems.append("weights of 4 bits cannot be trained: use LoRA with them (a rank above 0)")
-    ours, upstream, refusal = _placed(run, free)
+    contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
+    problems = list(contradictions)
+    ours, upstream, refusal = _placed(run, free, shapes)
     nodes = [
         PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
     ]
@@ -138,16 +139,23 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         problems=tuple(problems),
         notes=tuple(notes),
         refusal=refusal,
+        contradictions=tuple(contradictions),
     )
 
 
-def _placed(run: Run, free: Sequence[FreeNode]) -> tuple[Plan | None, UpstreamLayout, str]:
+def _placed(
+    run: Run, free: Sequence[FreeNode], shapes: Mapping[str, Shape]
+) -> tuple[Plan | None, UpstreamLayout, str]:
     """The placement of this distribution, that of upstream, and the error if the run cannot be placed."""
     upstream = (
         upstream_layout_flat(free, run.request) if run.flat else upstream_layout(free, run.request, run.order)
     )
+
+    def suits(request: Request) -> bool:
+        return not _mismatches_of_engines(replace(run, request=request), shapes)
+
     try:
-        return plan(free, run.request), upstream, ""
+        return plan(free, run.request, suits=suits), upstream, ""
     except PlacementError as error:
         return None, upstream, str(error)
 
@@ -256,16 +264,8 @@ def _mismatches(run: Run) -> list[str]:
                 f"{one} and {other} share GPUs but have {ranks[one].ranks} and {ranks[other].ranks} ranks: "
                 "give both the same number of nodes and GPUs"
             )
-    engines = run.request.engines
-    if engines and engines.shares:
-        size = next(group.size for group in run.request.groups if group.name == engines.shares)
-        if engines.count * engines.size != size:
-            found.append(
-                f"{engines.count} engines of {engines.size} GPUs share the {size} GPUs of {engines.shares}, "
-                "but must use all of them"
-            )
     for role in run.roles:
-        step = run.train_batch * role.ranks // (run.ring * run.tensor_parallel)
+        step = optimizer_step(run, role)
         if role.trained and run.tokens is None and run.batch % step:
             found.append(
                 f"DeepSpeed refuses a batch of {run.batch}: it must be a multiple of {step}, the micro batch "
@@ -274,14 +274,37 @@ def _mismatches(run: Run) -> list[str]:
     return found
 
 
-def _heads(run: Run, shapes: Mapping[str, Shape]) -> list[str]:
-    engines = run.request.engines
-    shape = shapes[run.engine_model]
+def optimizer_step(run: Run, role: Role) -> int:
+    """Sequences of one training step of a role on all its ranks."""
+    return run.train_batch * role.ranks // (run.ring * run.tensor_parallel)
+
+
+def _mismatches_of_engines(run: Run, shapes: Mapping[str, Shape]) -> list[str]:
+    """Check the number and the size of the engines."""
+    engines, shape, found = run.request.engines, shapes[run.engine_model], []
+    if engines and engines.shares:
+        size = next(group.size for group in run.request.groups if group.name == engines.shares)
+        if engines.count * engines.size != size:
+            found.append(
+                f"{engines.count} engines of {engines.size} GPUs share the {size} GPUs of {engines.shares}, "
+                "but must use all of them"
+            )
     if engines and shape.heads % engines.size:
-        return [
+        found.append(
             f"vLLM cannot split {shape.heads} heads over {engines.size} GPUs: use a size that divides them"
-        ]
-    return []
+        )
+    return found
+
+
+def _quantized(run: Run) -> list[str]:
+    if not run.quantized or run.lora:
+        return []
+    if run.request.engines is None:
+        return ["weights of 4 bits cannot be trained: use LoRA with them (a rank above 0)"]
+    return [
+        "weights of 4 bits cannot be trained, and with LoRA they cannot be merged for engines: leave "
+        f"{'--load_in_4bit' if run.flat else '--ds.load_in_4bit'} out"
+    ]
 
 
 def _different_gpus(machines: Sequence[Machine]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs import numbers
-from rlhf_stack.inputs.files import read_yaml
+from rlhf_stack.inputs.files import NumberText, read_yaml
 from rlhf_stack.inputs.text import one_line, shortened
 from rlhf_stack.lazy import ray
 from rlhf_stack.placement.model import FreeNode
@@ -17,7 +17,8 @@ from rlhf_stack.placement.model import FreeNode
 GIB = numbers.GIB
 RAY_TYPE = "accelerator_type:"
 TEXTS = ("address", "gpu_type")
-SIZES = {"count": 1, "gpus": 8, "gpu_memory": 0, "cpus": 0, "memory": 0}
+SIZES: dict[str, float] = {"count": 1, "gpus": 8, "gpu_memory": 0, "cpus": 0, "memory": 0}
+MEMORY = {"gpu_memory": numbers.GPU_MEMORY, "memory": numbers.HOST_MEMORY}
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 EXAMPLE = "nodes: [{count: 2, gpus: 8, gpu_memory: 80, cpus: 96, memory: 1000}]"
 
@@ -48,8 +49,9 @@ class Machine:
 
 
 def uniform_machines(count: int, gpus: int, gpu_memory: float, cpus: float, memory: float) -> list[Machine]:
-    """``count`` equal machines; memory in GiB; ``cpus`` 0: enough CPUs for the GPUs."""
-    sizes = {"count": count, "gpus": gpus, "gpu_memory": gpu_memory, "cpus": cpus, "memory": memory}
+    """``count`` equal machines; memory in GiB, 0: unknown; ``cpus`` 0: enough CPUs for the GPUs."""
+    known = {"gpu_memory": gpu_memory, "cpus": cpus, "memory": memory}
+    sizes = {"count": count, "gpus": gpus} | {name: size for name, size in known.items() if size}
     return _machines([sizes], "the command line")
 
 
@@ -117,7 +119,7 @@ def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]
             raise UserError(
                 f"{where}: unknown {', '.join(unknown)}; a node has {', '.join([*SIZES, *TEXTS])}"
             )
-        sizes = {name: _size(entry.get(name, default), name, where) for name, default in SIZES.items()}
+        sizes = SIZES | {name: _size(value, name, where) for name, value in entry.items() if name in SIZES}
         count, gpus = int(sizes["count"]), int(sizes["gpus"])
         if "address" in entry and count != 1:
             raise UserError(
@@ -156,8 +158,8 @@ def _size(value: object, name: str, where: str) -> float:
         else repr(value)[:60]
     )
     try:
-        if name in ("gpu_memory", "memory"):
-            return float(numbers.size(text))
+        if limits := MEMORY.get(name):
+            return float(numbers.size(text, GIB, *limits))
         if name == "cpus":
             return numbers.decimal(text, 0, numbers.CPUS_PER_NODE)
         most = numbers.NODES if name == "count" else numbers.GPUS_PER_NODE
@@ -170,6 +172,6 @@ def _name(value: object, key: str, expected: str, where: str) -> str:
     """The text of a key of a node; "" if it has none."""
     if value is None:
         return ""
-    if not isinstance(value, str) or not NAME.fullmatch(value):
+    if not isinstance(value, str) or isinstance(value, NumberText) or not NAME.fullmatch(value):
         raise UserError(f"{where}: {key} is {repr(value)[:60]}, expected {expected}")
     return value

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import queue
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from rlhf_stack.cluster.connect import summarize_ray_error
 from rlhf_stack.errors import UserError
+from rlhf_stack.telemetry.run_log import messages
 
 LOST = 122  # exit code: the connection to the running job was lost
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -46,7 +46,7 @@ def submit(address: str, words: Sequence[str], environment: Mapping[str, Any]) -
         job = client.submit_job(entrypoint=shlex.join(words), runtime_env=dict(environment))
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise UserError(f"Ray's job server at {address}: {summarize_ray_error(error)}") from None
-    print(f"rlhf-stack: job {job}", file=sys.stderr, flush=True)
+    messages.info(f"job {job}")
     return str(job)
 
 
@@ -69,7 +69,7 @@ def follow(address: str, job: str, write: Callable[[str], None]) -> Ended:
             break
         time.sleep(POLL_SECONDS)
     if status != "SUCCEEDED":
-        print(f"rlhf-stack: job {job} {status.lower()}: {_first(info.message)}", file=sys.stderr)
+        messages.error(f"job {job} {status.lower()}: {_first(info.message)}")
     code = getattr(info, "driver_exit_code", None)
     return Ended(job, status, 0 if status == "SUCCEEDED" else code or 1)
 
@@ -158,7 +158,7 @@ def stop(address: str, job: str) -> None:
         try:
             asyncio.run(asyncio.wait_for(_tail(client, job, lambda _: None), STOP_SECONDS))
         except TimeoutError:
-            print(f"rlhf-stack: job {job} has not ended {STOP_SECONDS:.0f} s after its stop", file=sys.stderr)
+            messages.warning(f"job {job} has not ended {STOP_SECONDS:.0f} s after its stop")
 
 
 def _lost(job: str, address: str, why: str) -> HeadLostError:

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def _append(path: Path, event: str, fields: Mapping[str, Any]) -> None:
 
 def read(directory: Path) -> list[dict[str, Any]]:
     """Return all events below ``directory``, oldest first, without lines that are incomplete or no events."""
-    return _events(path.read_bytes() for path in sorted(directory.glob("**/*.jsonl")))
+    return _events(path.read_bytes() for path in sorted(_files(directory)))
 
 
 def read_recent(directory: Path) -> list[dict[str, Any]]:
@@ -64,8 +64,13 @@ def read_recent(directory: Path) -> list[dict[str, Any]]:
 
     The first ones name the engines; the memory and time that this takes do not grow with a run.
     """
-    files = sorted(directory.glob("**/*.jsonl"), key=lambda path: path.stat().st_mtime)
+    files = sorted(_files(directory), key=lambda path: path.stat().st_mtime)
     return _events(_ends(path) for path in files[-MOST_FILES:])
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """The files of events below ``directory``; to open a pipe would wait for its writer."""
+    return (path for path in directory.glob("**/*.jsonl") if path.is_file())
 
 
 def _ends(path: Path) -> bytes:

@@ -14,6 +14,7 @@ import socket
 import sys
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.errors import UserError
 
 logger = logging.getLogger("rlhf_stack")
 messages = logging.getLogger("rlhf_stack.messages")  # of a command
@@ -68,10 +69,21 @@ def configure() -> bool:
 
 
 def configure_messages() -> None:
-    """Apply both variables to the `messages` of a command; `ValueError` if one is invalid."""
-    messages.setLevel(env_vars.log_level().upper())
+    """Apply both variables to the `messages` of a command; `UserError` if one is invalid."""
+    try:
+        level, is_json = env_vars.log_level(), env_vars.log_format() == "json"
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    messages.setLevel(level.upper())
     messages.propagate = False
-    messages.handlers = [_Lines("stderr", JsonFormatter() if env_vars.log_format() == "json" else _Text())]
+    messages.handlers = [_Lines("stderr", JsonFormatter() if is_json else _Text())]
+
+
+def last_line(text: str, prefix: str) -> str:
+    """The line that says why a command ends: ``text`` after ``prefix``, or JSON. Never an error."""
+    if os.environ.get(env_vars.LOG_FORMAT) != "json":
+        return prefix + text
+    return JsonFormatter().format(messages.makeRecord(messages.name, logging.ERROR, "", 0, text, (), None))
 
 
 def info(text: str) -> None:

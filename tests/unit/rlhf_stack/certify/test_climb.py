@@ -121,10 +121,11 @@ def test_a_signal_ends_the_climb_with_the_certificate_of_what_was_climbed(
     monkeypatch.setattr(on_cluster, "remove", lambda _: None)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["certify", "--out", str(tmp_path / "out")]) == 130
+        assert main(["certify", "--out", str(tmp_path / "out"), "--json"]) == 130
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert "1 passed, 2 not climbed" in capsys.readouterr().out
+    printed = json.loads(capsys.readouterr().out)  # one object, not also that of an error
+    assert (printed["passed"], printed["not_climbed"]) == (1, 2)
     content = json.loads((tmp_path / "out" / FILE).read_text())
     assert [rung["reason"] for rung in content["rungs"]] == ["", climb.INTERRUPTED, climb.INTERRUPTED]
 

@@ -11,7 +11,16 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from rlhf_stack.certify import climb, engines, ipc, memory_peaks, on_cluster, streams, weight_sync
+from rlhf_stack.certify import (
+    climb,
+    collectives,
+    engines,
+    ipc,
+    memory_peaks,
+    on_cluster,
+    streams,
+    weight_sync,
+)
 from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place
 from rlhf_stack.certify.model import PASSED, Record
 from rlhf_stack.cli.main import main
@@ -119,6 +128,26 @@ def test_sleep_must_free_memory_of_the_gpu(
 def test_a_rank_uses_the_gpu_of_its_engine(cuda: Gpu) -> None:
     engines.Rank().share(cuda.uuids[3], None)
     assert cuda.process.index == 3
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda where: engines.Rank().join(where, 1, 2),
+        lambda where: collectives.Member().all_reduce(where, 1, 2, 8),
+    ],
+    ids=["engines", "collectives"],
+)
+@pytest.mark.usefixtures("cuda")
+def test_ranks_join_over_ipv6_too(
+    monkeypatch: pytest.MonkeyPatch, join: Callable[[tuple[str, int]], None]
+) -> None:
+    joined = MagicMock(side_effect=ConnectionError)
+    monkeypatch.setattr(sys.modules["torch"], "distributed", SimpleNamespace(init_process_group=joined))
+    for address, expected in (("fd00::1", "tcp://[fd00::1]:7"), ("10.0.0.1", "tcp://10.0.0.1:7")):
+        with pytest.raises(ConnectionError):
+            join((address, 7))
+        assert joined.call_args.kwargs["init_method"] == expected
 
 
 def test_an_engine_takes_a_part_of_the_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

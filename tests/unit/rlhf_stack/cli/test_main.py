@@ -121,7 +121,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 WRONG_USAGE = [
     ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
-    ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a number of at least 0"),
+    ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a size from 1GiB to 4TiB, such as 80"),
     ("plan", "", "no command line of a run"),
     ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
     ("start", "", "one of the arguments --head --join is required"),
@@ -225,7 +225,12 @@ def test_an_error_and_an_interrupt_are_one_line(
 ) -> None:
     fail(monkeypatch, error)
     assert main(["patches"]) == code
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr() == ("", line)
+    assert main(["patches", "--json"]) == code
+    output, errors = capsys.readouterr()
+    assert errors == line
+    expected = line.removeprefix("error: ").removesuffix("\n")
+    assert json.loads(output) == {"schema": "rlhf-stack/error/1", "error": expected, "code": code}
 
 
 def test_a_closed_pipe_causes_no_traceback() -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from rlhf_stack.cli import run_options
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
+from rlhf_stack.openrlhf import command_line
 from rlhf_stack.recovery.job import Ended
 from rlhf_stack.telemetry import run_log
 
@@ -132,6 +134,29 @@ def test_an_invalid_log_format_is_wrong_usage(
     monkeypatch.setenv(env_vars.LOG_FORMAT, "xml")
     assert main(["submit", "--", "ls"]) == submit.WRONG_USAGE
     assert "RLHF_STACK_LOG_FORMAT='xml': expected text or json" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_messages_as_before")
+def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    monkeypatch.setenv(env_vars.AUTOSCALE, "1")
+    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
+    for name in ("parse_run", "ray_machines", "read_shapes"):
+        monkeypatch.setattr(run_options, name, lambda *_: ([], []))
+    monkeypatch.setattr(
+        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
+    )
+    refused = MagicMock(refusal="8 of 16 GPUs", problems=["8 of 16 GPUs"])
+    monkeypatch.setattr("rlhf_stack.planning.assess", lambda *_: refused)
+    monkeypatch.setattr(submit, "_once", MagicMock(side_effect=UserError("no job server")))
+    assert main(["submit", "--", "x"]) == submit.WRONG_USAGE
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("info", "8 of 16 GPUs; the run will ask the autoscaler"),
+        ("error", "no job server"),
+    ]
 
 
 def test_an_interrupted_job_goes_on_and_is_named(

@@ -58,6 +58,19 @@ def test_ipv6_address_is_in_brackets(address: str) -> None:
     assert host.endpoint("fd00::1", 80) == "[fd00::1]:80"
 
 
+@pytest.mark.parametrize("address", ["fd00:0:0:0:0:0:0:1", "fd00::1:9abc", "[fd00::1:6379]"])
+def test_ipv6_address_without_a_port_gets_rays(address: str) -> None:
+    words = ray_start_command(replace(NODE, join=address), HERE, token=True)
+    assert value(words, "--address") == f"[{address.strip('[]')}]:6379"
+
+
+def test_ipv6_address_that_may_have_a_port_needs_brackets() -> None:
+    """Its last part was taken for a part of the address."""
+    expected = r"expected \[fd00::1\]:6379 with a port, or \[fd00::1:6379\] without"
+    with pytest.raises(UserError, match=expected):
+        ray_start_command(replace(NODE, join="fd00::1:6379"), HERE, token=True)
+
+
 @pytest.mark.parametrize(
     "address",
     [
@@ -94,6 +107,7 @@ def test_address_of_a_node_is_declared(address: str) -> None:
         ("x" * 31, "has 31 characters"),
         ("x" * 20 + "\n" + "y" * 20, "white space"),
         ("ü" * 40, "white space or other characters"),
+        ("\ufeff" + GOOD, "white space or other characters"),
     ],
 )
 def test_unusable_token_is_an_error(tmp_path: Path, token: str, problem: str) -> None:

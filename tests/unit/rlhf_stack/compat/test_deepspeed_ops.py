@@ -1,5 +1,7 @@
 """Compilation of a DeepSpeed operator: serialized, logged, and not blocked by killed processes."""
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -191,6 +193,21 @@ def test_a_lock_is_not_stale_while_a_build_holds_its_own(tmp_path: Path) -> None
     assert deepspeed_ops.stale_locks(tmp_path) == [lock]
     assert deepspeed_ops.remove_stale_lock(lock)
     assert not lock.exists()
+
+
+def test_without_locks_on_a_file_system_a_lock_is_not_known_to_be_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
+    lock.touch()
+    (tmp_path / deepspeed_ops.FLOCK_FILE).touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert deepspeed_ops.stale_locks(tmp_path) == []
+    assert not deepspeed_ops.remove_stale_lock(lock)
 
 
 def test_a_young_lock_is_not_stale(tmp_path: Path) -> None:

@@ -331,7 +331,44 @@ def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "seen: line 1: RuntimeError: Device string must not be empty" in printed
     log.write_text("'aimv2' is already used by a Transformers config")
     freeze.write_text("vllm==0.11.0\n")
-    assert ask(capsys, "--log", str(log), "--freeze", str(freeze))[0] == 0
+    code, report = ask(capsys, "--log", str(log), "--freeze", str(freeze))
+    assert (code, report["lines_read"], report["lines_skipped"]) == (0, 1, [])
+
+
+@pytest.mark.parametrize("other", [[], ["--log"]], ids=["alone", "with a log"])
+def test_a_list_without_versions_is_refused_with_the_formats(
+    other: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, freeze = tmp_path / "log", tmp_path / "freeze"
+    log.write_text("all is well\n")
+    freeze.write_text("Versions: torch 2.6.0 vllm 0.19.1\n")
+    options = ["--freeze", str(freeze), *other, *([str(log)] if other else [])]
+    assert main(["doctor", *options]) == 2
+    assert "`pip list`, `pip show`, `conda list`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [[], ["--log"]], ids=["alone", "with a log"])
+def test_lines_without_a_valid_version_are_named(
+    other: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, freeze = tmp_path / "log", tmp_path / "freeze"
+    log.write_text("all is well\n")
+    freeze.write_text("torch==foo\nvllm==0.19.1\nray==bogus\n")
+    options = ["--freeze", str(freeze), *other, *([str(log)] if other else [])]
+    assert main(["doctor", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "1 lines with a version were read\n" in printed
+    assert "skipped, without a valid version: torch==foo, ray==bogus\n" in printed
+    assert ask(capsys, *options)[1]["lines_skipped"] == ["torch==foo", "ray==bogus"]
+
+
+@pytest.mark.parametrize("option", ["--log", "--freeze"])
+def test_a_closed_standard_input_is_wrong_usage(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python sets it for `<&-`
+    assert main(["doctor", option, "-"]) == 2
+    assert capsys.readouterr().err == "error: standard input is closed\n"
 
 
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory\n"
@@ -356,6 +393,8 @@ UNEXPLAINED = re.compile(
         (OUT_OF_MEMORY + STEPS + "book.OddError: strange\n", 4),
         (OUT_OF_MEMORY + STEPS + "Worker exit type: SYSTEM_ERROR\n", 3),
         ("ConnectionError: Connection refused\n(A pid=7) book.OddError: strange\n", 4),
+        ("WARNING: Error: Connection refused, retrying in 5 s\nJob 'x' succeeded\n", 0),
+        ("signals: SIGKILL: 0\n", 0),
     ],
     ids=[
         "nothing",
@@ -370,6 +409,8 @@ UNEXPLAINED = re.compile(
         "an error long after another",
         "a known consequence long after its cause",
         "an error after the consequence of something",
+        "what was tried again",
+        "a counter",
     ],
 )
 def test_the_exit_code_says_what_was_found_in_a_log(

@@ -88,6 +88,34 @@ def test_without_data_the_state_is_unknown() -> None:
     assert state.run_state([], [], {}) == state.RunState(None, None, None, None, (), (), ())
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "phase"},
+        {"event": "phase", "name": 1},
+        {"event": "step"},
+        {"event": "step", "step": "x"},
+        {"event": "step", "step": True},
+        {"event": "step", "step": 1, "reward": "x"},
+        {"event": "step", "step": 10**400},
+        {"event": "sync", "version": "x"},
+        {"event": "sync", "gigabytes_per_second": []},
+        {"event": "engine", "engine": 0},
+        {"event": "engine", "engine": "x", "ranks": []},
+        {"event": "engine", "engine": 0, "ranks": [1]},
+        {"event": "engine restart", "engine": 0},
+        {"event": "engine restart", "engine": 0, "restarts": None},
+        {"event": "recovered"},
+        {"event": "recovered", "seconds": "x"},
+        {"event": "unknown"},
+    ],
+    ids=str,
+)
+def test_a_malformed_event_is_skipped(event: dict[str, Any]) -> None:
+    event = event | {"time": 1.0}
+    assert state.run_state([*EVENTS, event], SAMPLES, GROUPS) == state.run_state(EVENTS, SAMPLES, GROUPS)
+
+
 @given(st.text(max_size=300))
 def test_any_text_can_be_parsed(text: str) -> None:
     state.run_state([], list(metrics.parse("a", text)), {})

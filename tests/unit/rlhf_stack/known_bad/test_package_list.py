@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_stack.known_bad.package_list import versions_in
+from rlhf_stack.known_bad.package_list import read_versions
 
 COLLECT_ENV = """\
 PyTorch version              : 2.7.0+cu126
@@ -30,6 +30,16 @@ CONDA_LIST = """\
 # packages in environment at /opt/conda:
 # Name                    Version                   Build  Channel
 pytorch                   2.5.1           py3.10_cuda12.4_cudnn9.1.0_0    pytorch
+"""
+PIP_SHOW = """\
+Name: torch
+Version: 2.6.0
+Summary: Tensors
+Requires: filelock, triton
+Required-by: vllm
+---
+Name: vllm
+Version: 0.8.5
 """
 UV_LOCK = """\
 version = 1
@@ -67,6 +77,7 @@ INSPECT = json.dumps(
         ('[{"name": "ray", "version": "2.9.3"}]', {"ray": "2.9.3"}, 1),
         (CONDA_LIST, {"torch": "2.5.1"}, 1),
         ("dependencies:\n  - pytorch=2.5.1=py3.10\n  - pip:\n    - vllm==0.8.5\n", None, 2),
+        (PIP_SHOW, {"torch": "2.6.0", "vllm": "0.8.5"}, 2),
         (UV_LOCK, {"ray": "2.46.0"}, 1),
         (INSPECT, {"ray": "2.55.0"}, 1),
         ("ray[default]==2.42.0\nray[default,serve]==2.43.0\n", {"ray": "2.43.0"}, 2),
@@ -81,6 +92,7 @@ INSPECT = json.dumps(
         "pip list --format json",
         "conda list",
         "conda env export",
+        "pip show",
         "uv.lock",
         "docker inspect",
         "extras",
@@ -93,12 +105,26 @@ INSPECT = json.dumps(
 def test_versions_are_read_from_what_people_paste(
     text: str, versions: dict[str, str] | None, lines: int
 ) -> None:
-    found = versions_in(text)
-    assert found[1] == lines
-    assert versions is None or found[0] == versions
+    found = read_versions(text)
+    assert (found.lines, found.skipped) == (lines, ())
+    assert versions is None or found.versions == versions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch==foo\nvllm==0.19.1\n",
+        "torch @ file:///wheels/torch-foo-cp311-cp311-linux_x86_64.whl\nvllm==0.19.1\n",
+        '[{"name": "torch", "version": "foo"}, {"name": "vllm", "version": "0.19.1"}]',
+        "Name: torch\nVersion: foo\nName: vllm\nVersion: 0.19.1\n",
+    ],
+)
+def test_a_version_that_is_none_is_skipped(text: str) -> None:
+    found = read_versions(text)
+    assert (found.versions, found.lines, found.skipped) == ({"vllm": "0.19.1"}, 1, ("torch==foo",))
 
 
 @given(st.text(max_size=300))
 def test_any_text_can_be_read(text: str) -> None:
-    versions, lines = versions_in(text)
-    assert len(versions) <= lines
+    found = read_versions(text)
+    assert len(found.versions) <= found.lines

@@ -231,6 +231,47 @@ def test_a_consequence_before_an_unknown_error_is_a_note(text: str, severities: 
     assert [one.severity for one in known_bad.explain(ROWS, text)] == severities
 
 
+RETRIED = [
+    "WARNING: 429 Client Error: Too Many Requests for url: https://huggingface.co/x, retrying in 5 s\n",
+    "Retrying (Retry(total=2)) after connection broken by 'X: [Errno 111] Connection refused': /api\n",
+    "Failed to bind to address 0.0.0.0:8265: Address already in use, trying port 8266\n",
+    "torch.OutOfMemoryError: CUDA out of memory. Retrying with batch size 4\n",
+]
+
+
+@pytest.mark.parametrize("line", RETRIED)
+def test_what_is_tried_again_is_a_note_if_no_error_follows(line: str) -> None:
+    (found,) = known_bad.explain(ROWS, line + "Job 'x' succeeded\n")
+    assert found.severity == "note"
+    assert known_bad.last_error(line) is None
+    (found, *_) = known_bad.explain(ROWS, NO_ROOM + line)
+    assert (found.id, found.severity) == ("vllm-no-cache-memory", "error")
+    found = next(one for one in known_bad.explain(ROWS, line + NO_ROOM) if one.id != "vllm-no-cache-memory")
+    assert found.severity == "error"
+
+
+def test_what_failed_in_the_end_is_no_note() -> None:
+    """The last match outside of the lines about retries counts."""
+    (found,) = known_bad.explain(ROWS, REFUSED + RETRIED[1])
+    assert (found.line, found.severity) == (1, "error")
+    (found,) = known_bad.explain(ROWS, "ValueError: gave up after retrying: Connection refused\n")
+    assert found.severity == "error"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "removed idle node; missed too many heartbeats: 0\n",
+        "signals: SIGKILL: 0, SIGSEGV: 0\n",
+        "Received and initiated operation=Connect res=0\n",
+        'INFO HTTP Request: POST https://judge/v1 "HTTP/1.1 429 Too Many Requests"\n',
+    ],
+)
+def test_harmless_lines_match_nothing(text: str) -> None:
+    assert known_bad.explain(ROWS, text) == []
+    assert known_bad.last_error(text) is None
+
+
 UNSUPPORTED = "ValueError: a is not supported with b\n"
 
 

@@ -107,6 +107,54 @@ QWEN2_5_VL = {
     "tie_word_embeddings": False,
     "vision_config": {"model_type": "qwen2_5_vl_vision", "hidden_size": 3584, "out_hidden_size": 3584},
 }
+# As published: of Gemma 3 with images, Qwen2.5-VL 7B and Qwen3-Next 80B, which omit what transformers knows.
+GEMMA3_12B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27},
+}
+GEMMA3_4B = GEMMA3_12B | {
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "head_dim": None,
+    }
+}
+QWEN2_5_VL_7B = {
+    "model_type": "qwen2_5_vl",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+    },
+}
+QWEN3_NEXT = {name: value for name, value in QWEN3_5_MOE.items() if name != "layer_types"} | {
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +167,8 @@ QWEN2_5_VL = {
         (QWEN3_5, 8_953_803_264),
         (QWEN3_5_MOE, 34_660_610_688),
         (QWEN2_5_VL, 75_789_228_800),
+        (QWEN2_5_VL_7B, 8_292_166_656),
+        (QWEN3_NEXT, 79_674_391_296),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
 )
@@ -134,6 +184,23 @@ def test_an_unknown_family_is_estimated_by_its_dimensions() -> None:
     shape = shape_from_config(GEMMA3 | {"model_type": "heard-of-tomorrow", "tie_word_embeddings": True})
     assert shape.estimated
     assert abs(shape.total / 2_628_658_432 - 1) < 0.01
+
+
+@pytest.mark.parametrize(("config", "heads", "text"), [(GEMMA3_12B, 16, 11.77e9), (GEMMA3_4B, 8, 3.88e9)])
+def test_dimensions_that_gemma_omits_are_those_of_its_class(
+    config: dict[str, Any], heads: int, text: float
+) -> None:
+    """Without head_dim, 240 were computed; the vision part is not counted, which is said."""
+    shape = shape_from_config(config)
+    assert (shape.heads, shape.head_dim, shape.vocabulary) == (heads, 256, 262208)
+    assert shape.kv_heads == heads // 2
+    assert abs(shape.total / text - 1) < 0.001
+    assert shape.estimated
+
+
+@pytest.mark.parametrize("interval", [{}, {"full_attention_interval": 4}])
+def test_every_fourth_layer_of_a_hybrid_is_cached_without_a_list_too(interval: dict[str, int]) -> None:
+    assert shape_from_config(QWEN3_NEXT | interval).cached_layers == 12
 
 
 def test_latent_attention_caches_one_vector_for_a_token_on_every_gpu() -> None:

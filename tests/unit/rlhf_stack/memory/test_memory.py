@@ -185,6 +185,9 @@ def test_weights_that_are_only_a_pointer_are_an_error(tmp_path: Path) -> None:
         read_shape(tmp_path)
 
 
+TYPED = "layers:28,hidden:3584,intermediate:18944,heads:28,vocabulary:152064"
+
+
 def test_typed_sizes_are_those_of_the_config() -> None:
     text = "layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064,qkv_bias:1"
     assert parse_shape(text) == shape_from_config(QWEN)
@@ -198,6 +201,14 @@ def test_typed_sizes_are_those_of_the_config() -> None:
         ("layers:-1", "must not be negative"),
         ("layers:2,hidden:64", "missing intermediate, heads"),
         ("layers:inf", "is not a number"),
+        (f"{TYPED},kv_heads:29", "28 heads are not a multiple of 29 kv_heads"),
+        (f"{TYPED},kv_heads:8", "28 heads are not a multiple of 8 kv_heads"),
+        (f"{TYPED},active:8,experts:4", "8 active experts of 4"),
+        (f"{TYPED},active:8", "8 active experts of 0"),
+        (f"{TYPED},experts:4", "active is missing"),
+        (f"{TYPED},tied:7", "tied is 0 or 1"),
+        (f"{TYPED},cached_layers:29", "29 cached_layers of 28 layers"),
+        (f"{TYPED},parameters:1", "1 parameters, fewer than the embedding"),
     ],
 )
 def test_typed_sizes_that_are_wrong_are_named(text: str, error: str) -> None:

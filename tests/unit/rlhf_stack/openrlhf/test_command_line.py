@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.openrlhf.command_line import ArgumentsError, extract_arguments, parse
 
@@ -77,6 +78,52 @@ def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("release", "flag", "value"),
+    [
+        ("0.11.2", "ds.ring_attn_size", "0"),
+        ("0.11.2", "ds.tensor_parallel_size", "0"),
+        ("0.11.2", "rollout.micro_batch_size", "0"),
+        ("0.11.2", "actor.num_nodes", "100001"),
+        ("0.5.1", "critic_num_gpus_per_node", "0"),
+    ],
+)
+def test_limits_apply_before_the_checks_of_upstream(
+    upstream: Path, monkeypatch: pytest.MonkeyPatch, release: str, flag: str, value: str
+) -> None:
+    """Which divide by these numbers, and name another one."""
+    upstream.write_text(
+        "import argparse\n"
+        "def _validate_args(args):\n"
+        f"    assert 8 // getattr(args, {flag!r}), 'the number of sample batches'\n"
+        'if __name__ == "__main__":\n'
+        "    parser = argparse.ArgumentParser()\n"
+        f"    parser.add_argument('--{flag}', type=int)\n"
+        "    args = parser.parse_args()\n"
+        "    train(args)\n"
+    )
+    monkeypatch.setattr(command_line, "_installed", lambda _: (release, upstream))
+    with pytest.raises(UserError, match=rf"^--{flag} {value}: expected a number from 1 to"):
+        parse([f"--{flag}", value])
+
+
+@pytest.mark.usefixtures("upstream")
+def test_every_flag_of_an_older_release_gets_its_hint() -> None:
+    """Only four were shown, and a published script has 40."""
+    old = [
+        "--perf",
+        "--ptx_coef",
+        "--pretrain_data",
+        "--actor_init_on_gpu",
+        "--disable_trace_cache",
+        "--noded",
+    ]
+    with pytest.raises(ArgumentsError) as raised:
+        parse(old)
+    assert all(f"leave {flag} out" in str(raised.value) for flag in old[:-1])
+    assert "did you mean '--nodes'?" in str(raised.value)
+
+
 def test_module_without_a_main_block_is_named(upstream: Path) -> None:
     upstream.write_text("import argparse\n")
     with pytest.raises(ArgumentsError, match="no main block"):
@@ -124,6 +171,11 @@ def test_other_command_is_an_error() -> None:
 def test_a_value_that_ends_as_the_program_does_hides_nothing(words: list[str]) -> None:
     """All that stands before it was lost, so that another run was planned and submitted."""
     assert extract_arguments(["python", "-m", "openrlhf.cli.train_ppo_ray", *words]) == words
+
+
+def test_an_error_names_all_programs_that_are_planned() -> None:
+    with pytest.raises(ArgumentsError, match=r"of train_ppo_ray, train_sft, train_dpo or train_rm, such as"):
+        extract_arguments(["deepspeed", "--module", "openrlhf.cli.train_kto"])
 
 
 def test_another_module_is_an_error_even_if_a_value_names_the_program() -> None:

@@ -22,14 +22,38 @@ SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv
             "torchrun --nproc-per-node 8 --nnodes 1:3 -m openrlhf.cli.train_rm",
             TrainerCommand("train_rm", (), 3, 8),
         ),
-        ("torchrun --nproc_per_node gpu -m openrlhf.cli.train_rm", TrainerCommand("train_rm", ())),
-        ("python -m torch.distributed.run -m openrlhf.cli.train_sft", TrainerCommand("train_sft", ())),
+        ("torchrun --nproc_per_node gpu -m openrlhf.cli.train_rm", TrainerCommand("train_rm", (), 1, None)),
+        ("torchrun -m openrlhf.cli.train_sft", TrainerCommand("train_sft", (), 1, 1)),
+        ("/usr/bin/torchrun --nproc_per_node=8 train_sft.py", TrainerCommand("train_sft", (), 1, 8)),
+        ("python -m torch.distributed.run -m openrlhf.cli.train_sft", TrainerCommand("train_sft", (), 1, 1)),
+        ("python -m openrlhf.cli.train_sft --x 1", TrainerCommand("train_sft", ("--x", "1"), 1, 1)),
+        ("python train_dpo.py", TrainerCommand("train_dpo", (), 1, 1)),
+        ("deepspeed train_sft.py --include x", TrainerCommand("train_sft", ("--include", "x"))),
         ("python -m openrlhf.cli.train_ppo_ray --path train_sft.py", None),
         ("ls train_sft", None),
     ],
 )
 def test_command_lines_of_launchers(words: str, expected: TrainerCommand | None) -> None:
     assert trainer_command(words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "named"),
+    [
+        ("deepspeed --include localhost:0,1 --module", "--include of deepspeed"),
+        ("deepspeed -i localhost:0,1 --module", "-i of deepspeed"),
+        ("deepspeed --exclude=worker-1 --module", "--exclude of deepspeed"),
+        ("deepspeed --hostfile hosts --module", "--hostfile of deepspeed"),
+        ("python -m deepspeed.launcher.runner -H hosts --module", "-H of deepspeed"),
+        ("accelerate launch --num_processes 4 -m", "accelerate is a launcher"),
+        ("python -m accelerate.commands.launch --num_processes 4 -m", "accelerate.commands.launch is a"),
+        ("/usr/bin/mpirun -n 4 python -m", "mpirun is a launcher"),
+    ],
+)
+def test_what_would_choose_other_gpus_is_refused(launcher: str, named: str) -> None:
+    """All GPUs were planned."""
+    with pytest.raises(UserError, match=f"^{named}.* not read"):
+        trainer_command([*launcher.split(), "openrlhf.cli.train_sft"])
 
 
 @pytest.mark.parametrize("value", ["0", "x", "", "100001", "-1", "1.5"])

@@ -75,6 +75,19 @@ def test_error_shows_the_nodes_the_request_and_what_would_fit() -> None:
     ]
 
 
+def test_engines_that_the_run_cannot_have_are_not_suggested() -> None:
+    def suits(other: Request) -> bool:
+        return other.engines is not None and other.engines.size < 3
+
+    request = Request((), Engines(3, 6))
+    sizes = [other.engines for other in nearest_requests(cluster(9, 9), request)]
+    assert sizes == [Engines(2, 6), Engines(6, 3)]
+    assert [other.engines for other in nearest_requests(cluster(9, 9), request, suits)] == [Engines(18, 1)]
+    with pytest.raises(PlacementError) as refusal:
+        plan(cluster(6, 6, 4), Request((), Engines(3, 5)), suits=lambda _: False)
+    assert "would fit" not in str(refusal.value)
+
+
 def test_smaller_engines_are_suggested_if_gpus_are_shared() -> None:
     request = Request((Group("actor", 2, 6),), Engines(3, 4, "actor"))
     assert [other.engines for other in nearest_requests(cluster(6, 6), request)] == [Engines(6, 2, "actor")]

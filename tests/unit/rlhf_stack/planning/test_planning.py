@@ -474,7 +474,89 @@ def test_weights_of_4_bits_need_a_quarter_and_lora() -> None:
     small = assess(run("big", lora=8, quantized=True), machines, SHAPES)
     assert 0.25 < small.needs["actor"].weights / full.needs["actor"].weights < 0.40  # heads stay in 16 bits
     assert not small.problems
-    assert any("use LoRA" in problem for problem in assess(run(quantized=True), machines, SHAPES).problems)
+    alone = replace(run(quantized=True), request=replace(run().request, engines=None))
+    assert any("use LoRA" in problem for problem in assess(alone, machines, SHAPES).problems)
+
+
+@pytest.mark.parametrize(("release", "flag"), [("0.11.2", "--ds.load_in_4bit"), ("0.5.1", "--load_in_4bit")])
+def test_weights_of_4_bits_are_to_be_left_out_next_to_engines(release: str, flag: str) -> None:
+    """LoRA was advised, with which the run is refused too: weights of 4 bits cannot be merged."""
+    machines = uniform_machines(2, 8, 80, 64, 2000)
+    found = assess(run(quantized=True, release=release), machines, SHAPES)
+    (problem,) = found.problems
+    assert problem.endswith(f"leave {flag} out")
+    assert [one.flags for one in advise(found, machines, SHAPES)] == [(f"without {flag}",)]
+
+
+def apart(
+    one: str = "actor", other: str = "ref", ranks: int = 8, engines: Engines | None = None, **changes: Any
+) -> Run:
+    """A run whose two roles have GPUs of their own."""
+    trained = {"actor": True, "ref": False, "critic": True, "reward": False}
+    roles = tuple(
+        Role(name, name, ranks, "small", trained[name], name in ("critic", "reward")) for name in (one, other)
+    )
+    groups = tuple(Group(name, 1, ranks) for name in (one, other))
+    request = Request(groups, engines or Engines(8, 1), 1, 1)
+    planned = run(roles=roles, order=(ENGINES, one, other))
+    return replace(planned, request=request, **changes)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "release", "flag"),
+    [
+        ("actor", "ref", "0.11.2", "--train.colocate_actor_ref"),
+        ("actor", "ref", "0.5.1", "--colocate_actor_ref"),
+        ("critic", "reward", "0.11.2", "--train.colocate_critic_reward"),
+        ("critic", "reward", "0.5.1", "--colocate_critic_reward"),
+    ],
+)
+def test_roles_share_gpus_where_there_are_too_few(one: str, other: str, release: str, flag: str) -> None:
+    """24 GPUs are requested and 16 are free: nothing was advised."""
+    machines = uniform_machines(2, 8, 80, 64, 2000)
+    found = assess(apart(one, other, release=release), machines, SHAPES)
+    assert "24 GPUs are requested" in found.refusal
+    advised = advise(found, machines, SHAPES)
+    assert [change.flags for change in advised] == [(flag,)]
+    changed = advised[0].run
+    assert {role.group for role in changed.roles} == {one}
+    assert [(group.size, group.strict_spread) for group in changed.request.groups] == [(8, changed.flat)]
+    assert set(changed.order) == {one, ENGINES}
+    assert (changed.order[0] == one) == (one == "actor" and not changed.flat)  # as OpenRLHF creates them
+
+
+def test_roles_of_different_sizes_are_not_advised_to_share() -> None:
+    planned = apart()
+    request = replace(planned.request, groups=(Group("actor", 1, 8), Group("ref", 2, 4)))
+    flags = [flags for flags, _, _ in advice._changes(replace(planned, request=request))]
+    assert ("--train.colocate_actor_ref",) not in flags
+
+
+def test_sharing_and_less_memory_are_advised_together() -> None:
+    machines = uniform_machines(2, 8, 24, 64, 2000)
+    found = assess(apart(train_batch=16, batch=128, checkpointing=False), machines, SHAPES)
+    (one,) = advise(found, machines, SHAPES)
+    assert one.flags[0] == "--train.colocate_actor_ref"
+    assert len(one.flags) > 1
+    assert not assess(one.run, machines, SHAPES).problems
+
+
+def test_a_batch_that_deepspeed_accepts_is_advised() -> None:
+    machines = uniform_machines(2, 8, 80, 64, 2000)
+    found = assess(run(actor=6), machines, SHAPES)
+    assert "multiple of 6" in found.contradictions[0]
+    assert [one.flags for one in advise(found, machines, SHAPES)] == [("--train.batch_size 126",)]
+    small = assess(run(actor=6, batch=1), machines, SHAPES)
+    assert [one.flags for one in advise(small, machines, SHAPES)] == [("--train.batch_size 6",)]
+
+
+def test_what_would_fit_has_engines_that_vllm_accepts() -> None:
+    """`vLLM cannot split 14 heads over 3 GPUs` stood next to `would fit: 2 engines x 3 GPUs`."""
+    refusal = assess(run(engines=Engines(5, 3)), uniform_machines(2, 8, 80, 64, 2000), SHAPES).refusal
+    assert refusal
+    assert "would fit" not in refusal
+    fits = assess(run(engines=Engines(5, 2)), uniform_machines(2, 8, 80, 64, 2000), SHAPES).refusal
+    assert "would fit: actor 1 x 8 GPUs, 4 engines x 2 GPUs" in fits
 
 
 def test_nodes_with_different_gpus_are_seen(tmp_path: Path) -> None:

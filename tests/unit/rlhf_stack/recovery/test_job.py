@@ -1,6 +1,7 @@
 """rlhf_stack.recovery.job: a job is followed over broken, silent and lost connections to its server."""
 
 import asyncio
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -8,8 +9,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rlhf_stack.config import env_vars
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.telemetry import run_log
 
 
 class Server:
@@ -99,3 +102,18 @@ def test_a_head_that_does_not_know_the_job_or_does_not_answer_is_lost(
     serve([["step 1\n"]], [state])
     with pytest.raises(HeadLostError, match=f"was lost while job job1 ran: .*{reason}"):
         follow()
+
+
+def test_the_end_of_a_job_is_a_json_line_on_request(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve([[]], ["FAILED"])
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    try:
+        run_log.configure_messages()
+        assert job.follow("address", "j", print).code == 3
+    finally:
+        monkeypatch.undo()
+        run_log.configure_messages()
+    line = json.loads(capsys.readouterr().err)
+    assert (line["level"], line["message"]) == ("error", "job j failed: why")

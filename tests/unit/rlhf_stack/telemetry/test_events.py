@@ -1,7 +1,10 @@
 import json
 import multiprocessing
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -71,6 +74,16 @@ def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     whole = json.dumps({"event": "phase", "time": 1.0})
     (tmp_path / "host-1.jsonl").write_text(f"{whole}\n{whole[:9]}")
     assert len(events.read(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("read", [events.read, events.read_recent])
+def test_only_files_are_read(tmp_path: Path, read: Callable[[Path], list[dict[str, Any]]]) -> None:
+    """To open a pipe without a writer would wait for ever."""
+    (tmp_path / "host-1.jsonl").write_text('{"event": "phase", "time": 1.0}\n')
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("missing")
+    assert len(read(tmp_path)) == 1
 
 
 def test_engines_are_recorded_with_their_nodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

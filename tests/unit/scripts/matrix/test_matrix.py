@@ -112,7 +112,7 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     ("old", "new", "error"),
     [
         ('path: "torch/test"', 'path: "/etc"', r"trim\[0\]\.path: expected a glob relative to site-packages"),
-        ('path: "torch/test"', 'path: "torch/../../etc"', "without '\\.\\.'"),
+        ('path: "torch/test"', 'path: "torch/../../etc"', r"'\.\.' and spaces; got 'torch"),
         ("exclude_newer: 2026-11-14", "exclude_newer: 9999-12-31", "expected a day that has begun; got 9999"),
         ("version: 2.55.0", "version: banana", "expected a version such as 2.55.0; got 'banana'"),
         ("release:", f"x: {'[' * 100_000}\nrelease:", "nested more than 50 levels deep"),
@@ -124,6 +124,29 @@ def test_a_value_that_cannot_be_used_is_reported(old: str, new: str, error: str)
     assert old in text
     with pytest.raises(UserError, match=error):
         parse(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "torch/test\\n remove x",
+            "torch/te st",
+            "torch/\\0",
+            "~/x",
+            ".",
+            "./torch",
+            "torch/./x",
+            "torch//x",
+        ),
+        *("*", "**", "*/test", "t*", "[t]orch", "torch/", "torch/{a,b}", "torch\\\\test", ""),
+    ],
+)
+def test_a_path_that_could_remove_more_is_reported(path: str) -> None:
+    """Its line in the list of trim.py would be another one, or its wildcard all packages."""
+    text = MATRIX.read_text(encoding="utf-8").replace('path: "torch/test"', f'path: "{path}"')
+    with pytest.raises(UserError, match=r"trim\[0\]\.path: expected"):
+        parse(text)
 
 
 def test_an_unknown_cell_is_reported_with_the_nearest(matrix: Matrix) -> None:

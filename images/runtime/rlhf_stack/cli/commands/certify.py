@@ -129,5 +129,5 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
         sys.stderr.flush()
         print(f"{file}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}")
     if any(rung.reason == INTERRUPTED for rung in found.rungs):
-        raise KeyboardInterrupt
+        return 128 + signal.SIGINT  # the JSON of an error would be a second one
     return 1 if counts[FAILED] else 0

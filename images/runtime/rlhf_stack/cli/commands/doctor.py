@@ -12,7 +12,8 @@ for each entry; --log explains a log with it, --freeze checks the packages of an
   ssh NODE pip freeze | rlhf-stack doctor --freeze -
 
 --log reads the last 8 MiB of a log, in UTF-8 or UTF-16, and prints the likeliest cause first. --freeze reads
-`pip freeze`, `pip list`, `conda list`, lock files, the collect_env of torch or vLLM, and `docker inspect`.
+`pip freeze`, `pip list`, `pip show`, `conda list`, lock files, the collect_env of torch or vLLM, and
+`docker inspect`.
 
 Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage; with --log also 4: the log has
 an error, and no entry but notes explains it. With --host, 1 if no image runs on the GPUs of this machine.
@@ -24,7 +25,8 @@ known) of the last error; `first_error` those of the first failure, and time, fr
 led_to (the last exception raised from it), order (how it is known to be the first: only, time, lines,
 unclear), same and later (other processes with this error, later errors of others), passed_on (it only
 reports another process) and launcher (what torchrun saw). With --freeze `lines_read` is the number of lines
-with a version. With --host it prints rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
+with a version, `lines_skipped` lists those whose version is invalid. With --host it prints rlhf-stack/host/1:
+`machine`, and `cells` (id, runs, reasons).
 """
 
 import argparse
@@ -41,11 +43,18 @@ from rlhf_stack.cli.option_types import refuse_without_effect, seconds
 from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.files import open_input
+from rlhf_stack.inputs.text import first_names, one_line
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, SEVERITIES, WARNING, Finding, by_severity, worst
 
 CODES = {OK: 0, NOTE: 0, WARNING: 1, ERROR: 3}
-WITHOUT_EFFECT = {"host": ("log", "freeze", "local", "all"), "log": ("local", "all"), "freeze": ("local",)}
+WITHOUT_EFFECT = {
+    "host": ("log", "freeze", "local", "all", "timeout"),
+    "log": ("local", "all", "timeout"),
+    "freeze": ("local", "timeout"),
+    "local": ("timeout",),
+}
 UNEXPLAINED = 4
+MOST_SKIPPED = 5
 NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
 STANDARD_INPUT = "-"
@@ -69,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show notes and passed checks too")
     parser.add_argument(
-        "--timeout", type=seconds, default=TIMEOUT, metavar="SECONDS", help="for all nodes to respond (30)"
+        "--timeout", type=seconds, metavar="SECONDS", help=f"for all nodes to respond ({TIMEOUT:g})"
     )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/doctor/1 (see above)")
 
@@ -82,17 +91,20 @@ def run(options: argparse.Namespace) -> int:
     if options.host:
         return host_check.main(["--json"] if options.json else [])
     extra: dict[str, Any] = {}
+    packages = _packages(options.log, options.freeze)
     last: known_bad.LastError | None = None
     first: known_bad.FirstError | None = None
     if options.log is not None:
-        found, last, first = _of_log(options.log, options.freeze)
+        found, last, first = _of_log(options.log, packages.versions if packages else None)
         extra = {
             name: asdict(one) if one else None for name, one in (("last_error", last), ("first_error", first))
         }
-    elif options.freeze is not None:
-        found, extra = _of_freeze(options.freeze)
+    elif packages:
+        found = _of_freeze(packages.versions)
     else:
         found = _of_this(options.local, options.timeout)
+    if packages:
+        extra |= {"lines_read": packages.lines, "lines_skipped": packages.skipped}
     findings = [finding for _, finding in found]
     if options.json:
         entries = [{"node": node} | asdict(finding) for node, finding in found]
@@ -101,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
         _show_log(found, last, first)
     else:
         _show(found, everything=options.all)
-        if extra:
-            print(f"{extra['lines_read']} lines with a version were read")
+    if packages and not options.json:
+        print("\n".join(_about_list(packages)))
     return UNEXPLAINED if is_unexplained(findings, last) else CODES[worst(findings)]
 
 
@@ -120,21 +132,32 @@ def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) ->
 
 
 def _of_log(
-    log: str, freeze: str | None
+    log: str, versions: dict[str, str] | None
 ) -> tuple[list[tuple[str, Finding]], known_bad.LastError | None, known_bad.FirstError | None]:
-    if log == freeze == STANDARD_INPUT:
-        raise UserError("--log and --freeze cannot both be read from standard input")
-    versions = known_bad.freeze(_read(freeze)) if freeze is not None else None
     read = _read_log(log)
     found = known_bad.explain(known_bad.load(), read.text, versions, read.complete)
     last = known_bad.last_error(read.text, read.complete)
     return [("", finding) for finding in found], last, known_bad.first_error(read.text, read.complete)
 
 
-def _of_freeze(freeze: str) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
-    versions, lines = known_bad.versions_in(_read(freeze))
-    if not versions:
-        raise UserError(f"{freeze}: no line has a version in the format of `pip freeze` (name==version)")
+def _packages(log: str | None, freeze: str | None) -> known_bad.PackageList | None:
+    if freeze is None:
+        return None
+    if log == freeze == STANDARD_INPUT:
+        raise UserError("--log and --freeze cannot both be read from standard input")
+    found = known_bad.read_versions(_read_log(freeze).text)
+    if not found.versions:
+        raise UserError(f"{freeze}: no line has a version; expected {known_bad.FORMAT_NAMES}")
+    return found
+
+
+def _about_list(packages: known_bad.PackageList) -> Iterator[str]:
+    yield f"{packages.lines} lines with a version were read"
+    if packages.skipped:
+        yield f"skipped, without a valid version: {one_line(first_names(packages.skipped, MOST_SKIPPED))}"
+
+
+def _of_freeze(versions: dict[str, str]) -> list[tuple[str, Finding]]:
     environment = known_bad.Environment(
         versions,
         None,
@@ -143,10 +166,10 @@ def _of_freeze(freeze: str) -> tuple[list[tuple[str, Finding]], dict[str, Any]]:
     )
     found = known_bad.judge(known_bad.load(), environment)
     passed = Finding("versions", OK, f"{len(versions)} versions, no known-bad combination")
-    return [("", finding) for finding in found or [passed]], {"lines_read": lines}
+    return [("", finding) for finding in found or [passed]]
 
 
-def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
+def _of_this(local: bool, timeout: float | None) -> list[tuple[str, Finding]]:
     """Findings of this node, or of every node of its cluster, each with the address of the node."""
     from rlhf_stack.diagnostics.doctor import checks, collect, comparison
 
@@ -156,7 +179,7 @@ def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
         return [("", finding) for finding in (*checks.check_node(node), *comparison.compare_processes(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
-    facts = cluster.collect_from_nodes(address, timeout)
+    facts = cluster.collect_from_nodes(address, timeout or TIMEOUT)
     found = [("", finding) for finding in comparison.compare_nodes(facts)]
     for answer in facts:
         if answer.node:
@@ -165,12 +188,10 @@ def _of_this(local: bool, timeout: float) -> list[tuple[str, Finding]]:
     return found
 
 
-def _read(name: str) -> str:
-    return _read_log(name).text
-
-
 def _read_log(name: str) -> known_bad.LogText:
     if name == STANDARD_INPUT:
+        if sys.stdin is None:
+            raise UserError("standard input is closed")
         return known_bad.read_log(sys.stdin.buffer, "standard input")
     with open_input(Path(name)) as file:
         return known_bad.read_log(file, name)

@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any
 
 from rlhf_stack.cli.json_output import print_json
@@ -44,6 +45,8 @@ from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
 from rlhf_stack.compat import ray_private
 from rlhf_stack.errors import UserError
+from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
 
 ENTRYPOINT = "rlhf-entrypoint"  # applies the image's environment, then replaces itself with the command
 START_SECONDS = 180.0
@@ -106,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_without_effect(options, ("port", "dashboard_host"), "with --join ADDRESS[:PORT]")
     if options.expect_nodes is None:
         refuse_without_effect(options, ("expect_gpus",), "without --expect-nodes")
+    run_log.configure_messages()
     environment = dict(os.environ)
     if with_token := _token(options, environment):
         environment[auth_token.MODE] = "token"
@@ -136,7 +140,9 @@ def run(options: argparse.Namespace) -> int:
     if shutil.which(started[0]) is None:
         raise UserError("`ray` is not on the PATH: run this in an image, or activate the environment of Ray")
     if with_token and options.head and auth_token.ensure(environment):
-        _log(f"created a token in {auth_token.path(environment)}: the other machines need the same token")
+        messages.info(
+            f"created a token in {auth_token.path(environment)}: the other machines need the same token"
+        )
     if options.join:
         wait_for_port(with_port(options.join), options.timeout)
     os.environ.update(environment)  # Ray reads the mode when it is imported
@@ -172,18 +178,29 @@ def _start(started: list[str], options: argparse.Namespace, with_token: bool) ->
     entrypoint = [ENTRYPOINT] if shutil.which(ENTRYPOINT) else []
     output: Any = sys.stderr if options.json else None
     with subprocess.Popen([*entrypoint, *started], stdout=output) as child:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: child.send_signal(received))
+        _forward_signals(child)
         try:
             if not options.block and (code := child.wait(START_SECONDS)):
-                return 1 if code else 0
+                raise UserError(f"ray start ended with code {code}")
             _wait_for_nodes(options, child)
         except (UserError, subprocess.TimeoutExpired) as error:
             child.terminate()
-            _log(f"error: {error}")
-            return 1
+            raise UserError(str(error), 1) from None
         _show(started, options, with_token)
         return child.wait() if options.block else 0
+
+
+def _forward_signals(child: "subprocess.Popen[bytes]") -> None:
+    """Let SIGTERM and SIGINT end ``child``, or, when it has ended, this process's wait for the nodes."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
+        else:
+            signal.default_int_handler(number, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
 
 
 def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]") -> None:
@@ -196,7 +213,7 @@ def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]
 
     if options.expect_nodes is None:
         return
-    _log(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
+    messages.info(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
     try:
         readiness.wait_for_nodes(
             options.expect_nodes, options.expect_gpus or 0.0, options.timeout, options.head, check
@@ -233,7 +250,3 @@ def _ray() -> str:
         return version("ray")
     except PackageNotFoundError:
         raise UserError("Ray is not installed: run this in an image") from None
-
-
-def _log(text: str) -> None:
-    print(f"rlhf-stack: {text}", file=sys.stderr, flush=True)

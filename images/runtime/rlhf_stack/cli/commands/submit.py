@@ -197,10 +197,7 @@ def _configure_log(options: argparse.Namespace) -> None:
     ):
         if value:
             os.environ[variable] = value  # `runtime_env` passes it on
-    try:
-        run_log.configure_messages()
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    run_log.configure_messages()
 
 
 def _supervision(
@@ -286,6 +283,6 @@ def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
     found = assess(run, machines, run_options.read_shapes(run, options))
     of_checkpoints = checkpoints_of(words)[1].obstacles()
     if found.refusal and env_vars.flag(env_vars.AUTOSCALE):
-        print(f"rlhf-stack: {found.refusal}; the run will ask the autoscaler", file=sys.stderr)
+        messages.info(f"{found.refusal}; the run will ask the autoscaler")
         return [*of_checkpoints, *(problem for problem in found.problems if problem != found.refusal)]
     return [*of_checkpoints, *found.problems]

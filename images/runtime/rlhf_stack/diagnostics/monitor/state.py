@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ GPU_USED = "ray_node_gram_used"
 GPU_AVAILABLE = "ray_node_gram_available"
 WAITING = ("PENDING", "RESCHEDULING")
 MEGABYTE = 1 << 20
+LARGEST = 1e15  # of a number of an event; one that a float cannot hold is not printed
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,41 @@ class RunState:
     weight_version: int | None = None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(rank, Mapping) for rank in value)
+
+
+FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "phase": {"name": lambda value: isinstance(value, str)},
+    "step": {"step": _is_number, "reward": _is_number_or_none},
+    "sync": {"version": _is_number_or_none, "gigabytes_per_second": _is_number_or_none},
+    "engine": {"engine": _is_number, "ranks": _are_ranks},
+    "engine restart": {"engine": _is_number, "restarts": _is_number},
+    "recovered": {"seconds": _is_number},
+}
+
+
+def is_well_formed(event: Mapping[str, Any]) -> bool:
+    """Whether the fields that are read of this kind of event have the right types."""
+    return all(check(event.get(name)) for name, check in FIELDS.get(event["event"], {}).items())
+
+
 def run_state(
     events: Sequence[Mapping[str, Any]], samples: Sequence[Sample], groups: Mapping[str, Mapping[str, Any]]
 ) -> RunState:
-    """Derive the state; ``groups`` is the result of Ray's ``placement_group_table``."""
+    """Derive the state; ``groups`` is the result of Ray's ``placement_group_table``.
+
+    Events that are not `is_well_formed` are skipped.
+    """
+    events = [one for one in events if is_well_formed(one)]
     phases, steps, syncs = (
         [one for one in events if one["event"] == kind] for kind in ("phase", "step", "sync")
     )

@@ -1,0 +1,126 @@
+"""rlhf_stack.cli.commands.start: what it prints when Ray or the nodes fail, or when it is interrupted."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_stack.cli.main import main
+from rlhf_stack.cluster import readiness
+from rlhf_stack.config import env_vars
+from rlhf_stack.telemetry import run_log
+
+WORDS = ["start", "--head", "--auth", "none", "--node-ip-address", "127.0.0.1", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Restore the handlers, which the command replaces."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Put a `ray` on the PATH that ends at once, with the code that the fixture is called with."""
+
+    def put(code: int) -> None:
+        file = tmp_path / "ray"
+        file.write_text(f"#!/bin/sh\nexit {code}\n")
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return put
+
+
+@pytest.fixture
+def _json_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a command print its messages as JSON, until the end of the test."""
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    yield
+    monkeypatch.undo()
+    run_log.configure_messages()
+
+
+def require_error(code: int, message: str, printed: tuple[str, str]) -> None:
+    """The output is one JSON object, and standard error one line."""
+    output, errors = printed
+    assert json.loads(output) == {"schema": "rlhf-stack/error/1", "error": message, "code": code}
+    assert errors.splitlines()[-1].removeprefix("error: ") == message
+
+
+def test_ray_that_does_not_start_is_an_error_as_json(
+    ray: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ray(3)
+    assert main(WORDS) == 1
+    require_error(1, "ray start ended with code 3", capfd.readouterr())
+
+
+def test_nodes_that_do_not_join_are_an_error_as_json(
+    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def late(*_: Any) -> None:
+        raise readiness.NotReadyError("1 of 2 nodes joined")
+
+    ray(0)
+    monkeypatch.setattr(readiness, "wait_for_nodes", late)
+    assert main([*WORDS, "--expect-nodes", "2"]) == 1
+    expected = (
+        "1 of 2 nodes joined: check the other machines; Ray is still running on this machine, until ray stop "
+        "ends it"
+    )
+    require_error(1, expected, capfd.readouterr())
+
+
+@pytest.mark.usefixtures("_json_lines")
+def test_every_line_is_json_on_request(
+    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def late(*_: Any) -> None:
+        raise readiness.NotReadyError("1 of 2 nodes joined")
+
+    ray(0)
+    monkeypatch.setattr(readiness, "wait_for_nodes", late)
+    assert main([*WORDS, "--expect-nodes", "2"]) == 1
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"].split(":")[0]) for line in lines] == [
+        ("info", "waiting up to 300 s for 2 nodes"),
+        ("error", "1 of 2 nodes joined"),
+    ]
+    assert {line["logger"] for line in lines} == {"rlhf_stack.messages"}
+
+
+def test_an_invalid_log_format_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "xml")
+    assert main([*WORDS, "--dry-run"]) == 2
+    assert capsys.readouterr().err == "error: RLHF_STACK_LOG_FORMAT='xml': expected text or json\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_nodes(
+    number: int,
+    ray: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It was sent to `ray start`, which had ended."""
+
+    def wait(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        raise readiness.NotReadyError("the signal had no effect")
+
+    ray(0)
+    monkeypatch.setattr(readiness, "wait_for_nodes", wait)
+    assert main([*WORDS, "--expect-nodes", "2"]) == 130
+    require_error(130, "interrupted", capfd.readouterr())
