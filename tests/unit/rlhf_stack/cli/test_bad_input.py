@@ -11,17 +11,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from rlhf_stack.cli import commands
-from rlhf_stack.cli.commands import start
+from rlhf_stack.cli.commands import start, top
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.compat import ray_private
+from rlhf_stack.diagnostics.monitor.state import run_state
 from rlhf_stack.inputs import files
 from rlhf_stack.openrlhf import command_line
+from rlhf_stack.telemetry import events
 
 RUNTIME = Path(commands.__file__).parents[3]
 EXAMPLES = int(os.environ.get("RLHF_STACK_FUZZ", "1000"))
@@ -122,10 +126,10 @@ def run_of(*words: str) -> list[str]:
     return ["--", "python", "-m", "openrlhf.cli.train_ppo_ray", *words]
 
 
-def call(words: list[str], standard_input: bytes = b"") -> tuple[int, str, str]:
-    """The exit code and the output of a command in this process."""
+def call(words: list[str], standard_input: bytes | None = b"") -> tuple[int, str, str]:
+    """The exit code and the output of a command in this process; without ``standard_input`` it is closed."""
     output, errors = io.StringIO(), io.StringIO()
-    given_input = io.TextIOWrapper(io.BytesIO(standard_input))
+    given_input = None if standard_input is None else io.TextIOWrapper(io.BytesIO(standard_input))
     before, sys.stdin = sys.stdin, given_input
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -138,9 +142,9 @@ def call(words: list[str], standard_input: bytes = b"") -> tuple[int, str, str]:
     return code, output.getvalue(), errors.getvalue()
 
 
-def require_refusal(words: list[str]) -> str:
+def require_refusal(words: list[str], standard_input: bytes | None = b"") -> str:
     """The error of a command, which must be one line, also as JSON if that was requested."""
-    code, output, errors = call(words)
+    code, output, errors = call(words, standard_input)
     shown = f"{words} ended with {code}, {output[:500]!r} and {errors[:500]!r}"
     assert code not in (0, 1, 70), shown
     assert errors.startswith("error: "), shown
@@ -516,10 +520,13 @@ FILES = st.one_of(
 
 
 @st.composite
-def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes]:
-    """A command line with one mistake, and the content of the file ``FILE`` that it may name."""
-    kind = draw(st.sampled_from(["number", "flag", "file", "option", "command", "address"]))
-    content = b""
+def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes | None]:
+    """A command line with one mistake, and the content of the file ``FILE`` that it may name.
+
+    None instead of a content: standard input is closed.
+    """
+    kind = draw(st.sampled_from(["number", "flag", "file", "option", "command", "address", "input"]))
+    content: bytes | None = b""
     if kind == "number":
         name = draw(st.sampled_from(list(NUMERIC)))
         options, others = NUMERIC[name]
@@ -545,6 +552,9 @@ def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes]:
                 ]
             )
         )
+    elif kind == "input":
+        content = None
+        words = ["doctor", draw(st.sampled_from(["--log", "--freeze"])), "-"]
     elif kind == "option":
         words = [
             draw(st.sampled_from(commands.NAMES)),
@@ -570,9 +580,38 @@ def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(bad_command_lines())
-def test_no_bad_command_line_is_taken_or_ends_with_a_traceback(case: tuple[list[str], bytes]) -> None:
+def test_no_bad_command_line_is_taken_or_ends_with_a_traceback(case: tuple[list[str], bytes | None]) -> None:
     words, content = case
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "file")
-        file.write_bytes(content)
-        require_refusal([word.replace("FILE", str(file)) for word in words])
+        file.write_bytes(content or b"")
+        require_refusal([word.replace("FILE", str(file)) for word in words], content and b"")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=5,
+)
+KINDS = ("phase", "begins", "step", "sync", "engine", "engine restart", "recovered", "verify")
+FIELDS = ("name", "step", "reward", "engine", "ranks", "restarts", "seconds", "version")
+EVENTS = st.builds(
+    lambda kind, time, fields: {"event": kind, "time": time} | fields,
+    st.sampled_from(KINDS),
+    st.floats(0, 1e9) | VALUES,
+    st.dictionaries(st.sampled_from((*FIELDS, "gigabytes_per_second", "node", "gpus")), VALUES),
+)
+
+
+@settings(
+    max_examples=EXAMPLES // 5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(EVENTS, max_size=6), FILES)
+def test_no_folder_of_events_ends_top(entries: list[dict[str, Any]], content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "a.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        Path(folder, "b.jsonl").write_bytes(content + b"\n")
+        Path(folder, "c.jsonl").mkdir()
+        os.mkfifo(Path(folder, "d.jsonl"))
+        now = run_state(events.read_recent(Path(folder)), [], {})
+    Console(file=io.StringIO()).print(top._tables(now))
