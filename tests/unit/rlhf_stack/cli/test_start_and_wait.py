@@ -49,6 +49,17 @@ def _json_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_log.configure_messages()
 
 
+@pytest.fixture
+def _late_node(ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ray start, and one of two nodes not join it."""
+
+    def late(*_: Any) -> None:
+        raise readiness.NotReadyError("1 of 2 nodes joined")
+
+    ray(0)
+    monkeypatch.setattr(readiness, "wait_for_nodes", late)
+
+
 def require_error(code: int, message: str, printed: tuple[str, str]) -> None:
     """The output is one JSON object, and standard error one line."""
     output, errors = printed
@@ -64,14 +75,8 @@ def test_ray_that_does_not_start_is_an_error_as_json(
     require_error(1, "ray start ended with code 3", capfd.readouterr())
 
 
-def test_nodes_that_do_not_join_are_an_error_as_json(
-    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def late(*_: Any) -> None:
-        raise readiness.NotReadyError("1 of 2 nodes joined")
-
-    ray(0)
-    monkeypatch.setattr(readiness, "wait_for_nodes", late)
+@pytest.mark.usefixtures("_late_node")
+def test_nodes_that_do_not_join_are_an_error_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--expect-nodes", "2"]) == 1
     expected = (
         "1 of 2 nodes joined: check the other machines; Ray is still running on this machine, until ray stop "
@@ -80,15 +85,8 @@ def test_nodes_that_do_not_join_are_an_error_as_json(
     require_error(1, expected, capfd.readouterr())
 
 
-@pytest.mark.usefixtures("_json_lines")
-def test_every_line_is_json_on_request(
-    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def late(*_: Any) -> None:
-        raise readiness.NotReadyError("1 of 2 nodes joined")
-
-    ray(0)
-    monkeypatch.setattr(readiness, "wait_for_nodes", late)
+@pytest.mark.usefixtures("_json_lines", "_late_node")
+def test_every_line_is_json_on_request(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--expect-nodes", "2"]) == 1
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["level"], line["message"].split(":")[0]) for line in lines] == [
