@@ -13,7 +13,7 @@ from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.sync import sources
 from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start
 from rlhf_stack.sync.backend import check_backend, requested_backend
-from rlhf_stack.sync.encoding import refuse_changed
+from rlhf_stack.sync.encoding import refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus, leave_group
 from rlhf_stack.sync.report import recorded_sync
@@ -108,7 +108,7 @@ def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
         arguments = trainer.strategy.args
         with recorded_sync(trainer):
             if uses_ray_collectives(arguments):
-                refuse_changed("this run sends its weights by Ray's collectives")
+                refuse_gloo_only("this run sends its weights by Ray's collectives")
                 method(trainer)
                 return
             devices.empty_cache()

@@ -18,15 +18,14 @@ from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.joining import WHAT, engine_calls
 from rlhf_stack.sync.trainer import Share, own_group, shares_gpus
 
-ONLY_OVER_GLOO = "several trainer ranks send weights over gloo alone"
-
 
 def are_possible(trainer: Any) -> bool:
     """Report whether several trainer ranks may send; the same on every rank."""
     import torch.distributed as dist
 
-    several = env_vars.sync_sources() != 1 and dist.get_world_size() > 1
-    return several and not shares_gpus(trainer.strategy.args)
+    number = env_vars.sync_sources()
+    is_possible = dist.get_world_size() > 1 if number is None else number > 1
+    return is_possible and not shares_gpus(trainer.strategy.args)
 
 
 def have_joined(trainer: Any) -> bool:
@@ -59,11 +58,8 @@ def join(trainer: Any) -> None:
     is_gloo = rank != 0 or isinstance(own_group(trainer), GlooGroup)
     facts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(facts, (host, free_port(host), len(trainer.vllm_engines), is_gloo))
-    if not all(gloo for *_, gloo in facts):
-        if number is not None:
-            raise SyncError(f"{env_vars.SYNC_SOURCES}={number}: {ONLY_OVER_GLOO}, and this group is NCCL's")
-        number = 1
-    senders = select([node for node, *_ in facts], number)
+    nodes = [node for node, *_ in facts]
+    senders = select(nodes, number) if all(gloo for *_, gloo in facts) else [0]
     trainer._weight_share = Share(senders.index(rank) if rank in senders else 0, len(senders))
     if len(senders) == 1:
         return
