@@ -124,7 +124,8 @@ def test_each_source_sends_a_share_and_all_bytes_arrive_in_each_encoding(nodes):
         found = processes.answers()
     assert [found[SOURCES + worker] for worker in range(WORKERS)] == [[True] * len(steps)] * WORKERS
     buckets = plan_buckets([parameter_spec(*each) for each in weights(0)], LIMIT)
-    shares = [sum(bucket.size for bucket in buckets[source::SOURCES]) for source in range(SOURCES)]
+    sizes = [sum(span.size for span in bucket.spans) for bucket in buckets]
+    shares = [sum(sizes[source::SOURCES]) for source in range(SOURCES)]
     assert [found[source][0] for source in range(SOURCES)] == shares
 
 
