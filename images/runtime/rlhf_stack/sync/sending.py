@@ -91,7 +91,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> int:
 
 def _encoding(group: WeightGroup | None, share: Share, content: Sequence[Any], size: int) -> str:
     """Return the encoding of a sync of ``content``, ``size`` bytes; if several ranks send, that of rank 0."""
-    selected = "" if group is None else group.encodings.select(content, size)
+    selected = "" if group is None or share.index else group.encodings.select(content, size)
     if share.count == 1:
         return selected
     shared = [selected]
