@@ -55,7 +55,7 @@ class Rank:
         if self._group.rank:
             specs = [astuple(spec) for spec in self._specs]
             device = devices.torch_device()
-            receive(self._group, specs, self._limit, device, self._load, torch.bfloat16)
+            receive([self._group], specs, self._limit, device, self._load, torch.bfloat16)
         else:
             with self._group.syncing():
                 self._send()
