@@ -16,8 +16,7 @@ from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import FAULTS, HYBRID, SEPARATE, WORST_FIRST, Case, case_key, of_one_image
-from scripts.testing import records
-from scripts.testing.proofs import described
+from scripts.testing import proofs, records
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
 END = "<!-- cells: end -->"
@@ -240,15 +239,22 @@ def _commit(revision: str) -> str:
 
 
 def _patches(cell: Cell, measured: Facts) -> list[tuple[str, ...]]:
-    kinds = {f"{s.package}/{p.name}": p.header["Kind"] for s in series_of(cell) for p in s.patches}
-    return [(f"`{name}`", kinds.get(name, UNKNOWN), *_proof(measured, name)) for name in measured.patches]
+    excuses = proofs.reasons()
+    ids = {
+        f"{s.package}/{p.name}": (p.header["Kind"], s.id_of(p)) for s in series_of(cell) for p in s.patches
+    }
+    rows = ((name, *ids.get(name, (UNKNOWN, name))) for name in measured.patches)
+    return [
+        (f"`{name}`", kind, *_proof(measured, name, excuses.get(patch_id, {})))
+        for name, kind, patch_id in rows
+    ]
 
 
-def _proof(measured: Facts, patch: str) -> tuple[str, ...]:
+def _proof(measured: Facts, patch: str, excuses: Mapping[str, str]) -> tuple[str, ...]:
     proved = measured.proofs.get(patch)
     if not proved:
         return "not tested on this image", UNKNOWN, UNKNOWN, UNKNOWN
-    executed = described(measured.executed.get(patch)) or UNKNOWN
+    executed = proofs.described(measured.executed.get(patch), excuses) or UNKNOWN
     return proved.without, proved.patched or UNKNOWN, executed, ", ".join(proved.stubs) or "none"
 
 
