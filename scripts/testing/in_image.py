@@ -5,7 +5,6 @@ a whole suite is recorded (`testing.records`), except for an image made FROM one
 """
 
 import contextlib
-import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.leave_out import write_without_each
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
+from scripts.processes import captured
 from scripts.testing import credit, halves, kept, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
@@ -93,9 +93,7 @@ def _install(requirements: Path, python: str) -> None:
     """Install the requirements, for that version of Python, into the folder of their file."""
     command = [find_uv_bin(), "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
     options = ["--target", str(requirements.parent), "--python-version", python, "--only-binary=:all:"]
-    done = subprocess.run(
-        [*command, *options, "-r", str(requirements)], capture_output=True, text=True, check=False
-    )
+    done = captured([*command, *options, "-r", str(requirements)])
     if done.returncode:
         raise UserError(f"pytest cannot be installed for the image: {' '.join(done.stderr.split())[:300]}")
 
