@@ -14,6 +14,7 @@ import msgspec
 from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.paths import ROOT
+from scripts.testing.records import encode
 
 MERGED = ROOT / "images" / "faults.json"
 CASES = ROOT / "build" / "faults"
@@ -83,7 +84,7 @@ def write(case: Case, cases: Path = CASES) -> None:
     name = "-".join(words.replace("/", " ").split())
     path = cases / case.cell / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=2) + b"\n")
+    path.write_bytes(encode(case))
 
 
 def load(path: Path = MERGED) -> list[Case]:
@@ -104,7 +105,7 @@ def load(path: Path = MERGED) -> list[Case]:
 
 def save(cases: Iterable[Case], path: Path = MERGED) -> None:
     """Write the catalogue's cases."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(_merged(cases)), indent=1) + b"\n")
+    path.write_bytes(encode(_merged(cases)))
 
 
 def _merged(cases: Iterable[Case]) -> Merged:
