@@ -115,11 +115,13 @@ def test_each_reason_is_about_a_patch() -> None:
     assert proofs.reasons().keys() <= {one.id_of(patch) for one in load_all() for patch in one.patches}
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_in_a_cell_for_cpus_a_change_that_no_test_executes_is_an_error(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "stand_in"), [("cpu", ""), ("cpu", "for ROCm"), ("cuda", "")])
+def test_in_a_cell_for_cpus_a_change_that_no_test_executes_is_an_error(kind: str, stand_in: str) -> None:
     name = ALL[0].patch
     tally = Tally(proofs=ALL, executed={name: Executed(3, ("a.py:1",))})
     console = Console(file=io.StringIO(), width=200)
-    cell = msgspec.structs.replace(CELL, accelerator=msgspec.structs.replace(CELL.accelerator, kind=kind))
-    assert proofs.report(cell, SERIES, tally, console) == (kind == "cpu")
-    assert (f"error: {name}: no test executed a.py:1" in console.file.getvalue()) == (kind == "cpu")  # type: ignore[attr-defined]
+    accelerator = msgspec.structs.replace(CELL.accelerator, kind=kind)
+    cell = msgspec.structs.replace(CELL, accelerator=accelerator, stand_in=stand_in)
+    is_error = kind == "cpu" and not stand_in
+    assert proofs.report(cell, SERIES, tally, console) == is_error
+    assert (f"error: {name}: no test executed a.py:1" in console.file.getvalue()) == is_error  # type: ignore[attr-defined]
