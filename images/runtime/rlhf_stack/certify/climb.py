@@ -140,11 +140,17 @@ def on_every_gpu(step: Step, place: Place) -> Record:
 def combined(rung: str, records: dict[str, Record]) -> Record:
     """One record for those of several GPUs, by their names: failed if one failed."""
     state = next((s for s in (FAILED, NOT_CLIMBED) if any(r.state == s for r in records.values())), PASSED)
-    reasons = [f"{name}: {record.reason}" for name, record in records.items() if record.state == state]
+    by_reason: dict[str, list[str]] = {}
+    for name, record in records.items():
+        if record.state == state != PASSED:
+            by_reason.setdefault(record.reason, []).append(name)
+    reasons = [
+        reason if len(names) == len(records) else f"{', '.join(names)}: {reason}"
+        for reason, names in by_reason.items()
+    ]
     measured = worst([record.measurements for record in records.values()])
     details = {name: record.details for name, record in records.items()}
-    reason = "" if state == PASSED else "; ".join(reasons)
-    return Record(rung, state, reason, 0.0, measured, details)
+    return Record(rung, state, "; ".join(reasons), 0.0, measured, details)
 
 
 def main() -> None:

@@ -171,6 +171,15 @@ def test_the_record_of_several_gpus_has_the_worst_of_each() -> None:
     assert worst([]) == []
 
 
+def test_a_reason_that_several_gpus_have_appears_once() -> None:
+    def reason(**reasons: str) -> str:
+        records = {name: Record("streams", NOT_CLIMBED, text, 1.0) for name, text in reasons.items()}
+        return climb.combined("streams", records).reason
+
+    assert reason(a="no GPU", b="no GPU") == "no GPU"
+    assert reason(a="no GPU", b="no NCCL", c="no GPU") == "a, c: no GPU; b: no NCCL"
+
+
 @pytest.mark.parametrize(
     ("head", "problem"),
     [
