@@ -174,6 +174,9 @@ def test_a_cluster_of_its_own_has_the_gpus_that_ray_finds(monkeypatch: pytest.Mo
     assert "num_gpus" not in cluster.add_node.call_args.kwargs
 
 
+METHODS = "run", "prepare", "join"
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two nodes with three GPUs; return the list of the nodes of actors, which is filled later."""
@@ -186,10 +189,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @contextmanager
     def actors(_: Any, where: list[str]) -> Any:
         addresses.extend(where)
-        yield [MagicMock() for _ in where]
+        yield [SimpleNamespace(__ray_call__=MagicMock(), **{m: MagicMock() for m in METHODS}) for _ in where]
 
-    monkeypatch.setattr(on_cluster, "nodes_with_gpus", nodes)
-    monkeypatch.setattr(on_cluster, "actors", actors)
+    for module in (on_cluster, weight_sync):
+        monkeypatch.setattr(module, "nodes_with_gpus", nodes)
+        monkeypatch.setattr(module, "actors", actors)
     return addresses
 
 
@@ -209,6 +213,19 @@ def test_a_gpu_that_does_not_answer_is_named_before_the_deadline(monkeypatch: py
     monkeypatch.setattr(on_cluster, "answers", answers)
     record = climb.recorded(MEMORY, lambda: climb.on_every_gpu(MEMORY, PLACE))
     assert (record.state, record.reason) == (FAILED, "RuntimeError: GPU 2 on b: no answer")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_are_prepared_before_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = MagicMock()
+    monkeypatch.setattr(weight_sync, "answers", answers)
+    monkeypatch.setattr(weight_sync, "ray", MagicMock(get=lambda *_, **__: ("a", 7)))
+    with weight_sync._joined(PLACE, "gloo", 12.0) as (ranks, _):
+        prepared, joined = (call.args[0] for call in answers.call_args_list)
+    assert prepared == [rank.prepare.remote.return_value for rank in ranks]
+    assert joined == [rank.join.remote.return_value for rank in ranks]
+    assert [rank.prepare.remote.call_args.args[0] for rank in ranks] == [True, False, False]
+    assert [rank.join.remote.call_args.args[:4] for rank in ranks] == [("a", 7, rank, 3) for rank in range(3)]
 
 
 def test_fake_gpus_are_refused_in_an_image_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
