@@ -1,5 +1,6 @@
 """The layouts of certify's training rungs use the whole cluster, and their events are judged."""
 
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_events_of_nodes_without_gpus_count(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(training, "free_nodes", lambda: [head, worker])
     monkeypatch.setattr(training, "make_files", lambda *_: Path("/nowhere"))
     monkeypatch.setattr(training, "on_every_node", read)
-    monkeypatch.setattr(training.subprocess, "call", lambda _: 0)
+    monkeypatch.setattr(subprocess, "call", lambda _: 0)
     monkeypatch.setattr(tiny_run, "version", lambda _: "0.11.2")
     found = training.separate(Place("head:6379", "/nowhere", small=True))
     assert found.problem == ""
