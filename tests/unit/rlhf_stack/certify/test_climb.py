@@ -7,7 +7,9 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
@@ -193,6 +195,17 @@ def test_only_nodes_with_gpus_need_the_same_driver(head: dict[str, Any], problem
     of_head = {"gpus": 0, "driver": "", "versions": {}, "patches": []} | head
     node = {"gpus": 8, "driver": "580.0", "versions": {}, "patches": []}
     assert facts.differences([of_head, node, node]).partition(":")[0] == problem
+
+
+def test_a_rank_that_fails_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RayError(Exception):
+        cause = AssertionError()
+
+    exceptions = SimpleNamespace(RayError=RayError, GetTimeoutError=TimeoutError)
+    failing = SimpleNamespace(wait=MagicMock(), get=MagicMock(side_effect=RayError), exceptions=exceptions)
+    monkeypatch.setattr(on_cluster, "ray", failing)
+    with pytest.raises(RuntimeError, match="rank 1: AssertionError: no message"):
+        on_cluster.answers([object()], ["rank 1"], 1.0)
 
 
 def test_modules_of_all_rungs_have_their_functions() -> None:
