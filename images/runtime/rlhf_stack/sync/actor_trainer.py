@@ -13,11 +13,18 @@ from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start
 from rlhf_stack.sync.backend import check_backend, requested_backend
 from rlhf_stack.sync.encoding import refuse_changed
+from rlhf_stack.sync.engine_parameters import refuse_renamed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus, leave_group
 from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.sync.sending import send
-from rlhf_stack.sync.trainer import shares_gpus, synced_names, uses_ray_collectives
+from rlhf_stack.sync.trainer import (
+    requests_ray_collectives,
+    shares_gpus,
+    synced_names,
+    uses_ray_collectives,
+)
+from rlhf_stack.telemetry import run_log
 
 
 def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
@@ -33,6 +40,8 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
             return
         backend, by_ray = requested_backend(arguments), uses_ray_collectives(arguments)
         check_backend(backend, by_ray)
+        if by_ray:
+            refuse_renamed(trainer.actor.model.module, synced_names(trainer))
         wait_for_engine_start(trainer.vllm_engines)
         if by_ray:
             method(trainer, backend)
@@ -52,6 +61,8 @@ def send_to_same_gpus(trainer: Any) -> None:
     failure: Exception | None = None
     try:
         if not hasattr(trainer, "_model_update_group"):
+            if dist.get_rank() == 0 and requests_ray_collectives(trainer.strategy.args):
+                run_log.warning("--vllm.sync_with_ray has no effect: trainer and engines share GPUs")
             join_workers_of_same_gpus(trainer)
         send(trainer, synced_names(trainer))
     except (SyncError, PeerError) as error:
