@@ -1,12 +1,15 @@
 """A weight sync of a tiny model into a real engine, and what both compute before and after it.
 
-reloaded.py FAMILY DIR [--dtype D] [--lora] [--frozen TEXT] [--workers N]: writes to DIR/result.json the mean
-difference of the log-probabilities of fixed tokens between transformers' model, which is the trainer's, and
-vLLM's: when the engine has loaded the model (``fresh``), after the trainer has changed it (``changed``),
-after two weight syncs (``synced``), and after vLLM's load_weights alone (``direct``, a text if it raises). Of
-an engine of several workers it has no ``direct``, but the bytes of all weights and those that each worker
-copied in each sync (``copied``). Parameters with ``--frozen`` in their names do not change and are not sent;
-``unsent`` are the names that workers reported.
+reloaded.py FAMILY DIR [--dtype D] [--lora] [--frozen TEXT] [--workers N] [--quantization Q]: writes to
+DIR/result.json the mean difference of the log-probabilities of fixed tokens, and of those that the engine
+generates then, between transformers' model, which is the trainer's, and vLLM's: when the engine has loaded
+the model (``fresh``), after the trainer has changed it (``changed``), after two weight syncs (``synced``),
+and after vLLM's load_weights alone (``direct``, a text if it raises). Of an engine of several workers it has
+no ``direct``, but the bytes of all weights and those that each worker copied in each sync (``copied``).
+Parameters with ``--frozen`` in their names do not change and are not sent; ``unsent`` are the names that
+workers reported. An engine that quantizes is also compared with one that was started from the weights of the
+last sync (``restarted``); ``unequal`` are parameters whose checksums differ from the trainer's, and those in
+``rearranged`` have none.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import torch
 import transformers
 from rlhf_stack.sync.encoding import FULL
 
-VOCABULARY, TOKENS = 256, 48
+VOCABULARY, TOKENS, GENERATED = 256, 48, 12
 BASE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -45,7 +48,14 @@ MLA = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
-    "topk_method": "greedy",
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
 }
 CONFIGURATIONS = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 2}),
@@ -54,7 +64,11 @@ CONFIGURATIONS = {
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True}),
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v2": ("DeepseekV2Config", {**EXPERTS, **MLA}),
+    "deepseek_v2": ("DeepseekV2Config", {**EXPERTS, **MLA, "topk_method": "greedy", "rope_parameters": YARN}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**EXPERTS, **MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
 }
 
 
@@ -86,6 +100,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--frozen", default="")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--quantization")
     options = parser.parse_args()
     folder, workers = options.folder, options.workers
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -94,6 +109,7 @@ def main() -> None:
     from rlhf_stack.engine import startup
     from rlhf_stack.sync import create_group
     from rlhf_stack.sync.buckets import plan_buckets
+    from rlhf_stack.sync.digest import RegionDigest, differences
     from rlhf_stack.sync.engine_parameters import engine_parameters
     from rlhf_stack.sync.sending import BucketSender
     from vllm import LLM, SamplingParams, TokensPrompt
@@ -102,6 +118,9 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**BASE | changes))
     model.to(getattr(torch, options.dtype)).eval()
     change(model, seed=0)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):  # of DeepSeek-V3's router; no optimizer trains it
+            buffer.copy_(torch.linspace(-0.2, 0.2, buffer.numel()))
     model.save_pretrained(folder / "model")
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not options.frozen or options.frozen not in parameter_name)
@@ -114,16 +133,26 @@ def main() -> None:
     quiet = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False}
     sizes = {"max_model_len": 128, "gpu_memory_utilization": 0.05, "dtype": options.dtype}
     sizes["tensor_parallel_size"] = workers
-    engine = LLM(model=str(folder / "model"), **quiet, **sizes, **arguments)
+    settings = {**quiet, **sizes, **arguments, "quantization": options.quantization}
+    engine = LLM(model=str(folder / "model"), **settings)
     tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    sampling = SamplingParams(
+        max_tokens=GENERATED, temperature=0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
+    )
+
+    def engine_computes(engine: LLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``tokens`` and what the engine generates, and the log-probability of all but the first."""
+        prompt = TokensPrompt(prompt_token_ids=tokens.tolist())
+        (output,) = engine.generate([prompt], sampling, use_tqdm=False)
+        (answer,) = output.outputs
+        sequence = [*tokens.tolist(), *answer.token_ids]
+        given = zip(sequence[1:], [*output.prompt_logprobs[1:], *answer.logprobs], strict=True)
+        computed = torch.tensor([choices[token].logprob for token, choices in given])
+        return torch.tensor(sequence), computed
 
     def difference() -> float:
-        prompt = TokensPrompt(prompt_token_ids=tokens.tolist())
-        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        (output,) = engine.generate([prompt], sampling, use_tqdm=False)
-        given = zip(tokens.tolist()[1:], output.prompt_logprobs[1:], strict=True)
-        computed = torch.tensor([choices[token].logprob for token, choices in given])
-        return float((computed - trainer_computes(model, tokens)).abs().mean())
+        sequence, computed = engine_computes(engine, tokens)
+        return float((computed - trainer_computes(model, sequence)).abs().mean())
 
     arguments = SimpleNamespace(ds=SimpleNamespace(zero_stage=2))
     trainer = SimpleNamespace(
@@ -168,6 +197,20 @@ def main() -> None:
     change(model, seed=3)
     sync()
     result |= {"synced": difference(), "copied": copied, "unsent": unsent}
+    if options.quantization:
+        model.save_pretrained(folder / "restarted")
+        restarted = LLM(model=str(folder / "restarted"), **settings)
+        held, expected = (engine_computes(each, tokens)[1] for each in (engine, restarted))
+        result["restarted"] = float((held - expected).abs().mean())
+        sent = engine_parameters(trainer, list(model.named_parameters()))
+        shapes = [(one.name, list(one.spec(trainer).shape)) for one in sent]
+        (found,) = engine.collective_rpc("weight_digests", args=(shapes,))
+        digests = [RegionDigest.from_dict(each) for each in found["digests"]]
+        result |= {"rearranged": found["rearranged"], "unequal": []}
+        for one in sent:
+            own = [[[each for each in digests if each.name == one.name]]]
+            if one.name not in found["rearranged"] and differences(one.name, one.value(), own):
+                result["unequal"].append(one.name)
     if workers == 1:
         change(model, seed=4)
         loader = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model

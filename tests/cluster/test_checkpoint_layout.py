@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reloaded import BASE, CONFIGURATIONS
-from rlhf_stack.sync import SyncError
+from rlhf_stack.sync import SyncError, actor_trainer
 from rlhf_stack.sync.checkpoint_layout import checkpoint_layout
 from rlhf_stack.sync.engine_parameters import engine_parameters
 
@@ -35,7 +35,7 @@ def test_what_is_sent_is_what_is_saved(family, is_loaded, tmp_path):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     saved = safetensors.load_file(tmp_path / "model.safetensors")
     sent = engine_parameters(trainer(model), list(model.named_parameters()))
-    assert {each.name for each in sent} == saved.keys()
+    assert {each.name for each in sent} == saved.keys() - dict(model.named_buffers()).keys()
     for each in sent:
         value = each.value()
         assert each.spec(trainer(model)).shape == saved[each.name].shape
@@ -57,3 +57,36 @@ def test_a_tensor_that_joins_parameters_is_refused():
     shapes = {name: (each.shape, each.dtype) for name, each in model.named_parameters()}
     with pytest.raises(SyncError, match=r"mlp\.up_gate\.weight of the checkpoint of LlamaForCausalLM"):
         checkpoint_layout(model, shapes)
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        ("mixtral", r"MixtralForCausalLM, .* instead of model\.layers\.0\.mlp\.\S+, and 6 parameters"),
+        ("qwen3_moe", r"experts\.0\.\S+ instead of model\.layers\.0\.mlp\.experts\.\S+, and 4 parameters"),
+        ("qwen3", None),
+    ],
+)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_rays_collectives_are_refused_for_parameters_with_other_names(
+    family, refused, is_sharded, monkeypatch
+):
+    """Before an engine is up: upstream's sync would fail at Mixtral's first expert."""
+    waited = []
+    monkeypatch.setattr(actor_trainer, "wait_for_engine_start", waited.append)
+    one = trainer(tiny(family))
+    for parameter in one.actor.model.module.parameters() if is_sharded else ():  # as ZeRO-3 leaves them
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    sections = {"vllm": SimpleNamespace(sync_backend="nccl", sync_with_ray=True)}
+    sections["train"] = SimpleNamespace(colocate_all=False, async_enable=False)
+    one.strategy.args, one.vllm_engines = SimpleNamespace(**sections), []
+    formed = []
+    form = actor_trainer.forms_weight_group(lambda _, backend: formed.append(backend))
+    if refused is None:
+        form(one, "nccl")
+        assert (formed, waited) == (["nccl"], [[]])
+        return
+    with pytest.raises(SyncError, match=refused + r".*: leave out --vllm\.sync_with_ray"):
+        form(one, "nccl")
+    assert formed == waited == []

@@ -190,7 +190,7 @@ def _accept_elements(parameter: Any) -> None:
 def _written(layer: Any, info: Any) -> Iterator[str]:
     """Yield the names of the tensors of ``layer`` that were written, at least in part."""
     if not info.can_load():  # the layer was complete
-        yield from utils.get_layer_tensors(layer)
+        yield from (name for name in utils.get_layer_tensors(layer) if name not in meta.SKIP_LOAD_TENSORS)
         return
     for name, entry in info.loaded_weights:
         if not isinstance(entry, Elements) or entry.copies:

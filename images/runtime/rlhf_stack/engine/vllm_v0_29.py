@@ -9,7 +9,7 @@ The interface differs between releases of vLLM: `tests/cluster/test_weight_trans
 
 import logging
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
@@ -194,12 +194,25 @@ def rearranged_tensors(model: Any) -> set[str]:
 
 
 def by_written(model: Any, written: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of parameters that were written, and of the others; tied ones have several names."""
+    """Return the names of parameters that were written, and of the others; tied ones have several names.
+
+    Those that vLLM computes from others after loading, such as MLA's, are in neither.
+    """
     named = model.named_parameters(remove_duplicate=False)
     found = {id(parameter) for name, parameter in named if name in written}
-    names = {name: id(parameter) in found for name, parameter in model.named_parameters()}
+    computed = set(_computed(model))
+    names = {name: id(each) in found for name, each in model.named_parameters() if name not in computed}
     sent = frozenset(name for name, is_written in names.items() if is_written)
     return sent, frozenset(names.keys() - sent)
+
+
+def _computed(model: Any) -> Iterator[str]:
+    """Yield the names of parameters that a layer did not have when its weights were loaded."""
+    for prefix, layer in model.named_modules():
+        loaded, _ = layerwise.get_layerwise_info(layer).restore_metadata
+        for name, _ in layer.named_parameters(recurse=False):
+            if name not in loaded and name not in meta.SKIP_TENSORS:  # vLLM leaves these out of its record
+                yield f"{prefix}.{name}".removeprefix(".")
 
 
 logging.getLogger(layerwise.__name__).addFilter(Once())

@@ -14,6 +14,7 @@ from rlhf_stack.sync import sources
 from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start
 from rlhf_stack.sync.backend import check_backend, requested_backend
 from rlhf_stack.sync.encoding import refuse_gloo_only
+from rlhf_stack.sync.engine_parameters import refuse_renamed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus, leave_group
 from rlhf_stack.sync.report import recorded_sync
@@ -21,10 +22,12 @@ from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.trainer import (
     own_group,
     own_share,
+    requests_ray_collectives,
     shares_gpus,
     synced_names,
     uses_ray_collectives,
 )
+from rlhf_stack.telemetry import run_log
 
 
 def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
@@ -40,6 +43,8 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
             return
         backend, by_ray = requested_backend(arguments), uses_ray_collectives(arguments)
         check_backend(backend, by_ray)
+        if by_ray:
+            refuse_renamed(trainer.actor.model.module, synced_names(trainer))
         wait_for_engine_start(trainer.vllm_engines)
         if by_ray:
             method(trainer, backend)
@@ -55,26 +60,37 @@ def _send(trainer: Any) -> None:
     If several send, rank 0 raises the `SyncError` of any of them, and the others go on to the end of the
     sync, where all ranks meet.
     """
-    is_shared = shares_gpus(trainer.strategy.args)
-    if is_shared and not hasattr(trainer, "_model_update_group"):
-        is_joined = _together(trainer, lambda: join_workers_of_same_gpus(trainer)) is not None
-    elif not is_shared and sources.are_possible(trainer) and not sources.have_joined(trainer):
-        is_joined = _together(trainer, lambda: sources.join(trainer)) is not None
-    else:
-        is_joined = True
-    if not is_joined:
-        return
-    if not is_shared and own_share(trainer).count == 1:
-        send(trainer, synced_names(trainer))
-        return
     import torch.distributed as dist
 
-    sent = _together(trainer, lambda: send(trainer, synced_names(trainer)))
+    join: Callable[[Any], None] | None = None
+    is_shared = shares_gpus(trainer.strategy.args)
+    if is_shared:
+        join = None if hasattr(trainer, "_model_update_group") else _join_same_gpus
+    elif sources.are_possible(trainer):
+        join = None if sources.have_joined(trainer) else sources.join
+    if join is not None and _together(trainer, join) is None:
+        return
+    if not is_shared and own_share(trainer).count == 1:
+        _send_all(trainer)
+        return
+    sent = _together(trainer, _send_all)
     if sent is not None and not is_shared and dist.get_rank() == 0:
         own_group(trainer).encodings.sent = sum(sent)
 
 
-def _together(trainer: Any, step: Callable[[], Any]) -> list[Any] | None:
+def _join_same_gpus(trainer: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0 and requests_ray_collectives(trainer.strategy.args):
+        run_log.warning("--vllm.sync_with_ray has no effect: trainer and engines share GPUs")
+    join_workers_of_same_gpus(trainer)
+
+
+def _send_all(trainer: Any) -> int:
+    return send(trainer, synced_names(trainer))
+
+
+def _together(trainer: Any, step: Callable[[Any], Any]) -> list[Any] | None:
     """Return what ``step`` returns on every rank; None if it has failed on one.
 
     Then all ranks leave their groups, since what a worker has read of the sync is unknown, and rank 0 raises.
@@ -84,7 +100,7 @@ def _together(trainer: Any, step: Callable[[], Any]) -> list[Any] | None:
     failure: Exception | None = None
     result = None
     try:
-        result = step()
+        result = step(trainer)
     except (SyncError, PeerError) as error:
         failure = error
     ends: list[Any] = [None] * dist.get_world_size()

@@ -83,6 +83,24 @@ def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> li
     ]
 
 
+def refuse_renamed(model: Any, parameters: Sequence[tuple[str, Any]]) -> None:
+    """Raise `SyncError` if ``parameters`` (name, parameter) are not in the layout of the model's checkpoints.
+
+    For --vllm.sync_with_ray, where upstream sends each one as the trainer has it. vLLM refuses some, such as
+    Mixtral's, and others are loaded into experts that it has packed. No other rank takes part.
+    """
+    shapes = {name: (getattr(each, "ds_shape", each.shape), each.dtype) for name, each in parameters}
+    layout = checkpoint_layout(model, shapes)
+    renamed = [(source, name) for name, source, region in layout if name != source or region is not None]
+    if renamed:
+        source, name = renamed[0]
+        raise SyncError(
+            "--vllm.sync_with_ray sends parameters as the trainer has them, but checkpoints of "
+            f"{type(model).__name__}, which vLLM's loader knows, have {name} instead of {source}, and "
+            f"{len(dict(renamed))} parameters differ like this: leave out --vllm.sync_with_ray"
+        )
+
+
 def lora_obstacle(arguments: Any) -> str:
     """Return why a run with LoRA cannot update its engines, "" if it can or has no adapters or engines.
 

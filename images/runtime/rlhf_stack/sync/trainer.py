@@ -23,9 +23,14 @@ def shares_gpus(arguments: Any) -> bool:
     return is_shared and hasattr(arguments, "vllm") and requested_backend(arguments) == "nccl"
 
 
-def uses_ray_collectives(arguments: Any) -> bool:
-    """Report whether upstream sends the weights one by one with Ray's collectives."""
+def requests_ray_collectives(arguments: Any) -> bool:
+    """Report whether --vllm.sync_with_ray is among OpenRLHF's arguments."""
     return bool(getattr(section(arguments, "vllm"), "sync_with_ray", False))
+
+
+def uses_ray_collectives(arguments: Any) -> bool:
+    """Report whether upstream sends the weights one by one with Ray's collectives: not on shared GPUs."""
+    return requests_ray_collectives(arguments) and not shares_gpus(arguments)
 
 
 def synced_names(trainer: Any) -> list[tuple[str, Any]]:

@@ -1,11 +1,13 @@
 """Checks of the backend. Groups over NCCL are in test_gpu_sync.py, those of processes in tests/cluster."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import backend_selection
+from rlhf_stack.sync import actor_trainer, backend_selection
+from rlhf_stack.sync.trainer import uses_ray_collectives
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo", "auto"])
@@ -22,6 +24,27 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
 def test_gloo_by_ray_is_refused_with_the_reason() -> None:
     with pytest.raises(sync.SyncError, match=r"leave out --vllm\.sync_with_ray"):
         sync.check_backend("gloo", with_ray=True)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("requested", [False, True])
+def test_rays_collectives_have_no_effect_on_shared_gpus(
+    requested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Upstream ignores them there; the weights are sent as without the option, and a warning says so."""
+    sent = MagicMock()
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0, raising=False)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1, raising=False)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda *_: None, raising=False)
+    monkeypatch.setattr(actor_trainer, "join_workers_of_same_gpus", lambda _: None)
+    monkeypatch.setattr(actor_trainer, "synced_names", lambda _: [])
+    monkeypatch.setattr(actor_trainer, "send", sent)
+    vllm = SimpleNamespace(sync_backend="nccl", sync_with_ray=requested)
+    arguments = SimpleNamespace(train=SimpleNamespace(colocate_all=True, async_enable=False), vllm=vllm)
+    assert not uses_ray_collectives(arguments)
+    actor_trainer.send_to_same_gpus(SimpleNamespace(strategy=SimpleNamespace(args=arguments)))
+    sent.assert_called_once()
+    assert ("--vllm.sync_with_ray has no effect" in caplog.text) == requested
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.4.2", False), ("0.4.3", True), ("0.6.3.post1", True)])

@@ -181,9 +181,9 @@ def test_the_error_of_a_rank_is_raised_by_rank_0_when_all_have_ended(trainers: T
             raise SyncError("rank 1 on 10.0.0.9 does not answer")
         return rank
 
-    found = trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda: step(rank)))
+    found = trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda _: step(rank)))
     assert isinstance(found[0], SyncError)
     assert str(found[0]) == "rank 1 on 10.0.0.9 does not answer"
     assert found[1:] == [None, None], "they go on to the barrier at the end of the sync"
     assert [group.closed for group in groups] == [True] * 3
-    assert trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda: rank)) == [[0, 1, 2]] * 3
+    assert trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda _: rank)) == [[0, 1, 2]] * 3
