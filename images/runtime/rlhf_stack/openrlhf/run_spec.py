@@ -8,7 +8,6 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.request import DIGITS, request_of, upstream_order
-from rlhf_stack.openrlhf.run_limits import check_values
 from rlhf_stack.placement.model import ENGINES, Group, PlacementError, Request
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
@@ -103,9 +102,8 @@ def is_flat(release: str) -> bool:
 def run_of(release: str, values: Any) -> Run:
     """Return the run that the parsed arguments ``values`` of OpenRLHF ``release`` request.
 
-    `UserError` if one of them is out of range, or if they contradict each other.
+    `command_line.parse` has checked their ranges. `UserError` if they contradict each other.
     """
-    check_values(values, is_flat(release))
     try:
         run = _flat(release, values) if is_flat(release) else _sections(release, values)
     except PlacementError as error:
@@ -220,7 +218,6 @@ def _flat(release: str, args: Any) -> Run:
 
 def trainer_run(release: str, program: str, values: Any, nodes: int, gpus: int) -> Run:
     """Return the run of SFT, DPO or RM on ``nodes`` with ``gpus`` GPUs each; errors as those of `run_of`."""
-    check_values(values, is_flat(release))
     found = (
         _flat_trainer(release, program, values) if is_flat(release) else _trainer(release, program, values)
     )
