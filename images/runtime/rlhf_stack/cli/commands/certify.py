@@ -25,13 +25,23 @@ import argparse
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import positive_int
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
+from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
+
+if TYPE_CHECKING:
+    from rlhf_stack.certify.climb import Report
+    from rlhf_stack.certify.ladder import Step
+    from rlhf_stack.certify.model import Record
 
 FAKE_GPUS = (2, 2)
 
@@ -69,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.certify import ladder
     from rlhf_stack.inputs.text import suggestion
 
+    run_log.configure_messages()
+
     chosen = ("facts", *(options.rung or ladder.NAMES))
     for name in chosen:
         if name not in ladder.NAMES:
@@ -89,8 +101,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
-    from rich.console import Console
-
     from rlhf_stack.accelerator import devices
     from rlhf_stack.certify import ladder, on_cluster
     from rlhf_stack.certify.certificate import FILE, certify
@@ -100,7 +110,6 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
 
     about = image.about()
     subject = Subject(about.cell, about.release, about.inputs)
-    console = Console(stderr=True, soft_wrap=True)
     temporary = tempfile.TemporaryDirectory(prefix="rlhf-stack-certify-", ignore_cleanup_errors=True)
     requested = () if devices.is_gpu() else options.fake_gpus or ()
     default = () if devices.is_gpu() else FAKE_GPUS
@@ -108,7 +117,8 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, in place of Ray's handler
         place = ladder.Place(address, folder, small=not devices.is_gpu())
         try:
-            found = certify(place, chosen, subject, None, options.out, console)
+            with _reported() as report:
+                found = certify(place, chosen, subject, None, options.out, report)
         finally:
             on_cluster.remove(place)
     counts = {
@@ -131,3 +141,29 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
     if any(rung.reason == INTERRUPTED for rung in found.rungs):
         return 128 + signal.SIGINT  # the JSON of an error would be a second one
     return 1 if counts[FAILED] else 0
+
+
+@contextmanager
+def _reported() -> Iterator["Report"]:
+    """What shows the climb while it lasts: messages if they are JSON lines, else lines and a status."""
+    from rlhf_stack.certify.certificate import line
+    from rlhf_stack.certify.model import FAILED, PASSED
+
+    if env_vars.log_format() == "json":
+        yield lambda step, record: messages.info(line(step, record))
+        return
+    from rich.console import Console
+
+    styles = {PASSED: "green", FAILED: "red bold"}
+    console = Console(stderr=True, soft_wrap=True)
+    with console.status("starting") as status:
+
+        def report(step: "Step", record: "Record | None") -> None:
+            if record is None:
+                status.update(line(step, record))
+            else:
+                console.print(
+                    line(step, record), style=styles.get(record.state), highlight=False, markup=False
+                )
+
+        yield report
