@@ -40,8 +40,9 @@ class Run:
     ``tokens`` and ``rollout_tokens`` replace them if batches are dynamic. ``batch`` is the sequences of an
     optimizer step. ``tensor_parallel`` ranks share each layer, ``ring`` ranks each sequence. ``answer``
     limits the tokens of an answer, None if only ``length`` does. ``quantized``: the linear layers of the
-    trainer have 4 bits per weight. ``program`` is the module of OpenRLHF, whose batches have ``pairs``
-    sequences for each of the requested ones: two if chosen and rejected answers are compared.
+    trainer have 4 bits per weight. ``asynchronous``: engines generate while the trainer trains. ``program``
+    is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
+    chosen and rejected answers are compared.
     """
 
     release: str
@@ -68,6 +69,7 @@ class Run:
     half_precision_logits: bool = False
     answer: int | None = None
     quantized: bool = False
+    asynchronous: bool = False
     program: str = PPO
     pairs: int = 1
 
@@ -168,6 +170,7 @@ def _sections(release: str, args: Any) -> Run:
         ema=args.train.enable_ema,
         answer=getattr(args.rollout, "max_new_tokens", None),
         quantized=getattr(args.ds, "load_in_4bit", False),
+        asynchronous=args.train.async_enable,
     )
 
 
