@@ -171,7 +171,7 @@ WRONG_USAGE = [
     ("top", "--events /nowhere", "/nowhere: no such directory"),
     ("top", "--every 2", "unrecognized arguments: --every"),
     ("doctor", "--log /nowhere", "/nowhere: No such file or directory"),
-    ("doctor", "--freeze /dev/null", "no line has a version"),
+    ("doctor", "--freeze /dev/null", "/dev/null is empty"),
     ("doctor", "--timeout 0", "'0': expected a number greater than 0"),
     ("reap", "--older-than soon", "'soon': expected a number of at least 0"),
     ("reap", "engines", "unrecognized arguments: engines"),

@@ -108,6 +108,13 @@ def test_limits_apply_before_the_checks_of_upstream(
         parse([f"--{flag}", value], program)
 
 
+def test_a_package_that_openrlhf_lacks_is_named(upstream: Path) -> None:
+    """It was "OpenRLHF rejects these arguments", which are right."""
+    upstream.write_text('import missing_package\nif __name__ == "__main__":\n    train(missing_package)\n')
+    with pytest.raises(ArgumentsError, match=r"^OpenRLHF 0.11.2 needs missing_package, which is not"):
+        parse([])
+
+
 @pytest.mark.usefixtures("upstream")
 def test_every_flag_of_an_older_release_gets_its_hint() -> None:
     """Only four were shown, and a published script has 40."""

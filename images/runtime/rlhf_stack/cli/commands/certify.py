@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import positive_int
+from rlhf_stack.cli.option_types import gpu_count
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.telemetry import run_log
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlhf_stack.certify.model import Record
 
 FAKE_GPUS = (2, 2)
+MOST_FAKE = 16  # nodes, each of which has processes of Ray on this machine
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fake_gpus(text: str) -> tuple[int, ...]:
-    """Numbers of GPUs, separated by commas."""
-    return tuple(positive_int(part) for part in text.split(","))
+    """Numbers of GPUs of at most `MOST_FAKE` nodes, separated by commas."""
+    parts = text.split(",")
+    if len(parts) > MOST_FAKE:
+        raise argparse.ArgumentTypeError(f"{len(parts)} nodes: expected at most {MOST_FAKE}")
+    return tuple(map(gpu_count, parts))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
     chosen = ("facts", *(options.rung or ladder.NAMES))
     for name in chosen:
         if name not in ladder.NAMES:
-            raise UserError(f"no rung {name!r}{suggestion(name, ladder.NAMES)}: {', '.join(ladder.NAMES)}")
+            meant = suggestion(name, ladder.NAMES)
+            raise UserError(f"no rung {name!r}{meant}; the rungs are {', '.join(ladder.NAMES)}")
     if devices.is_gpu() and options.fake_gpus:
         raise UserError("--fake-gpus: this image is for GPUs; use an image for CPUs")
     try:

@@ -158,6 +158,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     words = run_options.command_words(options)
+    if not options.address.strip():
+        raise UserError("--address: expected the address of Ray's job server")
     _configure_log(options)
 
     def environment() -> dict[str, Any]:
@@ -271,7 +273,11 @@ def runtime_env(
             raise UserError(f"--env {name} is given twice")
         given.add(name)
         variables[name] = value if equals else environment[name]
-    if working_dir is not None and "://" not in working_dir and not Path(working_dir).is_dir():
+    if (
+        working_dir is not None
+        and "://" not in working_dir
+        and not (working_dir and Path(working_dir).is_dir())
+    ):
         raise UserError(f"--working-dir {shortened(working_dir)!r}: no such folder")
     return {"env_vars": variables} | ({"working_dir": working_dir} if working_dir else {})
 
