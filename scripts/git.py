@@ -1,10 +1,12 @@
 """The state of the checkout, as git reports it."""
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.errors import UserError
 from scripts.paths import ROOT
+from scripts.processes import captured
 
 DIRTY = "-dirty"  # suffix of a revision whose files differ from the commit
 
@@ -23,6 +25,12 @@ def files() -> list[Path]:
     return [ROOT / name for name in listing.split("\0") if name]
 
 
+def changed_since(commit: str, folders: Sequence[str], root: Path) -> list[str]:
+    """Return the files below ``folders`` that differ from ``commit``, none if git does not know it."""
+    done = _git("diff", "--name-only", "-z", commit, "--", *folders, root=root)
+    return [name for name in done.stdout.split("\0") if name] if done.returncode == 0 else []
+
+
 def require_clean_tree(root: Path = ROOT) -> None:
     """Raise `UserError` unless every file of the checkout is committed."""
     done = _git("status", "--porcelain", "-z", root=root)
@@ -33,4 +41,4 @@ def require_clean_tree(root: Path = ROOT) -> None:
 
 
 def _git(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    return captured(["git", *arguments], root)

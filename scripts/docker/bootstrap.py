@@ -15,6 +15,7 @@ from docker.errors import DockerException
 from scripts.docker import client
 from scripts.docker.client import ANSWER_SECONDS, SOCKET, SYSTEMD, connect, output_of, run_captured
 from scripts.errors import UserError
+from scripts.processes import captured
 
 LOG = Path("/var/log/rlhf-stacks-dockerd.log")
 OS_RELEASE = Path("/etc/os-release")
@@ -112,14 +113,8 @@ def _instruction(packages: Sequence[str]) -> str:
 
 def _apt_get(prefix: Sequence[str], arguments: Sequence[str], packages: Sequence[str]) -> None:
     """Run apt-get; a `UserError` quotes the last line of its output if it fails."""
-    done = subprocess.run(
-        [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=INSTALL_SECONDS,
-    )
+    command = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes", *arguments]
+    done = captured(command, timeout=INSTALL_SECONDS)
     if done.returncode:
         raise UserError(f"apt-get {arguments[0]} failed ({_last_line(done)}); {_instruction(packages)}")
 

@@ -15,6 +15,7 @@ import requests.exceptions
 from docker.errors import DockerException
 
 from scripts.errors import UserError
+from scripts.processes import captured
 
 SOCKET = Path("/var/run/docker.sock")
 CONTAINERD = Path("/var/lib/containerd")
@@ -189,15 +190,7 @@ def output_of(command: Sequence[str]) -> str:
 def run_captured(command: Sequence[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``command`` without input; one that cannot start or exceeds `ANSWER_SECONDS` has exit code 1."""
     try:
-        return subprocess.run(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=ANSWER_SECONDS,
-        )
+        return captured(command, folder, timeout=ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 

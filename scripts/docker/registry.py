@@ -12,6 +12,7 @@ import docker
 
 from scripts.docker.client import docker_command
 from scripts.errors import UserError
+from scripts.processes import captured
 
 SECONDS = 60
 ABSENT = ("no such manifest", "manifest unknown", "name unknown")
@@ -98,14 +99,8 @@ def inspect_remote(client: docker.DockerClient, reference: str) -> Remote | None
     repo = reference.rpartition(":")[0]
     options = ["--insecure"] if is_insecure(host_of(repo), client.info().get("RegistryConfig") or {}) else []
     try:
-        done = subprocess.run(
-            [*docker_command(), "manifest", "inspect", "--verbose", *options, reference],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-        )
+        command = [*docker_command(), "manifest", "inspect", "--verbose", *options, reference]
+        done = captured(command, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(explain_refusal(f"timeout: no answer within {SECONDS} s", repo)) from None
     if done.returncode == 0:

@@ -1,14 +1,13 @@
 """``python -m scripts hip``: prove the ROCm recipes without AMD's software."""
 
-import sys
 from typing import Annotated
 
 import typer
 
 from scripts.hip import page, prove, recipes
+from scripts.matrix.commands import written
 from scripts.matrix.load import expand, find, load
 from scripts.matrix.model import named
-from scripts.paths import ROOT
 
 
 def register(app: typer.Typer) -> None:
@@ -34,21 +33,14 @@ def hip(
 ) -> int:
     """Compile the recipes of a ROCm cell with Debian's HIP, and execute kernels of them on an emulator."""
     matrix = load()
-    written = page.PAGE.read_text(encoding="utf-8")
-    if check:
-        if page.text(matrix, written) == written:
-            return 0
-        print(f"{page.PAGE.relative_to(ROOT)} does not follow from the records: ", end="", file=sys.stderr)
-        print("run python -m scripts hip --offline", file=sys.stderr)
-        return 1
-    if offline:
-        page.PAGE.write_text(page.text(matrix, written), encoding="utf-8")
-        return 0
+    before = page.PAGE.read_text(encoding="utf-8")
+    if check or offline:
+        return written(page.PAGE, page.text(matrix, before), "hip --offline", check)
     proved = (one.id for one in expand(matrix) if named(matrix.variants, one.variant).compile_proof)
     chosen = find(matrix, cell or next(proved))
     recipes.proof_of(matrix, chosen)
     code, record = prove.prove(matrix, chosen, again, minutes)
     if record:
         page.keep(record)
-        page.PAGE.write_text(page.text(matrix, written), encoding="utf-8")
+        page.PAGE.write_text(page.text(matrix, before), encoding="utf-8")
     return code

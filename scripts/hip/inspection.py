@@ -13,6 +13,7 @@ from scripts.docker.client import docker_command
 from scripts.errors import UserError
 from scripts.hip import symbols
 from scripts.hip.torch_for_rocm import LIBRARIES, MASQUERADING
+from scripts.processes import captured
 from scripts.release import kernels
 from scripts.release.kernels import Kernel
 
@@ -142,12 +143,8 @@ def providers(builder: str, torch: Path) -> dict[str, Set[str]]:
 
 def compiler(builder: str) -> str:
     """Return the first two lines that hipcc prints about itself."""
-    done = subprocess.run(
-        [*docker_command(), "run", "--rm", "--network=none", builder, "/opt/rocm/bin/hipcc", "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = ["/opt/rocm/bin/hipcc", "--version"]
+    done = captured([*docker_command(), "run", "--rm", "--network=none", builder, *program])
     if done.returncode:
         raise UserError(f"{builder}: its HIP compiler does not start: {done.stderr.strip()}")
     return ", ".join(done.stdout.strip().splitlines()[:2])

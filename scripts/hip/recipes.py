@@ -27,6 +27,7 @@ from scripts.matrix.model import STAND_IN, CompileProof, SourceBuild, named, tar
 from scripts.patches.pristine import fetch_pristine
 from scripts.patches.wheel_files import WheelFile, write_wheel
 from scripts.paths import ROOT
+from scripts.processes import captured
 
 FOLDER = ROOT / "build" / "hip"
 HERE = ROOT / "scripts" / "hip"
@@ -124,12 +125,7 @@ def torch_wheel(cell: Cell, proof: CompileProof, root: Root, builder: str) -> Pa
         mounts = [f"--volume={path}:{inside}" for path, inside in names.items()]
         release = version.partition("+rocm")[2]
         command = ["python3", "-B", f"/hip/{TRANSLATOR[0]}", "/released.whl", version, release, "/out"]
-        done = subprocess.run(
-            [*docker_command(), "run", "--rm", "--network=none", *mounts, builder, *command],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = captured([*docker_command(), "run", "--rm", "--network=none", *mounts, builder, *command])
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no error message"])[-1]
             raise UserError(f"torch's headers cannot be translated: {reason}")

@@ -3,7 +3,6 @@
 import functools
 import os
 import stat
-import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from scripts.locks import index_config
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell
 from scripts.patches.series import series_of
+from scripts.processes import captured
 
 NAMESPACE = "io.rlhf-stacks"
 INPUTS = f"{NAMESPACE}.inputs"  # the label with `Inputs.digest`
@@ -110,13 +110,8 @@ def with_vendor_compiler(cell: Cell, builder: str) -> str:
     recipe = (IMAGES / "vendor" / "Dockerfile").read_text(encoding="utf-8")
     tag = f"{builder}-{sha256(vendor_digest(vendor) + recipe)[:12]}"
     arguments = [f"--build-arg=BUILDER_BASE={builder}", f"--build-arg=VENDOR={vendor}", f"--tag={tag}"]
-    done = subprocess.run(
-        [*docker_command(), "build", *arguments, str(IMAGES / "vendor")],
-        env=build_environment(os.environ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [*docker_command(), "build", *arguments, str(IMAGES / "vendor")]
+    done = captured(command, env=build_environment(os.environ))
     if done.returncode:
         error = done.stderr.strip().splitlines()[-1]
         raise UserError(f"the compiler of {vendor} cannot be copied to the builder: {error}")

@@ -27,6 +27,7 @@ from scripts.locks.debian import BUILDER, RUNTIME, UNPACKED, Deb
 from scripts.matrix.load import Cell, Matrix, load
 from scripts.matrix.model import Base, Toolchain, named
 from scripts.paths import ROOT
+from scripts.processes import captured
 
 HIP = ROOT / "images" / "base" / "hip.sh"
 CUSTOMIZE = ROOT / "images" / "base" / "customize.sh"
@@ -209,9 +210,7 @@ def image(root: Root) -> str:
             make(root, root.tar)
     name = tag(root, sha256_file(root.tar))
     if not connect().images.list(name=name):
-        done = subprocess.run(
-            [*docker_command(), "import", str(root.tar), name], capture_output=True, text=True, check=False
-        )
+        done = captured([*docker_command(), "import", str(root.tar), name])
         if done.returncode:
             raise UserError(f"docker cannot import {root.tar.relative_to(ROOT)}: {done.stderr.strip()}")
     return name

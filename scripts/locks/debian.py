@@ -19,6 +19,7 @@ from scripts.errors import UserError
 from scripts.locks import lockfile
 from scripts.matrix.load import Matrix
 from scripts.matrix.model import Base, Toolchain
+from scripts.processes import captured
 
 ARCHIVE = "http://deb.debian.org"  # has Debian's security archive too
 SECURITY = "http://security.debian.org"  # in apt's sources, as Debian's documentation prescribes
@@ -205,14 +206,8 @@ def _found(root: str, base: Base, options: Sequence[str], names: Iterable[str]) 
 def _apt(base: Base, arguments: Sequence[str]) -> str:
     """Run apt-get and return what it prints; `UserError` with its first error."""
     try:
-        done = subprocess.run(
-            ["apt-get", *arguments],
-            env={**os.environ, "LC_ALL": "C.UTF-8"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_SECONDS,
-        )
+        environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+        done = captured(["apt-get", *arguments], env=environment, timeout=LIMIT_SECONDS)
     except FileNotFoundError:
         raise UserError(f"{base.name} can be locked only where apt-get is available") from None
     except subprocess.TimeoutExpired:

@@ -1,11 +1,12 @@
 """The user's pip configuration: indexes, wheels, certificate, proxy. Builds receive it as secrets."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from scripts.processes import captured
 
 CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 SYSTEM_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -94,6 +95,5 @@ def _words(value: str) -> Sequence[str]:
 
 def load() -> PipConfig:
     """Return the pip configuration of this machine."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return parse(done.stdout, os.environ)
+    listed = captured([sys.executable, "-m", "pip", "config", "list"])
+    return parse(listed.stdout, os.environ)

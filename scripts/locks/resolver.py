@@ -19,6 +19,7 @@ from uv import find_uv_bin
 from scripts.errors import UserError
 from scripts.locks import index_config
 from scripts.matrix.model import Base
+from scripts.processes import captured
 
 NEVER = "python_version < '3.0'"
 ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -130,15 +131,7 @@ def _run(
     arguments: list[str], name: str, config: index_config.PipConfig, folder: str, seconds: int
 ) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            arguments,
-            cwd=folder,
-            env=environment(config),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-        )
+        return captured(arguments, folder, environment(config), seconds)
     except subprocess.TimeoutExpired:
         raise UserError(f"{name}: the index did not answer within {seconds} s") from None
 

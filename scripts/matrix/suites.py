@@ -127,7 +127,7 @@ SUITES: Mapping[str, Suite] = {
         "a training run on the CPU, on two containers as nodes", place="command", required_for=("cpu",)
     ),
     "faults": Suite(
-        "a training run on containers as nodes, into which a fault is injected; its outcomes are listed below",
+        "a training run on containers as nodes, with an injected fault; its outcomes are listed below",
         place="host",
         folder="faults",
         always=True,

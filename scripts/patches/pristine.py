@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from scripts.locking import exclusive_lock
 from scripts.locks import lockfile
 from scripts.patches.wheel_files import read_wheel
 from scripts.paths import ROOT
+from scripts.processes import captured
 
 PRISTINE = ROOT / "build" / "wheels" / "pristine"
 UNPACKED = ROOT / "build" / "pristine"
@@ -43,9 +43,7 @@ def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path =
         command = [*_pip(), "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
         command += ["--python-version", PYTHON, "--implementation", "cp", "--dest", directory]
         command += [option for platform in PLATFORMS for option in ("--platform", platform)]
-        done = subprocess.run(
-            [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
-        )
+        done = captured([*command, "-r", str(requirements)])
         wheels = list(Path(directory).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             raise UserError(

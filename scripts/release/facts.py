@@ -123,7 +123,7 @@ def keep(measured: Measured, root: Path = COMMITTED, local: Path = RECORDS) -> N
         msgspec.structs.replace(other, when=measured.when) for other in measurements(measured.cell, root)
     ]
     if measured not in known[-1:]:
-        content = _encode(measured)
+        content = records.encode(measured)
         file = records.folder_of(measured.cell, measured.inputs, root) / MEASURED / _name(content)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
@@ -174,10 +174,6 @@ def _result(image: str, attempts: Sequence[Record]) -> SuiteResult:
         attempts=len(attempts),
         failed_attempts=sum(record.outcome == "failed" for record in attempts),
     )
-
-
-def _encode(measured: Measured) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n"
 
 
 def _name(content: bytes) -> str:

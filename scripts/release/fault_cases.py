@@ -14,6 +14,7 @@ import msgspec
 from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.paths import ROOT
+from scripts.testing.records import encode
 
 MERGED = ROOT / "images" / "faults.json"
 CASES = ROOT / "build" / "faults"
@@ -21,6 +22,7 @@ START, GENERATION, SYNC, TRAINING = "engine start", "generation", "sync", "train
 SEPARATE, HYBRID = "separate", "hybrid"  # layouts: engines on GPUs of their own, or on the trainer's
 PHASES = (START, GENERATION, SYNC, TRAINING)
 Outcome = Literal["ended", "goes on", "hangs"]
+WORST_FIRST: tuple[Outcome, ...] = ("hangs", "ended", "goes on")
 FAULTS = {
     "node killed": PHASES,
     "process killed": PHASES,
@@ -77,11 +79,12 @@ class Merged(msgspec.Struct, frozen=True):
 
 
 def write(case: Case, cases: Path = CASES) -> None:
-    """Write a case; it replaces an older one."""
-    name = "-".join(f"{case.layout} {case.fault} {case.phase}".replace("/", " ").split())
+    """Write a case, next to earlier attempts; it replaces what was written of the same attempt."""
+    words = f"{case.layout} {case.fault} {case.phase} {case.when:%Y%m%dT%H%M%S}"
+    name = "-".join(words.replace("/", " ").split())
     path = cases / case.cell / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=2) + b"\n")
+    path.write_bytes(encode(case))
 
 
 def load(path: Path = MERGED) -> list[Case]:
@@ -102,7 +105,7 @@ def load(path: Path = MERGED) -> list[Case]:
 
 def save(cases: Iterable[Case], path: Path = MERGED) -> None:
     """Write the catalogue's cases."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(_merged(cases)), indent=1) + b"\n")
+    path.write_bytes(encode(_merged(cases)))
 
 
 def _merged(cases: Iterable[Case]) -> Merged:
@@ -111,20 +114,20 @@ def _merged(cases: Iterable[Case]) -> Merged:
 
 
 def merge(known: Iterable[Case], new: Iterable[Case]) -> list[Case]:
-    """Return the newest case of each `case_key`, in the order of `FAULTS`; drop other faults.
+    """Return all attempts of each `case_key`, by time, in the order of `FAULTS`; drop other faults.
 
-    All cases of a cell are of one image, that of its newest case; those of other images are dropped.
+    All cases of a cell are of one image, that of its newest case; those of other images are dropped. What a
+    test recorded later about the same attempt replaces it.
     """
-    newest = {case_key(case): case for case in of_one_image((*known, *new))}
-    cells = sorted({case.cell for case in newest.values()})
-    wanted = (
-        (cell, layout, fault, phase)
-        for cell in cells
+    attempts = {(case_key(case), case.when): case for case in of_one_image((*known, *new))}
+    order = [
+        (layout, fault, phase)
         for layout in (SEPARATE, HYBRID)
         for fault, phases in FAULTS.items()
         for phase in phases
-    )
-    return [newest[key] for key in wanted if key in newest]
+    ]
+    kept = (case for case in attempts.values() if case_key(case)[1:] in order)
+    return sorted(kept, key=lambda case: (case.cell, order.index(case_key(case)[1:]), case.when))
 
 
 def case_key(case: Case) -> tuple[str, str, str, str]:

@@ -15,9 +15,8 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import FAULTS, HYBRID, SEPARATE, Case, case_key, of_one_image
-from scripts.testing import records
-from scripts.testing.proofs import described
+from scripts.release.fault_cases import FAULTS, HYBRID, SEPARATE, WORST_FIRST, Case, case_key, of_one_image
+from scripts.testing import proofs, records
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
 END = "<!-- cells: end -->"
@@ -28,6 +27,7 @@ FAULT_COLUMNS = (
     "layout",
     "fault",
     "during",
+    "attempts",
     "the run",
     "goes on by itself after",
     "steps lost",
@@ -148,17 +148,21 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
 
     ``image`` is the id of the image with the inputs that this checkout gives, if it was measured.
     """
-    own = {case_key(case): case for case in of_one_image(cases) if case.cell == cell}
-    layouts = [one for one in (SEPARATE, HYBRID) if any(one == case.layout for case in own.values())]
+    own: dict[tuple[str, ...], list[Case]] = {}
+    for case in of_one_image(cases):
+        if case.cell == cell:
+            own.setdefault(case_key(case), []).append(case)
+    layouts = [one for one in (SEPARATE, HYBRID) if any(one == key[1] for key in own)]
+    images = {case.image for attempts in own.values() for case in attempts}
     return {
         "id": cell,
-        "images": ", ".join(sorted({f"`{_short(case.image)}`" for case in own.values()})),
+        "images": ", ".join(sorted(f"`{_short(one)}`" for one in images)),
         "tested": len(own),
-        "hung": sum(case.outcome == "hangs" for case in own.values()),
-        "outdated": any(case.image != image for case in own.values()),
-        "left": sum(bool(case.left) for case in own.values()),
+        "hung": sum(any(case.outcome == "hangs" for case in attempts) for attempts in own.values()),
+        "outdated": images != {image},
+        "left": sum(any(case.left for case in attempts) for attempts in own.values()),
         "rows": [
-            (layout, fault, _phase(phase, case := own.get((cell, layout, fault, phase))), *_outcome(case))
+            (layout, fault, *_case(phase, own.get((cell, layout, fault, phase), [])))
             for layout in layouts
             for fault, phases in FAULTS.items()
             for phase in phases
@@ -235,15 +239,22 @@ def _commit(revision: str) -> str:
 
 
 def _patches(cell: Cell, measured: Facts) -> list[tuple[str, ...]]:
-    kinds = {f"{s.package}/{p.name}": p.header["Kind"] for s in series_of(cell) for p in s.patches}
-    return [(f"`{name}`", kinds.get(name, UNKNOWN), *_proof(measured, name)) for name in measured.patches]
+    excuses = proofs.reasons()
+    ids = {
+        f"{s.package}/{p.name}": (p.header["Kind"], s.id_of(p)) for s in series_of(cell) for p in s.patches
+    }
+    rows = ((name, *ids.get(name, (UNKNOWN, name))) for name in measured.patches)
+    return [
+        (f"`{name}`", kind, *_proof(measured, name, excuses.get(patch_id, {})))
+        for name, kind, patch_id in rows
+    ]
 
 
-def _proof(measured: Facts, patch: str) -> tuple[str, ...]:
+def _proof(measured: Facts, patch: str, excuses: Mapping[str, str]) -> tuple[str, ...]:
     proved = measured.proofs.get(patch)
     if not proved:
         return "not tested on this image", UNKNOWN, UNKNOWN, UNKNOWN
-    executed = described(measured.executed.get(patch)) or UNKNOWN
+    executed = proofs.described(measured.executed.get(patch), excuses) or UNKNOWN
     return proved.without, proved.patched or UNKNOWN, executed, ", ".join(proved.stubs) or "none"
 
 
@@ -258,13 +269,18 @@ def _short(digest: str) -> str:
     return digest.removeprefix("sha256:")[: records.DIGITS]
 
 
-def _phase(phase: str, case: Case | None) -> str:
-    return phase if case is None or case.in_time else f"{phase}, which had just ended"
+def _case(phase: str, attempts: Sequence[Case]) -> tuple[str, ...]:
+    """Return the last of the attempts at a case, with their number and the worst outcome of all."""
+    if not attempts:
+        return phase, "0", "not run on this image", *[""] * (len(FAULT_COLUMNS) - 5)
+    case = attempts[-1]
+    worst = min((one.outcome for one in attempts), key=WORST_FIRST.index)
+    note = f", worst: {worst}" if worst != case.outcome else ""
+    during = phase if case.in_time else f"{phase}, which had just ended"
+    return during, f"{len(attempts)}{note}", *_outcome(case)
 
 
-def _outcome(case: Case | None) -> tuple[str, ...]:
-    if case is None:
-        return ("not run on this image", *[""] * (len(FAULT_COLUMNS) - 4))
+def _outcome(case: Case) -> tuple[str, ...]:
     again = f", submitted again {case.submissions} times" if case.submissions else ""
     outcome = {
         "ended": f"ends after {case.seconds:.0f} s",

@@ -1,10 +1,9 @@
 """A warning before a suite runs on an image that was built before files of its inputs changed."""
 
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.git import DIRTY
+from scripts.git import DIRTY, changed_since
 from scripts.images.inputs import REVISION
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
@@ -26,10 +25,3 @@ def warning(cell: Cell, labels: Mapping[str, str], root: Path = ROOT) -> str | N
         f"warning: {cell.tag} was built from commit {commit[:12]}, and {changed[0]}{more} changed since: "
         f"`bash scripts/nox.sh -s build -- {cell.id}` rebuilds it if that changes the image"
     )
-
-
-def changed_since(commit: str, folders: Sequence[str], root: Path) -> list[str]:
-    """Return the files below ``folders`` that differ from ``commit``, none if git does not know it."""
-    command = ["git", "diff", "--name-only", "-z", commit, "--", *folders]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return [name for name in done.stdout.split("\0") if name] if done.returncode == 0 else []

@@ -70,10 +70,15 @@ def unproved(cell: Cell, series: Iterable[Series], proofs: Sequence[Proof]) -> l
     return [f"{s.package}/{p.name}" for s in series for p in s.patches if s.id_of(p) not in proved]
 
 
-def unexplained(executed: Mapping[str, Executed], reasons: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """What is wrong with the ``reasons`` why the suite does not execute some changes, by patch and change."""
+def reasons() -> dict[str, dict[str, str]]:
+    """Why the suite executes some changes in no cell, by the id of the patch and the change."""
+    return tomllib.loads(NOT_EXECUTED.read_text(encoding="utf-8"))
+
+
+def unexplained(executed: Mapping[str, Executed], excuses: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What is wrong with the ``excuses`` for changes that the suite does not execute, by patch and change."""
     missed = {(patch, change) for patch, found in executed.items() for change in found.missed}
-    excused = {(patch, change) for patch, changes in reasons.items() for change in changes}
+    excused = {(patch, change) for patch in executed for change in excuses.get(patch, ())}
     name = NOT_EXECUTED.relative_to(ROOT)
     return [
         *(f"{patch}: no test executed {change}: extend one" for patch, change in sorted(missed - excused)),
@@ -84,37 +89,43 @@ def unexplained(executed: Mapping[str, Executed], reasons: Mapping[str, Mapping[
     ]
 
 
-def report(
-    cell: Cell, series: Sequence[Series], tally: Tally, console: Console, complete: bool = False
-) -> int:
+def report(cell: Cell, series: Sequence[Series], tally: Tally, console: Console) -> int:
     """Print the table of a cell; 1 if one of its patches is not proved.
 
-    If ``complete``, each change has to be executed, or be in `NOT_EXECUTED` with the reason.
+    In a cell for CPUs each change has to be executed, or be in `NOT_EXECUTED` with the reason.
     """
     found, executed = proofs_of(series, tally.proofs), executed_of(series, [tally.executed])
+    excuses = reasons()
     table = Table("patch", "without it alone", "with it", "changes executed", title=cell.id)
-    for name in (f"{s.package}/{patch.name}" for s in series for patch in s.patches):
-        proved = found.get(name)
-        outcomes = (proved.without, proved.patched) if proved else ("not tested", "")
-        table.add_row(name, *outcomes, described(executed.get(name)))
+    for s in series:
+        for patch in s.patches:
+            name = f"{s.package}/{patch.name}"
+            proved = found.get(name)
+            outcomes = (proved.without, proved.patched) if proved else ("not tested", "")
+            table.add_row(name, *outcomes, described(executed.get(name), excuses.get(s.id_of(patch), {})))
     console.print(table)
     errors = [
         f"{name}: no test failed without it and passed with it on this cell: prove it or drop it"
         for name in unproved(cell, series, tally.proofs)
     ]
-    if complete:
-        errors += unexplained(tally.executed, tomllib.loads(NOT_EXECUTED.read_text(encoding="utf-8")))
+    if cell.accelerator.kind == "cpu" and not cell.stand_in:
+        errors += unexplained(tally.executed, excuses)
     for error in errors:
         console.print(f"error: {error}", markup=False, soft_wrap=True)
     return 1 if errors else 0
 
 
-def described(executed: Executed | None) -> str:
-    """How many changes of a patch were executed, and which were not."""
+def described(executed: Executed | None, excuses: Mapping[str, str]) -> str:
+    """How many changes of a patch were executed, and which were not, with the reason if there is one."""
     if executed is None:
         return ""
-    missed = f", not {', '.join(executed.missed)}" if executed.missed else ""
-    return f"{executed.changes - len(executed.missed)} of {executed.changes}{missed}"
+    missed: dict[str, list[str]] = {}
+    for change in executed.missed:
+        missed.setdefault(excuses.get(change, ""), []).append(change)
+    parts = [
+        f"not {', '.join(changes)}{reason and f' ({reason})'}" for reason, changes in sorted(missed.items())
+    ]
+    return ", ".join([f"{executed.changes - len(executed.missed)} of {executed.changes}", *parts])
 
 
 def _ended(outcomes: Iterable[str]) -> str:

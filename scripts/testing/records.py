@@ -229,8 +229,8 @@ def file_name(record: Record) -> str:
     return f"{record.suite}-{record.attempt}-{sha256(encode(record))[:DIGITS]}.json"
 
 
-def encode(record: Record) -> bytes:
-    """The content of a record's file."""
+def encode(record: msgspec.Struct) -> bytes:
+    """The content of the file of a record, or of other JSON of which a digest is kept."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 

@@ -28,11 +28,13 @@ LINKS = {1000: "0.5B", 100: "four layers"}  # the model by 10^6 bit/s of the lin
 SECONDS = 1800
 
 
-def started(client: docker.DockerClient, image: str, arguments: Sequence[str], **options: Any) -> Container:
-    """Start a container that runs one end."""
+def started(
+    client: docker.DockerClient, image: str, arguments: Sequence[str], program: str = INSIDE, **options: Any
+) -> Container:
+    """Start a container that runs one end, by ``program``."""
     return client.containers.run(
         image,
-        ["python", INSIDE, *arguments],
+        ["python", program, *arguments],
         volumes={str(ROOT / "tests" / "bench"): {"bind": "/opt/bench", "mode": "ro"}},
         labels={LABEL: owner_label()},
         shm_size=1 << 30,

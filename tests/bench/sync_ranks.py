@@ -139,7 +139,7 @@ class Rank:
 
         content = [astuple(parameter) for parameter in self.specs(model)]
         report = receive(
-            self.group,
+            [self.group],
             content,
             env_vars.sync_bucket(),
             self.group.device,
@@ -172,7 +172,7 @@ class Rank:
                     held[name].copy_(view)
 
             content = [astuple(parameter) for parameter in specs]
-            receive(self.group, content, env_vars.sync_bucket(), self.group.device, load, DTYPE, encoding)
+            receive([self.group], content, env_vars.sync_bucket(), self.group.device, load, DTYPE, encoding)
             return
         with self.group.syncing():
             buckets = plan_buckets(specs, env_vars.sync_bucket())

@@ -79,7 +79,7 @@ def send(group, parameters, encoding=FULL, in_place=True, before=nothing):
 def receive_all(group, parameters, encoding=FULL, load=nothing):
     """Receive as an engine worker does; only the specs of ``parameters`` are used."""
     content = [astuple(parameter_spec(name, tensor)) for name, tensor in parameters]
-    return receive(group, content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype, encoding)
+    return receive([group], content, LIMIT, torch.device("cpu"), load, parameters[0][1].dtype, encoding)
 
 
 def arrive(group, parameters, encoding=FULL):

@@ -90,7 +90,7 @@ def test_engines_receive_the_merged_weights_bit_for_bit(monkeypatch):
         def load(views):
             held.update((name, view.clone()) for name, view in views)
 
-        receive(group, content, env_vars.sync_bucket(), torch.device("cpu"), load, torch.bfloat16)
+        receive([group], content, env_vars.sync_bucket(), torch.device("cpu"), load, torch.bfloat16)
         return held.keys() == expected.keys() and all(torch.equal(held[n], expected[n]) for n in held)
 
     with Ranks(exchange) as ranks:

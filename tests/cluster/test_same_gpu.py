@@ -50,7 +50,7 @@ def send(group, named):
 def load(group, named, keep):
     """Receive, and keep what was received for as long as the real loader may."""
     content, held = [astuple(parameter_spec(*each)) for each in named], {}
-    report = receive(group, content, LIMIT, group.device, held.update, torch.bfloat16, load_keeps=keep)
+    report = receive([group], content, LIMIT, group.device, held.update, torch.bfloat16, load_keeps=keep)
     return held, report
 
 
@@ -102,7 +102,7 @@ def test_the_worker_holds_every_byte_in_each_sync():
 def test_a_failure_of_the_loader_ends_the_trainers_sync_at_once():
     def action(group):
         content = [astuple(parameter_spec(*each)) for each in weights(0)]
-        receive(group, content, LIMIT, group.device, lambda _: 1 // 0, torch.bfloat16)
+        receive([group], content, LIMIT, group.device, lambda _: 1 // 0, torch.bfloat16)
 
     with (
         Worker(action) as worker,

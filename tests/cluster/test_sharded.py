@@ -54,7 +54,7 @@ class Worker:
             slices.update(self.slices(tensors))
 
         options = {"load_keeps": True, "reads": self.reads}
-        report = receive(self.group, content, LIMIT, device, load, dtype, encoding, **options)
+        report = receive([self.group], content, LIMIT, device, load, dtype, encoding, **options)
         with self.reads.recorded():
             held = {name: torch.empty_like(view).copy_(view) for name, view in slices.items()}
         self.reads.ended()

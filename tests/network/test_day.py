@@ -9,17 +9,14 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import docker
 import pytest
 from docker.models.containers import Container
-from rlhf_stack.certify.certificate import FILE, RECORDS
 from rlhf_stack.demo import tiny_run
 
 from scripts.matrix.load import Cell
-from scripts.release import certificates
 from scripts.testing import demo, demo_report
 from scripts.testing.cluster import Cluster, ContainerNode
 from tests.network import diagnosis
@@ -136,20 +133,11 @@ def test_the_nodes_join_and_the_head_shows_them(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(SECONDS)
-def test_the_machines_are_certified(cluster: Cluster, tmp_path: Path) -> None:
-    """The rungs between machines; `certificates add` checks the certificate that certify wrote."""
-    rungs = ("network", "sync", "lost-rank")
-    words = [word for name in rungs for word in ("--rung", name)]
-    code, printed = run_json(cluster.head, "certify", "--out", "/tmp/certificate", *words)
-    assert (code, printed["passed"], printed["failed"]) == (0, 1 + len(rungs), 0), printed["rungs"]
-    copy = ["docker", "cp", f"{cluster.head.id}:/tmp/certificate", str(tmp_path)]
-    subprocess.run(copy, check=True, capture_output=True)
-    file = tmp_path / "certificate" / FILE
-    found = certificates.parse(file.read_bytes(), file)
-    certificates.check_records(found, file.parent / RECORDS)
-    assert [machine.fake_gpus for machine in found.machines] == [node.gpus for node in demo.NODES]
-    left = [name for node in cluster.containers for name in cluster.output(node, ["ls", "/tmp"]).split()]
-    assert [name for name in left if name.startswith("rlhf-stack-certify")] == []
+def test_the_machines_are_certified(cluster: Cluster) -> None:
+    """One rung, with the token of the nodes; test_certify.py has the others."""
+    words = ("--out", "/tmp/certificate", "--rung", "network")
+    code, printed = run_json(cluster.head, "certify", *words)
+    assert (code, printed["passed"], printed["failed"]) == (0, 2, 0), printed["rungs"]
 
 
 @pytest.mark.timeout(SECONDS)

@@ -4,7 +4,7 @@ import types
 from openrlhf.cli import train_ppo_ray
 
 
-@stub("the actors of a role, which load at once")  # noqa: F821 of preamble.py
+@stub("the actors of a role, which load and save at once")  # noqa: F821 of preamble.py
 class Models:
     # ``fit`` returns the result of its training.
     def __init__(self, *_, **__):
@@ -15,6 +15,9 @@ class Models:
 
     def async_fit_actor_model(self, *_, **__):
         return [Models.fit()]
+
+    def async_save_model(self):
+        return []
 
 
 strategy = types.SimpleNamespace(print=print)

@@ -78,6 +78,36 @@ ends(
 """
 )
 
+# A worker that Ray starts for an engine of several GPUs, in a process that was not told which engine it is.
+WORKER = """
+import ray
+from openrlhf.trainer.ray import vllm_engine
+
+own_ray(num_cpus=1)
+
+
+class Actor(vllm_engine.LLMRayActor.__ray_metadata__.modified_class):
+    def __init__(self, *arguments, **options):
+        import vllm
+
+        replace(vllm, LLM=stub("vLLM", start=lambda *_, **__: None).start)
+        super().__init__(*arguments, **options)
+
+    def engine_of_worker(self):
+        from vllm.executor import ray_utils
+
+        os.environ.pop("RLHF_STACK_ENGINE", None)
+        ray_utils.RayWorkerWrapper()
+        return os.environ.get("RLHF_STACK_ENGINE", "no engine")
+
+
+actor = ray.remote(num_cpus=1)(Actor).remote("model", tensor_parallel_size=2, engine_index=3)
+engine = ray.get(actor.engine_of_worker.remote())
+ray.shutdown()
+assert engine.endswith("/3"), f"a worker of engine 3 reports its startup for {engine}"
+print("a worker reports its startup for its engine")
+"""
+
 
 @pytest.mark.patch("openrlhf/0.11.2/0033-report-engine-startup")
 @pytest.mark.timeout(400)
@@ -89,3 +119,9 @@ def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
 @pytest.mark.timeout(400)
 def test_an_engine_that_never_starts_ends_the_older_trainer_at_a_deadline(proves):
     proves(FLAT, "still waits for an engine that does not start")
+
+
+@pytest.mark.patch("openrlhf/0.5.1/0032-report-engine-startup")
+@pytest.mark.timeout(400)
+def test_a_worker_of_several_gpus_reports_the_startup_of_its_engine(proves):
+    proves(WORKER, "reports its startup for no engine")

@@ -54,7 +54,13 @@ ray.shutdown()
 """
 )
 
-FLAT = """
+FLAT = (
+    """
+import ray
+own_ray(num_cpus=4, num_gpus=2)
+"""
+    + Path(__file__).with_name("flat.py").read_text(encoding="utf-8")
+    + """
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 
 arguments = types.SimpleNamespace(logging_steps=1, eval_steps=100, save_steps=float("inf"))
@@ -63,11 +69,16 @@ logs = {"reward": 0.25, "policy_loss": 1.5, "kl": 0.5}
 for is_first in (True, False):
     trainer.strategy = stub("the strategy's rank", is_rank_0=lambda: is_first)
     PPOTrainer.save_logs_and_checkpoints(trainer, arguments, 3, None, logs, {})
-steps = recorded("step")
-assert [step["step"] for step in steps] == [3], f"steps recorded: {steps}"
+args.vllm_num_engines, Models.fit = 0, lambda: ray.put(1)
+train_ppo_ray.train(args)
+steps, phases = recorded("step"), sorted(recorded("phase"), key=lambda phase: phase["time"])
+found = [step["step"] for step in steps], [phase["name"] for phase in phases]
+assert found == ([3], ["started", "models up", "trained", "saved"]), f"steps and phases recorded: {found}"
 assert steps[0]["reward"] == 0.25 and steps[0]["policy_loss"] == 1.5, steps
-print("step 3 is recorded once, with reward 0.25")
+print("step 3 is recorded once, with reward 0.25, and each phase")
+ray.shutdown()
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +92,7 @@ print("step 3 is recorded once, with reward 0.25")
         ),
         pytest.param(
             FLAT,
-            r"steps recorded: \[\]",
+            r"steps and phases recorded: \(\[\], \[\]\)",
             marks=pytest.mark.patch("openrlhf/0.5.1/0008-record-steps-and-phases"),
             id="0.5",
         ),

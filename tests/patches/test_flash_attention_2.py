@@ -30,6 +30,11 @@ mask = torch.stack([(torch.arange(longest) >= longest - length).long() for lengt
 flash.packing_samples = False
 padded = flash(ids, attention_mask=mask, return_output=True)["logits"]
 torch.testing.assert_close(padded[mask.bool()], torch.cat(expected), rtol=0, atol=1e-4)
+for model, name in (
+    ("chameleon", "unpad_input"), ("paligemma", "unpad_input"), ("qwen2_vl", "flash_attn_varlen_func")
+):
+    found = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    assert getattr(found, name) is getattr(importlib.import_module("rlhf_stack.hooks.transformers"), name)
 print("packed and padded samples have the logits of each sequence alone")
 """
 

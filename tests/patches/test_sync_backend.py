@@ -29,6 +29,33 @@ assert found == ["gloo", "nccl"], f"the image's default is gloo; without and wit
 print("the image's default applies, and the option overrides it")
 """
 
+REQUESTED = """
+import vllm
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+on_cpu()
+alone()
+import ray
+replace(ray, get=lambda references, **_: references)
+replace(vllm, __version__="0.5.0")
+arguments = types.SimpleNamespace(
+    aux_loss_coef=0, advantage_estimator="gae", packing_samples=False, use_wandb=None, use_tensorboard=None,
+    vllm_num_engines=0, vllm_tensor_parallel_size=1,
+)
+strategy, models = types.SimpleNamespace(args=arguments), [None] * 9
+taken = []
+for arguments.vllm_sync_backend in ("pigeon", "gloo"):
+    try:
+        trainer = ActorPPOTrainer(strategy, *models, vllm_engines=[])
+    except Exception as error:
+        taken.append(str(error))
+    else:
+        taken.append(type(trainer._model_update_group).__name__)
+refused = "weight sync backend pigeon: expected one of nccl, gloo, auto"
+assert taken == [refused, "GlooGroup"], f"an unknown backend was requested, then gloo: {taken}"
+print("the requested backend is taken, and an unknown one refused")
+"""
+
 DEADLINE = """
 import multiprocessing
 import socket
@@ -85,6 +112,12 @@ print("the engine names the trainer that has ended")
 )
 def test_the_default_backend_is_that_of_the_image(proves, flag, models):
     proves(f"FLAG, MODELS = {flag!r}, {models!r}\n{DEFAULT}", r"without and with a flag: \['nccl', 'nccl'\]")
+
+
+@pytest.mark.patch("openrlhf/0.5.1/0006-honour-the-sync-backend")
+def test_the_requested_backend_is_not_replaced(proves):
+    """Upstream replaces it by gloo for a newer vLLM."""
+    proves(REQUESTED, r"an unknown backend was requested, then gloo: \['ProcessGroup'")
 
 
 @pytest.mark.patch("openrlhf/0.5.1/0006-honour-the-sync-backend")

@@ -7,6 +7,8 @@ class LLM:
         from vllm.worker.cpu_worker import CPUWorker
 
         self.worker = CPUWorker
+        loop = {"stop_remote_worker_execution_loop": lambda: stopped.append(True)}
+        self.llm_engine = types.SimpleNamespace(model_executor=types.SimpleNamespace(**loop))
 
 
 import vllm
@@ -15,8 +17,11 @@ from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 replace(vllm, LLM=LLM)
 Actor = LLMRayActor.__ray_metadata__.modified_class
 replace(vllm, __version__="0.10.0")
-Actor("model", tensor_parallel_size=1)
-print("0.10.0 is newer than 0.4.1")
+stopped = []
+for size in (1, 2):
+    Actor("model", tensor_parallel_size=size).stop_remote_worker_execution_loop()
+assert len(stopped) == 2, "0.10.0 is newer than 0.4.2, whose workers have no loop to stop"
+print("0.10.0 is newer than 0.4.1 and 0.4.2")
 """
 
 

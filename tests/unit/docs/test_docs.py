@@ -74,6 +74,13 @@ def test_paragraphs_are_short(page: Path) -> None:
         assert max(map(len, lines)) <= COLUMNS, lines[0]
 
 
+def test_each_measurement_has_a_date_and_a_command() -> None:
+    _, *sections = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8").split("\n## ")
+    for section in sections:
+        assert re.search(r"20\d\d-\d\d-\d\d", section), section
+        assert re.search(r"`[^`]*(?:python|bash) [^`]+`", section), section
+
+
 def test_commands_exist() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     listed = subprocess.run(

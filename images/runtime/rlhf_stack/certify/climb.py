@@ -16,6 +16,7 @@ from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place, Step
 from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Measurement, Record, worst
 
 LOG_BYTES = 40_000
+NAMING_SECONDS = 30.0  # before the deadline of a rung, so that its own error names the GPU that is late
 CLUSTER_NEEDED = "it needs Ray, vLLM and OpenRLHF of an image"
 Report = Callable[[Step, Record | None], None]  # called before (None) and after a rung is climbed
 INTERRUPTED = "certify was interrupted"
@@ -101,11 +102,24 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def attempt(step: Step, place: Place) -> Record:
     """Climb a rung in this process; no error leaves it."""
+
+    def climbed() -> Record:
+        start = time.monotonic()
+        found = step.load()(place)
+        state = FAILED if found.problem else PASSED
+        seconds = time.monotonic() - start
+        return Record(step.name, state, found.problem, seconds, found.measurements, found.details)
+
+    return recorded(step, climbed)
+
+
+def recorded(step: Step, climbed: Callable[[], Record]) -> Record:
+    """The record that ``climbed`` returns, or one of its error."""
     import traceback
 
     start = time.monotonic()
     try:
-        found = step.load()(place)
+        return climbed()
     except NotClimbedError as error:
         return Record(step.name, NOT_CLIMBED, str(error), time.monotonic() - start)
     except Exception as error:
@@ -113,10 +127,6 @@ def attempt(step: Step, place: Place) -> Record:
         first = (str(error).strip().splitlines() or [""])[0]
         reason = f"{type(error).__name__}: {first}"
         return Record(step.name, FAILED, reason, time.monotonic() - start)
-    state = FAILED if found.problem else PASSED
-    return Record(
-        step.name, state, found.problem, time.monotonic() - start, found.measurements, found.details
-    )
 
 
 def on_every_gpu(step: Step, place: Place) -> Record:
@@ -124,26 +134,30 @@ def on_every_gpu(step: Step, place: Place) -> Record:
     from rlhf_stack.accelerator import devices
     from rlhf_stack.certify import on_cluster
 
-    try:
-        with on_cluster.nodes_with_gpus(place) as nodes:
-            addresses = on_cluster.gpus_of(nodes) if devices.is_gpu() else [node.address for node in nodes]
-            with on_cluster.actors(on_cluster.Hand, addresses) as hands:
-                calls = [hand.run.remote(attempt, step, place) for hand in hands]
-                names = [f"GPU {index} on {address}" for index, address in enumerate(addresses)]
-                records = on_cluster.answers(calls, names, step.seconds)
-    except NotClimbedError as error:
-        return Record(step.name, NOT_CLIMBED, str(error), 0.0)
+    end = time.monotonic() + step.seconds - NAMING_SECONDS
+    with on_cluster.nodes_with_gpus(place) as nodes:
+        addresses = on_cluster.gpus_of(nodes) if devices.is_gpu() else [node.address for node in nodes]
+        with on_cluster.actors(on_cluster.Hand, addresses) as hands:
+            calls = [hand.run.remote(attempt, step, place) for hand in hands]
+            names = [f"GPU {index} on {address}" for index, address in enumerate(addresses)]
+            records = on_cluster.answers(calls, names, end - time.monotonic())
     return combined(step.name, dict(zip(names, records, strict=True)))
 
 
 def combined(rung: str, records: dict[str, Record]) -> Record:
     """One record for those of several GPUs, by their names: failed if one failed."""
     state = next((s for s in (FAILED, NOT_CLIMBED) if any(r.state == s for r in records.values())), PASSED)
-    reasons = [f"{name}: {record.reason}" for name, record in records.items() if record.state == state]
+    by_reason: dict[str, list[str]] = {}
+    for name, record in records.items():
+        if record.state == state != PASSED:
+            by_reason.setdefault(record.reason, []).append(name)
+    reasons = [
+        reason if len(names) == len(records) else f"{', '.join(names)}: {reason}"
+        for reason, names in by_reason.items()
+    ]
     measured = worst([record.measurements for record in records.values()])
     details = {name: record.details for name, record in records.items()}
-    reason = "" if state == PASSED else "; ".join(reasons)
-    return Record(rung, state, reason, 0.0, measured, details)
+    return Record(rung, state, "; ".join(reasons), 0.0, measured, details)
 
 
 def main() -> None:
@@ -152,7 +166,7 @@ def main() -> None:
     step = Step(**json.loads(rung))
     place = Place(**json.loads(text))
     everywhere = step.on == "gpu" and place.address
-    record = on_every_gpu(step, place) if everywhere else attempt(step, place)
+    record = recorded(step, lambda: on_every_gpu(step, place)) if everywhere else attempt(step, place)
     Path(file).write_text(json.dumps(asdict(record)), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # threads of NCCL and Ray may never end

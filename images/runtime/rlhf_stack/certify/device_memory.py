@@ -95,7 +95,7 @@ def climb(place: Place) -> Found:
     def load(pairs: "list[tuple[str, torch.Tensor]]") -> None:
         arrived.update((name, tensor.clone()) for name, tensor in pairs)
 
-    receive(group, [astuple(spec) for spec in specs], limit, device, load, torch.bfloat16)
+    receive([group], [astuple(spec) for spec in specs], limit, device, load, torch.bfloat16)
     different = [name for name in host if not torch.equal(arrived[name].cpu(), host[name])]
     start = time.monotonic()
     on_device = {name: checksum(tensor) for name, tensor in arrived.items()}

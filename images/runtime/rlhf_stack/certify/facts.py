@@ -20,12 +20,17 @@ def climb(place: Place) -> Found:
         Measurement("GPUs", sum(machine.gpus for machine in found)),
         Measurement("fake GPUs", sum(machine.fake_gpus for machine in found)),
     ]
-    problem = ""
-    for name in ("driver", "versions", "patches"):
-        values = {str(node[name]) for node in nodes}
-        if len(values) > 1:
-            problem = f"nodes have other {name} than others: `rlhf-stack doctor` lists the differences"
-    return Found(measurements, {node["address"]: node for node in nodes}, problem)
+    return Found(measurements, {node["address"]: node for node in nodes}, differences(nodes))
+
+
+def differences(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """What differs between nodes, "" if nothing does; a node without GPUs needs no driver."""
+    with_gpus = [node for node in nodes if node["gpus"]]
+    compared = {"driver": with_gpus, "versions": nodes, "patches": nodes}
+    found = [name for name, several in compared.items() if len({str(node[name]) for node in several}) > 1]
+    if not found:
+        return ""
+    return f"nodes differ in {' and '.join(found)}: `rlhf-stack doctor` lists the differences"
 
 
 def machines(nodes: Sequence[Mapping[str, Any]]) -> list[Machine]:

@@ -114,7 +114,7 @@ LADDER = (
         "the peaks that `plan` foretells are those that torch allocates",
         "gpu",
         HERE + "memory_peaks",
-        400,
+        900,
     ),
     Step(
         "throughput",

@@ -127,7 +127,8 @@ def answers(calls: Sequence[Any], who: Sequence[str], seconds: float) -> list[An
             errors.append(f"{name}: no answer within {seconds:.0f} s")
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
-            errors.append(f"{name}: {type(cause).__name__}: {str(cause).strip().splitlines()[0]}")
+            first = (str(cause).strip().splitlines() or ["no message"])[0]
+            errors.append(f"{name}: {type(cause).__name__}: {first}")
     if errors:
         raise RuntimeError("; ".join(errors))
     return found

@@ -18,6 +18,7 @@ from rlhf_stack.certify.on_cluster import make_files, nodes_with_gpus, on_every_
 from rlhf_stack.config import env_vars
 from rlhf_stack.demo import tiny_run
 from rlhf_stack.lazy import ray
+from rlhf_stack.placement.reservation import free_nodes
 from rlhf_stack.telemetry import events
 
 STEPS = 2
@@ -105,7 +106,8 @@ def _train(place: Place, name: str) -> Found:
         seconds = time.monotonic() - start
         if code:
             raise RuntimeError(f"the trainer ended with exit code {code}: see the log")
-        found = distinct(on_every_node(nodes, events.read, written))
+        everywhere = free_nodes()  # the driver, here, may be on a node without GPUs
+        found = distinct(on_every_node(everywhere, events.read, written))
     return judged(found, seconds, arguments)
 
 
@@ -147,6 +149,8 @@ def judged(found: Sequence[Mapping[str, Any]], seconds: float, arguments: Sequen
     if unequal:
         problems.append(f"weights differ: {', '.join(unequal[:5])}")
     straddling = [event["engine"] for event in of("engine") if event["straddles"]]
+    if not of("engine"):
+        problems.append("no engine reported where it runs")
     if straddling:
         problems.append(f"engines straddle nodes: {straddling}")
     measurements = [

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from importlib import import_module
 from typing import Any
 
+from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.device_memory import BUCKET, SMALL_BUCKET, parameters
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
@@ -30,23 +32,24 @@ SYNCS = 3  # of which the best counts
 class Rank:
     """The trainer, rank 0, or an engine worker."""
 
-    def join(
-        self, host: str, port: int, rank: int, world: int, backend: str, small: bool, timeout: float
-    ) -> str:
-        """Join the group; return this rank's name in errors."""
-        from rlhf_stack import sync
-
-        os.environ[env_vars.SYNC_TIMEOUT] = str(timeout)
-        self._group = sync.create_group(host, port, rank, world, devices.current_device(), backend)
+    def prepare(self, is_trainer: bool, backend: str, small: bool) -> None:
+        """Import libraries and make the parameters, which may take longer than ranks wait for each other."""
+        if backend == "nccl":
+            import_module("vllm.distributed")
         self._limit = SMALL_BUCKET if small else BUCKET
         made = parameters(small)
         self._expected = {name: checksum(tensor) for name, tensor in made.items()}
         device = devices.torch_device()
         self._held = {
-            name: tensor.to(device) if rank == 0 else tensor.new_zeros(tensor.shape).to(device)
+            name: tensor.to(device) if is_trainer else tensor.new_zeros(tensor.shape).to(device)
             for name, tensor in made.items()
         }
         self._specs = [parameter_spec(name, tensor) for name, tensor in self._held.items()]
+
+    def join(self, host: str, port: int, rank: int, world: int, backend: str, timeout: float) -> str:
+        """Join the group; return this rank's name in errors."""
+        os.environ[env_vars.SYNC_TIMEOUT] = str(timeout)
+        self._group = sync.create_group(host, port, rank, world, devices.current_device(), backend)
         return self._group.describe(rank)
 
     def sync(self) -> tuple[float, int, list[str]]:
@@ -55,7 +58,7 @@ class Rank:
         if self._group.rank:
             specs = [astuple(spec) for spec in self._specs]
             device = devices.torch_device()
-            receive(self._group, specs, self._limit, device, self._load, torch.bfloat16)
+            receive([self._group], specs, self._limit, device, self._load, torch.bfloat16)
         else:
             with self._group.syncing():
                 self._send()
@@ -141,10 +144,12 @@ def _joined(place: Place, backend: str, timeout: float) -> Iterator[tuple[Sequen
         if len(addresses) < 2:
             raise NotClimbedError("one GPU: there is no engine on another one")
         with actors(Rank, addresses) as ranks:
+            numbers = [f"rank {index} on {address}" for index, address in enumerate(addresses)]
+            preparing = [rank.prepare.remote(rank is ranks[0], backend, place.small) for rank in ranks]
+            answers(preparing, numbers, JOIN_SECONDS)
             _, port = ray.get(ranks[0].__ray_call__.remote(free_endpoint), timeout=JOIN_SECONDS)
             joining = [
-                rank.join.remote(addresses[0], port, index, len(ranks), backend, place.small, timeout)
+                rank.join.remote(addresses[0], port, index, len(ranks), backend, timeout)
                 for index, rank in enumerate(ranks)
             ]
-            numbers = [f"rank {index} on {address}" for index, address in enumerate(addresses)]
             yield ranks, answers(joining, numbers, JOIN_SECONDS)

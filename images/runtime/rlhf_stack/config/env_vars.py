@@ -13,6 +13,7 @@ SYNC_BUCKET = "RLHF_STACK_SYNC_BUCKET_MB"
 SYNC_SPARSE = "RLHF_STACK_SYNC_SPARSE"
 SYNC_FULL_EVERY = "RLHF_STACK_SYNC_FULL_EVERY"
 SYNC_SHARDED = "RLHF_STACK_SYNC_SHARDED"
+SYNC_SOURCES = "RLHF_STACK_SYNC_SOURCES"
 ENGINE_TIMEOUT = "RLHF_STACK_ENGINE_TIMEOUT"
 ENGINE_RESTARTS = "RLHF_STACK_ENGINE_RESTARTS"
 MIN_ENGINES = "RLHF_STACK_MIN_ENGINES"
@@ -112,6 +113,11 @@ def sync_full_every() -> int:
 def sync_sharded() -> str:
     """Return when workers copy their shards alone: "auto" (the default: on CPUs), "on" or "off"."""
     return _one_of(SYNC_SHARDED, ("auto", "on", "off"))
+
+
+def sync_sources() -> int | None:
+    """Return how many trainer ranks send the weights over gloo; None ("auto"): one on each of their nodes."""
+    return None if os.environ.get(SYNC_SOURCES, "auto") in ("", "auto") else _whole(SYNC_SOURCES, 1, 1)
 
 
 def engine_timeout() -> float:

@@ -78,7 +78,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
     update_info_cls = SyncInfo
     supports_draft_weight_update = False
 
-    group: WeightGroup | None = None
+    groups: Sequence[WeightGroup] = ()  # of the trainer ranks that send
     reads: Reads | None = None  # of the workers of a sharded engine
     reload: LayerwiseReload
     report: dict[str, Any]  # of the last sync
@@ -90,11 +90,18 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         self.shutdown()
         if init_info.offers is not None:
             who = f"engine worker of rank {torch.distributed.get_rank()} on {socket.gethostname()}"
-            self.group = same_gpu.join(init_info.offers, devices.physical_gpu_id(), who)
+            self.groups = [same_gpu.join(init_info.offers, devices.physical_gpu_id(), who)]
             return
         rank = torch.distributed.get_rank() + init_info.rank_offset
         where = init_info.host, init_info.port, rank, init_info.world
-        self.group = create_group(*where, self.device, init_info.backend)
+        self.groups = [create_group(*where, self.device, init_info.backend)]
+
+    def join_sources(self, endpoints: Sequence[tuple[str, int]], rank_offset: int, world: int) -> None:
+        """Join the sync groups of further trainer ranks, which listen at ``endpoints``."""
+        rank = torch.distributed.get_rank() + rank_offset
+        for host, port in endpoints:
+            group = create_group(host, port, rank, world, self.device, "gloo")
+            self.groups = [*self.groups, group]
 
     def start_weight_update(self) -> None:
         """Restore the tensors of each layer as they were before vLLM processed them."""
@@ -107,12 +114,12 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: SyncInfo) -> None:
         """Receive and load all weights; ``report`` is the worker's report of it."""
-        if self.group is None:
+        if not self.groups:
             raise SyncError("weight sync: this worker has joined no sync group")
         if self.reads is None and self._is_sharded():
             self.reads = Reads()
         self.report = receive(
-            self.group,
+            self.groups,
             update_info.parameters,
             update_info.limit,
             devices.torch_device(),
@@ -154,9 +161,9 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         devices.empty_cache()
 
     def shutdown(self) -> None:
-        """Leave the sync group."""
-        group, self.group = self.group, None
-        if group is not None:
+        """Leave the sync groups."""
+        groups, self.groups = self.groups, ()
+        for group in groups:
             group.close()
 
 

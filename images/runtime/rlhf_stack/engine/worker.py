@@ -78,6 +78,10 @@ class InstrumentedWorker(WorkerMixin, startup.InstrumentedStartup, Base):  # typ
         where = {"host": host, "port": port, "rank_offset": rank_offset, "world": world}
         self.init_weight_transfer_engine({**where, "backend": backend})
 
+    def join_weight_sources(self, endpoints: Sequence[tuple[str, int]], rank_offset: int, world: int) -> None:
+        """Join the sync groups of further trainer ranks, see `rlhf_stack.sync.sources`."""
+        self.weight_transfer_engine.join_sources(endpoints, rank_offset, world)
+
     def join_same_gpu(self, offers: dict[str, str]) -> None:
         """Join the trainer rank on this worker's GPU; ``offers`` are the ranks' addresses by GPU."""
         self.init_weight_transfer_engine({"offers": offers})

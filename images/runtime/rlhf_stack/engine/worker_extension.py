@@ -58,7 +58,7 @@ class WorkerMixin:
         """Receive and load the trainer's ``parameters``; see `rlhf_stack.sync.receiving`."""
         group, load = self._model_update_group, self.model_runner.model.load_weights
         where, held = devices.torch_device(), self.other_dtypes(parameters)
-        return receive(group, parameters, limit, where, load, self.model_config.dtype, encoding, held=held)
+        return receive([group], parameters, limit, where, load, self.model_config.dtype, encoding, held=held)
 
     def other_dtypes(self, parameters: Sequence[Any]) -> dict[str, str]:
         """Return the dtypes of the trainer's ``parameters`` that it holds in them, instead of its own."""

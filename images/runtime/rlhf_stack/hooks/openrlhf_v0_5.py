@@ -40,6 +40,13 @@ from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step
 
+WITHOUT_EFFECT = {  # variables of OpenRLHF 0.11.2, with the value that asks for nothing
+    env_vars.ENGINE_RESTARTS: "0",
+    env_vars.MIN_ENGINES: "0",
+    env_vars.CHECK_COTENANCY: "0",
+    env_vars.SYNC_SOURCES: "auto",
+}
+
 
 def prepare_weight_sync(backend: str, engines: Sequence[Any]) -> None:
     """Refuse an unusable sync backend, then wait until every engine is up, before the rendezvous starts."""
@@ -49,7 +56,7 @@ def prepare_weight_sync(backend: str, engines: Sequence[Any]) -> None:
 
 def reserve_run(args: Any) -> dict[str, Any]:
     """See `run_groups.reserve_run`; logs a warning for each variable that this release cannot honour."""
-    for name in (env_vars.ENGINE_RESTARTS, env_vars.MIN_ENGINES, env_vars.CHECK_COTENANCY):
-        if (value := os.environ.get(name, "0")) not in ("", "0"):
+    for name, usual in WITHOUT_EFFECT.items():
+        if (value := os.environ.get(name, "")) not in ("", usual):
             run_log.warning(f"{name}={value} has no effect: it needs OpenRLHF 0.11.2")
     return run_groups.reserve_run(args)

@@ -10,14 +10,21 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.sync import sources
 from rlhf_stack.sync.actor_waits import wait_for_engine_results, wait_for_engine_start
 from rlhf_stack.sync.backend import check_backend, requested_backend
-from rlhf_stack.sync.encoding import refuse_changed
+from rlhf_stack.sync.encoding import refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus, leave_group
 from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.sync.sending import send
-from rlhf_stack.sync.trainer import shares_gpus, synced_names, uses_ray_collectives
+from rlhf_stack.sync.trainer import (
+    own_group,
+    own_share,
+    shares_gpus,
+    synced_names,
+    uses_ray_collectives,
+)
 
 
 def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
@@ -42,28 +49,53 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
     return formed
 
 
-def send_to_same_gpus(trainer: Any) -> None:
-    """Let every rank send to the engine worker on its GPU; rank 0 raises the `SyncError` of any of them.
+def _send(trainer: Any) -> None:
+    """Send from rank 0, from several ranks, or from every rank to the engine worker on its GPU.
 
-    The other ranks go on to the end of the sync, where all of them meet.
+    If several send, rank 0 raises the `SyncError` of any of them, and the others go on to the end of the
+    sync, where all ranks meet.
+    """
+    is_shared = shares_gpus(trainer.strategy.args)
+    if is_shared and not hasattr(trainer, "_model_update_group"):
+        is_joined = _together(trainer, lambda: join_workers_of_same_gpus(trainer)) is not None
+    elif not is_shared and sources.are_possible(trainer) and not sources.have_joined(trainer):
+        is_joined = _together(trainer, lambda: sources.join(trainer)) is not None
+    else:
+        is_joined = True
+    if not is_joined:
+        return
+    if not is_shared and own_share(trainer).count == 1:
+        send(trainer, synced_names(trainer))
+        return
+    import torch.distributed as dist
+
+    sent = _together(trainer, lambda: send(trainer, synced_names(trainer)))
+    if sent is not None and not is_shared and dist.get_rank() == 0:
+        own_group(trainer).encodings.sent = sum(sent)
+
+
+def _together(trainer: Any, step: Callable[[], Any]) -> list[Any] | None:
+    """Return what ``step`` returns on every rank; None if it has failed on one.
+
+    Then all ranks leave their groups, since what a worker has read of the sync is unknown, and rank 0 raises.
     """
     import torch.distributed as dist
 
     failure: Exception | None = None
+    result = None
     try:
-        if not hasattr(trainer, "_model_update_group"):
-            join_workers_of_same_gpus(trainer)
-        send(trainer, synced_names(trainer))
+        result = step()
     except (SyncError, PeerError) as error:
         failure = error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, str(failure) if failure else None)
-    reasons = [reason for reason in failures if reason]
+    ends: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, (result, str(failure) if failure else None))
+    reasons = [reason for _, reason in ends if reason]
     if not reasons:
-        return
-    leave_group(trainer)  # what a worker has read of a sync that failed is unknown
+        return [result for result, _ in ends]
+    leave_group(trainer)
     if dist.get_rank() == 0:
         raise failure or SyncError(reasons[0])
+    return None
 
 
 def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -76,14 +108,11 @@ def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
         arguments = trainer.strategy.args
         with recorded_sync(trainer):
             if uses_ray_collectives(arguments):
-                refuse_changed("this run sends its weights by Ray's collectives")
+                refuse_gloo_only("this run sends its weights by Ray's collectives")
                 method(trainer)
                 return
             devices.empty_cache()
-            if shares_gpus(arguments):
-                send_to_same_gpus(trainer)
-            else:
-                send(trainer, synced_names(trainer))
+            _send(trainer)
             if dist.get_rank() == 0 and getattr(arguments.vllm, "enable_prefix_caching", False):
                 resets = [engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines]
                 wait_for_engine_results(resets, "the engines to reset their prefix caches")

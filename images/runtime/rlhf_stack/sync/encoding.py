@@ -1,5 +1,6 @@
 """The encoding of each sync: all weights, or the elements that changed since the sync before."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,18 @@ SLOW_RATE = 1.0  # GB/s: over a faster link, finding the changed elements takes 
 ROOM = 2  # `auto` keeps the weights if the memory that is left on every node is so many times their size
 
 
-def refuse_changed(why: str) -> None:
-    """Raise `SyncError` with the reason ``why`` if the user demands what cannot be done."""
-    if env_vars.sync_sparse() == "on":
-        raise SyncError(
-            f"{env_vars.SYNC_SPARSE}=on: changed elements are sent over gloo alone, and {why}; use "
-            f"--vllm.sync_backend gloo on GPUs of their own, or {env_vars.SYNC_SPARSE}=auto"
-        )
+def refuse_gloo_only(why: str) -> None:
+    """Raise `SyncError` with the reason ``why`` if the user demands what only a sync over gloo can do."""
+    demands = {
+        env_vars.SYNC_SPARSE: (env_vars.sync_sparse() == "on", "changed elements are sent"),
+        env_vars.SYNC_SOURCES: ((env_vars.sync_sources() or 1) > 1, "several trainer ranks send"),
+    }
+    for name, (is_demanded, what) in demands.items():
+        if is_demanded:
+            raise SyncError(
+                f"{name}={os.environ[name]}: {what} over gloo alone, and {why}; use --vllm.sync_backend gloo "
+                f"on GPUs of their own, or {name}=auto"
+            )
 
 
 @dataclass(frozen=True)

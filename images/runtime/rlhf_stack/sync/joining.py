@@ -28,7 +28,7 @@ def join_engines(trainer: Any) -> None:
     port = free_port(host)
     references = [
         call("join_weight_group", host, port, 1 + index * size, world, backend)
-        for index, call in enumerate(_calls(trainer.vllm_engines))
+        for index, call in enumerate(engine_calls(trainer.vllm_engines))
     ]
     try:
         group = create_group(host, port, 0, world, devices.current_device(), backend)
@@ -58,7 +58,7 @@ def join_workers_of_same_gpus(trainer: Any) -> None:
     gpus, offers = {gpu for gpu, _ in workers}, {gpu: address for gpu, _, address, _ in shared}
     references: list[Any] = []
     if is_root:
-        references = [call("join_same_gpu", offers) for call in _calls(trainer.vllm_engines)]
+        references = [call("join_same_gpu", offers) for call in engine_calls(trainer.vllm_engines)]
     if offer.gpu in gpus:
         trainer._model_update_group = offer.accept(lambda: raise_engine_error(references))
     else:
@@ -71,11 +71,11 @@ def leave_group(trainer: Any) -> None:
     """Close the sync group of this trainer rank, if it has one, so that another can be formed."""
     if (group := own_group(trainer)) is not None:
         group.close()
-    if hasattr(trainer, "_model_update_group"):
-        del trainer._model_update_group
+    for attribute in ("_model_update_group", "_weight_share"):
+        vars(trainer).pop(attribute, None)
 
 
-def _calls(engines: Sequence[Any]) -> list[Callable[..., Any]]:
+def engine_calls(engines: Sequence[Any]) -> list[Callable[..., Any]]:
     """Return, for each engine, what calls a method of its workers; a restarted engine refuses the call."""
     asked = [idempotent(engine.process) for engine in engines]
     processes = wait_for_engine_results(asked, "the engines")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from rlhf_stack.accelerator import devices
@@ -16,10 +16,11 @@ from rlhf_stack.sync.reads import Reads
 
 Tensors = list[tuple[str, "torch.Tensor"]]
 Load = Callable[[Tensors], Any]
+Take = Callable[["torch.Tensor", Bucket], tuple[Tensors, bool]]  # tensors, and whether they are copies
 
 
 def receive(
-    group: WeightGroup,
+    groups: Sequence[WeightGroup],
     content: Sequence[Sequence[Any]],
     limit: int,
     device: Any,
@@ -33,6 +34,7 @@ def receive(
 ) -> dict[str, Any]:
     """Receive the parameters that `sending.send` sends and pass them to ``load`` bucket by bucket.
 
+    ``groups`` are those of the trainer ranks that send, each its `Share` of the buckets.
     ``content`` are the fields of each `ParameterSpec`, ``dtype`` is the engine's, and ``held`` are those of
     parameters that it holds in another one, see `weight_layout.other_dtypes`. ``load`` gets names and
     tensors on ``device``, valid until it returns; all memory that they used is free when this returns, except
@@ -43,14 +45,21 @@ def receive(
     """
     start = time.monotonic()
     loading = 0.0
-    with group.syncing():
+    with ExitStack() as syncs:
+        for group in groups:
+            syncs.enter_context(group.syncing())
         specs = [ParameterSpec(name, kind, tuple(shape), *rest) for name, kind, shape, *rest in content]
         _refuse_other_dtypes(specs, dtype, held or {})
         buckets = plan_buckets(specs, limit)
         if reads is not None:
             reads.begin(specs)
         assembler = Assembler(specs, device, load_keeps, reads)
-        for tensors in _arriving(group, encoding, buckets, assembler.take):
+        count = max(1, min(len(groups), len(buckets)))
+        streams = [
+            _arriving(group, encoding, buckets[index::count], assembler.take)
+            for index, group in enumerate(groups[:count])
+        ]
+        for tensors in _in_turn(streams):
             arrived = time.monotonic()
             if tensors:
                 with nullcontext() if reads is None else reads.recorded(tensors):
@@ -60,8 +69,8 @@ def receive(
     devices.empty_cache()
     seconds = time.monotonic() - start
     return {
-        "rank": group.rank,
-        "who": group.describe(group.rank),
+        "rank": groups[0].rank,
+        "who": groups[0].describe(groups[0].rank),
         "seconds": seconds,
         "loading": loading,
         "waiting": seconds - loading,
@@ -69,20 +78,26 @@ def receive(
     }
 
 
-def _arriving(
-    group: WeightGroup,
-    encoding: str,
-    buckets: Sequence[Bucket],
-    take: Callable[["torch.Tensor", Bucket], tuple[Tensors, bool]],
-) -> Iterator[Tensors]:
-    """Yield what ``take`` returns for each bucket: tensors, and whether they are copies of its bytes.
+def _in_turn(streams: Sequence[Iterator[Tensors]]) -> Iterator[Tensors]:
+    """Yield the next of each stream in turn until all have ended."""
+    pending = list(streams)
+    while pending:
+        for stream in list(pending):
+            tensors = next(stream, None)
+            if tensors is None:
+                pending.remove(stream)
+                continue
+            yield tensors
+            del tensors  # before its bucket's memory is used for the next one
 
-    The caller has read them when it asks for the next ones. The memory of a bucket that was copied is free
-    at once for the next one.
+
+def _arriving(group: WeightGroup, encoding: str, buckets: Sequence[Bucket], take: Take) -> Iterator[Tensors]:
+    """Start to receive ``buckets``; return an iterator of what ``take`` returns for each.
+
+    The caller has read the tensors of one when it asks for the next.
     """
     if encoding == CHANGED:
-        yield from (take(buffer, bucket)[0] for bucket, buffer in arriving(group, buckets))
-        return
+        return (take(buffer, bucket)[0] for bucket, buffer in arriving(group, buckets))
     memory = kept_memory(group, encoding, buckets) or group.buffers
 
     def start(number: int) -> "tuple[torch.Tensor, Transfer]":
@@ -91,12 +106,23 @@ def _arriving(
         parts = [buffer[spans[0].begin : spans[-1].end] for spans in bucket.parts()]
         return buffer, group.start(parts, bucket.title)
 
+    started = [start(number) for number in range(min(SLOTS, len(buckets)))]
+    return _loaded(buckets, started, start, take)
+
+
+def _loaded(
+    buckets: Sequence[Bucket],
+    started: list["tuple[torch.Tensor, Transfer]"],
+    start: Callable[[int], "tuple[torch.Tensor, Transfer]"],
+    take: Take,
+) -> Iterator[Tensors]:
+    """See `_arriving`. The memory of a bucket that ``take`` has copied is free at once for the next one."""
+
     def release(read: Transfer, number: int) -> None:
         read.release()
         if number + SLOTS < len(buckets):
             started.append(start(number + SLOTS))
 
-    started = [start(number) for number in range(min(SLOTS, len(buckets)))]
     for number, bucket in enumerate(buckets):
         buffer, transfer = started.pop(0)
         transfer.finish()

@@ -23,7 +23,14 @@ from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.buckets import total_bytes
 from rlhf_stack.sync.probabilities import verify_probabilities
 from rlhf_stack.sync.regrouping import ending_together
-from rlhf_stack.sync.trainer import own_group, section, shares_gpus, uses_ray_collectives, weight_version
+from rlhf_stack.sync.trainer import (
+    own_group,
+    own_share,
+    section,
+    shares_gpus,
+    uses_ray_collectives,
+    weight_version,
+)
 from rlhf_stack.sync.verify import synced_parameters, verify_sync
 from rlhf_stack.telemetry import events, run_log, throughput
 
@@ -89,6 +96,7 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
             seconds=seconds,
             parameters=len(specs),
             unsent=unsent,
+            sources=own_share(trainer).count,
             **rates,
         )
     verification = env_vars.sync_verification()

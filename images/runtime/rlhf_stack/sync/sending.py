@@ -18,35 +18,47 @@ from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
-from rlhf_stack.sync.trainer import engine_indices, gathered, is_sharded, own_group, weight_version
+from rlhf_stack.sync.trainer import (
+    Share,
+    engine_indices,
+    gathered,
+    is_sharded,
+    own_group,
+    own_share,
+    weight_version,
+)
 
 
-def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
+def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> int:
     """Send ``parameters`` (names and tensors) of OpenRLHF's ``ActorPPOTrainer`` to its engines, in buckets.
 
     Adapters of LoRA are merged into the weights that are sent.
 
     Every trainer rank calls it with the same parameters: shards are gathered bucket by bucket. Rank 0 sends
-    to all engines, or each rank to the engine worker on its GPU. `SyncError` if they do not arrive.
+    to all engines, or each rank its `Share`, or each rank to the engine worker on its GPU. Returns the bytes
+    that this rank has sent. `SyncError` if they do not arrive.
     """
     sent = engine_parameters(trainer, parameters)
     specs = [each.spec(trainer) for each in sent]
-    limit = env_vars.sync_bucket()
+    share = own_share(trainer)
+    limit = env_vars.sync_bucket() // share.count  # engines have buffers for each rank that sends
     buckets = plan_buckets(specs, limit)
+    share = share.of(len(buckets))
     group = own_group(trainer)
-    if group is None:  # a rank that only helps to gather
+    content = [astuple(spec) for spec in specs]
+    encoding = _encoding(group, share, content, total_bytes(specs))
+    if group is None or share.index >= share.count:  # a rank that only helps to gather
         for linked in linked_buckets(buckets, specs):
             with _gathered(trainer, sent, linked):
                 pass
-        return
+        return 0
     is_root = torch.distributed.get_rank() == 0
-    content = [astuple(spec) for spec in specs]
     start = time.monotonic()
     answers: list[Any] = []
     with group.syncing(lambda: raise_engine_error(answers)):
-        encoding = group.encodings.select(content, total_bytes(specs))
         is_merged = any(each.layer is not None for each in sent)
-        sender = new_sender(group, encoding, buckets, not (is_merged or is_sharded(trainer)))
+        in_place = not (is_merged or is_sharded(trainer))
+        sender = new_sender(group, encoding, buckets[share.index :: share.count], in_place)
         if is_root:
             trainer.weight_version = version = weight_version(trainer) + 1
             answers += [
@@ -55,12 +67,14 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
             ]
         failure: SyncError | PeerError | None = None
         for linked in linked_buckets(buckets, specs):
-            with _gathered(trainer, sent, linked) as indices:
+            with _gathered(trainer, sent, linked):
+                own = [(number, bucket) for number, bucket in linked if share.has(number)]
                 if failure is None:
-                    values = {index: sent[index].value() for index in indices}
+                    values = {index: sent[index].value() for index in _indices(own)}
                     try:
-                        for number, bucket in linked:
-                            sender.send(number, bucket, [values[span.index] for span in bucket.spans])
+                        for number, bucket in own:
+                            tensors = [values[span.index] for span in bucket.spans]
+                            sender.send(number // share.count, bucket, tensors)
                     except (SyncError, PeerError) as error:
                         if not is_sharded(trainer):
                             raise
@@ -72,17 +86,32 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> None:
             results = wait_for_engine_results(answers, f"the engines to load {buckets[-1].title}")
             group.answers = dict(zip(engine_indices(trainer), results, strict=True))
         group.encodings.ended(content, time.monotonic() - start, sender.sent)
+    return sender.sent
+
+
+def _encoding(group: WeightGroup | None, share: Share, content: Sequence[Any], size: int) -> str:
+    """Return the encoding of a sync of ``content``, ``size`` bytes; if several ranks send, that of rank 0."""
+    selected = "" if group is None or share.index else group.encodings.select(content, size)
+    if share.count == 1:
+        return selected
+    shared = [selected]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _indices(buckets: Sequence[tuple[int, Bucket]]) -> list[int]:
+    """Return the indices of the parameters of which numbered ``buckets`` have bytes."""
+    return list(dict.fromkeys(span.index for _, bucket in buckets for span in bucket.spans))
 
 
 @contextmanager
 def _gathered(
     trainer: Any, sent: Sequence[EngineParameter], linked: Sequence[tuple[int, Bucket]]
-) -> Iterator[Sequence[int]]:
-    """Gather the parameters of which ``linked`` buckets have bytes; yield their indices in ``sent``."""
-    indices = list(dict.fromkeys(span.index for _, bucket in linked for span in bucket.spans))
-    sources = {id(source): source for index in indices for source in sent[index].sources}
+) -> Iterator[None]:
+    """Gather the parameters, in ``sent``, of which ``linked`` buckets have bytes."""
+    sources = {id(source): source for index in _indices(linked) for source in sent[index].sources}
     with gathered(trainer, list(sources.values())):
-        yield indices
+        yield
 
 
 def new_sender(

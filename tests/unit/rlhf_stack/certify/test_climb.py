@@ -7,9 +7,12 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
-from rlhf_stack.certify import certificate, climb, ladder, on_cluster
+from rlhf_stack.certify import certificate, climb, facts, ladder, on_cluster
 from rlhf_stack.certify.certificate import FILE, RECORDS
 from rlhf_stack.certify.ladder import LADDER, NAMES, Place, Step
 from rlhf_stack.certify.model import (
@@ -172,6 +175,41 @@ def test_the_record_of_several_gpus_has_the_worst_of_each() -> None:
     failed = records | {"GPU 2": dataclasses.replace(record(1.0, 0.3), state=FAILED, reason="it differs")}
     assert climb.combined("attention", failed).reason == "GPU 2: it differs"
     assert worst([]) == []
+
+
+def test_a_reason_that_several_gpus_have_appears_once() -> None:
+    def reason(**reasons: str) -> str:
+        records = {name: Record("streams", NOT_CLIMBED, text, 1.0) for name, text in reasons.items()}
+        return climb.combined("streams", records).reason
+
+    assert reason(a="no GPU", b="no GPU") == "no GPU"
+    assert reason(a="no GPU", b="no NCCL", c="no GPU") == "a, c: no GPU; b: no NCCL"
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ({}, ""),
+        ({"gpus": 8, "driver": "570.0"}, "nodes differ in driver"),
+        ({"versions": {"torch": "2"}, "patches": ["a"]}, "nodes differ in versions and patches"),
+    ],
+    ids=["no GPU", "other driver", "other image"],
+)
+def test_only_nodes_with_gpus_need_the_same_driver(head: dict[str, Any], problem: str) -> None:
+    of_head = {"gpus": 0, "driver": "", "versions": {}, "patches": []} | head
+    node = {"gpus": 8, "driver": "580.0", "versions": {}, "patches": []}
+    assert facts.differences([of_head, node, node]).partition(":")[0] == problem
+
+
+def test_a_rank_that_fails_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RayError(Exception):
+        cause = AssertionError()
+
+    exceptions = SimpleNamespace(RayError=RayError, GetTimeoutError=TimeoutError)
+    failing = SimpleNamespace(wait=MagicMock(), get=MagicMock(side_effect=RayError), exceptions=exceptions)
+    monkeypatch.setattr(on_cluster, "ray", failing)
+    with pytest.raises(RuntimeError, match="rank 1: AssertionError: no message"):
+        on_cluster.answers([object()], ["rank 1"], 1.0)
 
 
 def test_modules_of_all_rungs_have_their_functions() -> None:

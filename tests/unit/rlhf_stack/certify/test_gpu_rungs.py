@@ -22,7 +22,7 @@ from rlhf_stack.certify import (
     weight_sync,
 )
 from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place
-from rlhf_stack.certify.model import PASSED, Record
+from rlhf_stack.certify.model import FAILED, PASSED, Record
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 
@@ -30,6 +30,7 @@ from tests.unit import fake_cuda
 from tests.unit.fake_cuda import Gpu, Stream, empty, reduce_tensor, tensor
 
 PLACE = Place("", "/nowhere", small=False)
+(MEMORY,) = (step for step in LADDER if step.name == "memory")
 BYTES = np.dtype("uint8")
 
 
@@ -173,7 +174,12 @@ def test_a_cluster_of_its_own_has_the_gpus_that_ray_finds(monkeypatch: pytest.Mo
     assert "num_gpus" not in cluster.add_node.call_args.kwargs
 
 
-def test_a_rung_for_one_gpu_is_climbed_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+METHODS = "run", "prepare", "join"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two nodes with three GPUs; return the list of the nodes of actors, which is filled later."""
     addresses: list[str] = []
 
     @contextmanager
@@ -181,17 +187,45 @@ def test_a_rung_for_one_gpu_is_climbed_on_each(monkeypatch: pytest.MonkeyPatch) 
         yield [SimpleNamespace(address="a", total_gpus=2), SimpleNamespace(address="b", total_gpus=1)]
 
     @contextmanager
-    def hands(_: Any, where: list[str]) -> Any:
+    def actors(_: Any, where: list[str]) -> Any:
         addresses.extend(where)
-        yield [MagicMock() for _ in where]
+        yield [SimpleNamespace(__ray_call__=MagicMock(), **{m: MagicMock() for m in METHODS}) for _ in where]
 
-    monkeypatch.setattr(on_cluster, "nodes_with_gpus", nodes)
-    monkeypatch.setattr(on_cluster, "actors", hands)
+    for module in (on_cluster, weight_sync):
+        monkeypatch.setattr(module, "nodes_with_gpus", nodes)
+        monkeypatch.setattr(module, "actors", actors)
+    return addresses
+
+
+def test_a_rung_for_one_gpu_is_climbed_on_each(cluster: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record("memory", PASSED, "", 1.0)
     monkeypatch.setattr(on_cluster, "answers", lambda calls, *_: [record] * len(calls))
-    (step,) = (step for step in LADDER if step.name == "memory")
-    assert set(climb.on_every_gpu(step, PLACE).details) == {"GPU 0 on a", "GPU 1 on a", "GPU 2 on b"}
-    assert addresses == ["a", "a", "b"]
+    assert set(climb.on_every_gpu(MEMORY, PLACE).details) == {"GPU 0 on a", "GPU 1 on a", "GPU 2 on b"}
+    assert cluster == ["a", "a", "b"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_gpu_that_does_not_answer_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(_: object, names: list[str], seconds: float) -> None:
+        assert seconds < MEMORY.seconds
+        raise RuntimeError(f"{names[2]}: no answer")
+
+    monkeypatch.setattr(on_cluster, "answers", answers)
+    record = climb.recorded(MEMORY, lambda: climb.on_every_gpu(MEMORY, PLACE))
+    assert (record.state, record.reason) == (FAILED, "RuntimeError: GPU 2 on b: no answer")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_are_prepared_before_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = MagicMock()
+    monkeypatch.setattr(weight_sync, "answers", answers)
+    monkeypatch.setattr(weight_sync, "ray", MagicMock(get=lambda *_, **__: ("a", 7)))
+    with weight_sync._joined(PLACE, "gloo", 12.0) as (ranks, _):
+        prepared, joined = (call.args[0] for call in answers.call_args_list)
+    assert prepared == [rank.prepare.remote.return_value for rank in ranks]
+    assert joined == [rank.join.remote.return_value for rank in ranks]
+    assert [rank.prepare.remote.call_args.args[0] for rank in ranks] == [True, False, False]
+    assert [rank.join.remote.call_args.args[:4] for rank in ranks] == [("a", 7, rank, 3) for rank in range(3)]
 
 
 def test_fake_gpus_are_refused_in_an_image_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:

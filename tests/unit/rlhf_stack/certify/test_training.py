@@ -1,12 +1,17 @@
 """The layouts of certify's training rungs use the whole cluster, and their events are judged."""
 
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_stack.certify.ladder import NotClimbedError
+from rlhf_stack.certify import training
+from rlhf_stack.certify.ladder import NotClimbedError, Place
 from rlhf_stack.certify.training import Layout, _changes, distinct, judged, layout
 from rlhf_stack.config import env_vars
 from rlhf_stack.demo import tiny_run
+from rlhf_stack.placement import FreeNode
 
 
 @pytest.mark.parametrize(
@@ -73,6 +78,26 @@ def test_events_of_a_good_run_and_of_bad_ones() -> None:
     assert "0 of 2 syncs" in judged(without, 9.0, []).problem
     straddling = [event | {"straddles": True} for event in events()]
     assert "straddle" in judged(straddling, 9.0, []).problem
+    assert "no engine" in judged(events()[1:], 9.0, []).problem
+
+
+def test_events_of_nodes_without_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver, whose events name the engines, runs on the head, which may have no GPU."""
+    head, worker = FreeNode("head", 0, 4, 0), FreeNode("worker", 8, 4, 8)
+
+    def read(nodes: list[FreeNode], *_: object) -> list[list[dict[str, Any]]]:
+        return [events()[:1] if node is head else events()[1:] for node in nodes]
+
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    monkeypatch.setattr(training, "nodes_with_gpus", lambda _: nullcontext([worker]))
+    monkeypatch.setattr(training, "free_nodes", lambda: [head, worker])
+    monkeypatch.setattr(training, "make_files", lambda *_: Path("/nowhere"))
+    monkeypatch.setattr(training, "on_every_node", read)
+    monkeypatch.setattr(subprocess, "call", lambda _: 0)
+    monkeypatch.setattr(tiny_run, "version", lambda _: "0.11.2")
+    found = training.separate(Place("head:6379", "/nowhere", small=True))
+    assert found.problem == ""
+    assert {measured.name: measured.value for measured in found.measurements}["engines"] == 1
 
 
 def test_events_that_two_nodes_report_count_once() -> None:

@@ -1,19 +1,18 @@
 """What the façade of OpenRLHF 0.5.1 adds to the functions that it exports."""
 
 import pytest
-from rlhf_stack.config import env_vars
 from rlhf_stack.hooks import openrlhf_v0_5 as hooks
 from rlhf_stack.openrlhf import run_groups
 
 
-@pytest.mark.parametrize("name", [env_vars.ENGINE_RESTARTS, env_vars.MIN_ENGINES, env_vars.CHECK_COTENANCY])
-@pytest.mark.parametrize(("value", "warnings"), [("1", 1), ("0", 0), ("", 0)])
+@pytest.mark.parametrize("name", hooks.WITHOUT_EFFECT)
+@pytest.mark.parametrize(("value", "warnings"), [("2", 1), ("usual", 0), ("", 0)])
 def test_a_variable_that_only_a_later_release_honours_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str, warnings: int
 ) -> None:
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv(name, value.replace("usual", hooks.WITHOUT_EFFECT[name]))
     monkeypatch.setattr(run_groups, "reserve_run", lambda _: {"actor": 1})
     assert hooks.reserve_run(None) == {"actor": 1}
     assert [record.message for record in caplog.records] == [
-        f"{name}=1 has no effect: it needs OpenRLHF 0.11.2"
+        f"{name}=2 has no effect: it needs OpenRLHF 0.11.2"
     ] * warnings

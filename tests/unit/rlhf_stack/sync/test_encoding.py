@@ -3,7 +3,7 @@
 import pytest
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError
-from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT, Encodings, Reach, refuse_changed
+from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT, Encodings, Reach, refuse_gloo_only
 
 CONTENT = [("w", "bfloat16", (4,), 8)]
 GB = 10**9
@@ -80,12 +80,16 @@ def test_auto_returns_to_all_weights_where_changes_took_longer(capsys: pytest.Ca
 
 def test_what_cannot_be_honoured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.SYNC_SPARSE, "auto")
-    refuse_changed("this group is NCCL's")
+    refuse_gloo_only("this group is NCCL's")
     monkeypatch.setenv(env_vars.SYNC_SPARSE, "on")
     with pytest.raises(
         SyncError, match=r"RLHF_STACK_SYNC_SPARSE=on: .* and this group is NCCL's; use .*gloo"
     ):
-        refuse_changed("this group is NCCL's")
+        refuse_gloo_only("this group is NCCL's")
+    monkeypatch.setenv(env_vars.SYNC_SPARSE, "auto")
+    monkeypatch.setenv(env_vars.SYNC_SOURCES, "2")
+    with pytest.raises(SyncError, match=r"RLHF_STACK_SYNC_SOURCES=2: several trainer ranks send .*NCCL's"):
+        refuse_gloo_only("this group is NCCL's")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "1000001", "9" * 5000, "\uff19"])

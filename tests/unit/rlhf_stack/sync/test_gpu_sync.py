@@ -77,7 +77,7 @@ def load_all(group: Any, keep: bool) -> tuple[bool, int]:
 
     parameters, equal = [astuple(spec) for spec in SPECS], True
     for number in range(SYNCS):
-        receive(group, parameters, LIMIT, devices.torch_device(), load, "float32", load_keeps=keep)
+        receive([group], parameters, LIMIT, devices.torch_device(), load, "float32", load_keeps=keep)
         devices.synchronize()
         got = [model[spec.name].array for spec in SPECS]
         equal &= all(map(np.array_equal, got, content(number)))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from scripts.cli import app
 from scripts.errors import UserError
-from scripts.hip import commands, page, recipes
+from scripts.hip import page, recipes
 from scripts.hip.inspection import Package
 from scripts.hip.prove import NO_SCRATCH, Compiled, Executed, Report
 from scripts.matrix.load import find, load
@@ -132,7 +132,6 @@ def test_the_page_is_written_again_without_running_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "PAGE", tmp_path / "amd.md")
-    monkeypatch.setattr(commands, "ROOT", tmp_path)
     page.PAGE.write_text(EMPTY)
     result = CliRunner().invoke(app, ["hip", "--check"])
     assert (result.exit_code, result.stderr.splitlines()[-1].rpartition(": ")[2]) == (

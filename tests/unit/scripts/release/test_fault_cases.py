@@ -75,14 +75,25 @@ def test_a_run_that_goes_on_has_no_error() -> None:
     assert "| **no** |" in "".join(rows(different))
 
 
-def test_the_newest_case_is_kept_and_an_unknown_fault_dropped() -> None:
+def test_all_attempts_are_kept_and_an_unknown_fault_dropped() -> None:
     newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1), seconds=5.0)
     other = msgspec.structs.replace(CASE, fault="meteorite")
     first = msgspec.structs.replace(CASE, phase="engine start")
     shared = msgspec.structs.replace(CASE, layout=fault_cases.HYBRID)
-    assert fault_cases.merge([newer, other, shared], [CASE, first]) == [first, newer, shared]
+    assert fault_cases.merge([newer, other, shared], [CASE, first]) == [first, CASE, newer, shared]
+    later = msgspec.structs.replace(newer, afterwards="starts from step 1")
+    assert fault_cases.merge([CASE, newer], [later, CASE]) == [CASE, later]
     lines = render.fault_table(CASE.cell, [first, newer, shared])["rows"]
-    assert [line[0] for line in lines if not line[3].startswith("not run")] == ["separate"] * 2 + ["hybrid"]
+    assert [line[0] for line in lines if line[3] != "0"] == ["separate"] * 2 + ["hybrid"]
+
+
+def test_a_failed_attempt_stays_visible_after_a_better_one() -> None:
+    hung = msgspec.structs.replace(CASE, outcome="hangs", left=("process 7 vllm",))
+    better = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1))
+    table = render.fault_table(CASE.cell, [hung, better])
+    (line,) = (line for line in table["rows"] if line[3] != "0")
+    assert line[2:5] == ("sync", "2, worst: hangs", "ends after 21 s")
+    assert (table["tested"], table["hung"], table["left"]) == (1, 1, 1)
 
 
 def test_the_cases_of_a_cell_are_of_one_image() -> None:
@@ -97,8 +108,9 @@ def test_cases_have_different_file_names(tmp_path: Path) -> None:
     for fault, phases in FAULTS.items():
         for phase in phases:
             fault_cases.write(msgspec.structs.replace(CASE, fault=fault, phase=phase), tmp_path)
+    fault_cases.write(msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1)), tmp_path)
     files = list(tmp_path.glob("a-cell/*.json"))
-    assert len(files) == sum(map(len, FAULTS.values()))
+    assert len(files) == sum(map(len, FAULTS.values())) + 1
     kept = [msgspec.json.decode(file.read_bytes(), type=Case) for file in files]
     assert CASE in kept
 

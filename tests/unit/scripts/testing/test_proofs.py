@@ -87,8 +87,11 @@ def test_a_change_is_missed_if_no_suite_executed_it() -> None:
     suites = [{name: Executed(3, ("a.py:1", "a.py:9"))}, {}, {name: Executed(3, ("a.py:9",))}]
     [(patch, executed)] = proofs.executed_of(SERIES, suites).items()
     assert patch == f"{SERIES[0].package}/{SERIES[0].patches[0].name}"
-    assert proofs.described(executed) == "2 of 3, not a.py:9"
-    assert proofs.described(Executed(1, ())) == "1 of 1"
+    assert proofs.described(executed, {}) == "2 of 3, not a.py:9"
+    assert proofs.described(executed, {"a.py:9": "why"}) == "2 of 3, not a.py:9 (why)"
+    assert proofs.described(Executed(1, ()), {"a.py:9": "why"}) == "1 of 1"
+    both = dict.fromkeys(("a.py:1", "a.py:9"), "why")
+    assert proofs.described(Executed(3, ("a.py:1", "a.py:9")), both) == "1 of 3, not a.py:1, a.py:9 (why)"
 
 
 def test_the_stubs_of_all_tests_of_a_patch_are_listed() -> None:
@@ -99,19 +102,26 @@ def test_the_stubs_of_all_tests_of_a_patch_are_listed() -> None:
 
 def test_a_change_that_is_not_executed_needs_a_reason() -> None:
     executed = {"p/1/a": Executed(3, ("a.py:1", "a.py:9")), "p/1/b": Executed(1, ())}
-    reasons = {"p/1/a": {"a.py:9": "why", "a.py:2": "why"}, "p/1/c": {"c.py:1": "why"}}
+    reasons = {"p/1/a": {"a.py:9": "why", "a.py:2": "why"}, "p/1/of another cell": {"c.py:1": "why"}}
     assert proofs.unexplained(executed, reasons) == [
         "p/1/a: no test executed a.py:1: extend one",
         "tests/patches/not_executed.toml: p/1/a a.py:2 was executed or is no change",
-        "tests/patches/not_executed.toml: p/1/c c.py:1 was executed or is no change",
     ]
     executed["p/1/a"] = Executed(3, ("a.py:9",))
     assert proofs.unexplained(executed, {"p/1/a": {"a.py:9": "why"}}) == []
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_only_a_complete_report_fails_on_a_change_that_no_test_executes(complete: bool) -> None:
-    tally = Tally(proofs=ALL, executed={ALL[0].patch: Executed(3, ("a.py:1",))})
+def test_each_reason_is_about_a_patch() -> None:
+    assert proofs.reasons().keys() <= {one.id_of(patch) for one in load_all() for patch in one.patches}
+
+
+@pytest.mark.parametrize(("kind", "stand_in"), [("cpu", ""), ("cpu", "for ROCm"), ("cuda", "")])
+def test_in_a_cell_for_cpus_a_change_that_no_test_executes_is_an_error(kind: str, stand_in: str) -> None:
+    name = ALL[0].patch
+    tally = Tally(proofs=ALL, executed={name: Executed(3, ("a.py:1",))})
     console = Console(file=io.StringIO(), width=200)
-    assert proofs.report(CELL, SERIES, tally, console, complete) == complete
-    assert (f"error: {ALL[0].patch}: no test executed a.py:1" in console.file.getvalue()) == complete  # type: ignore[attr-defined]
+    accelerator = msgspec.structs.replace(CELL.accelerator, kind=kind)
+    cell = msgspec.structs.replace(CELL, accelerator=accelerator, stand_in=stand_in)
+    is_error = kind == "cpu" and not stand_in
+    assert proofs.report(cell, SERIES, tally, console) == is_error
+    assert (f"error: {name}: no test executed a.py:1" in console.file.getvalue()) == is_error  # type: ignore[attr-defined]

@@ -1,0 +1,189 @@
+"""Which trainer ranks send the weights, and how they join; syncs between processes are in tests/cluster."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
+from rlhf_stack.sync import SyncError, actor_trainer, sources
+from rlhf_stack.sync.gloo import GlooGroup
+from rlhf_stack.sync.trainer import Share, own_share
+
+NODES = ("10.0.0.1", "10.0.0.2", "10.0.0.2")
+ENGINES, TP = 2, 4
+WORLD = 1 + ENGINES * TP
+
+
+@pytest.mark.parametrize(
+    ("nodes", "number", "expected"),
+    [
+        ("a", None, [0]),
+        ("aab", None, [0, 2]),
+        ("aabb", None, [0, 2]),
+        ("abab", None, [0, 1]),
+        ("aabb", 1, [0]),
+        ("aabb", 2, [0, 2]),
+        ("aabb", 3, [0, 2, 1]),
+        ("aabb", 4, [0, 2, 1, 3]),
+    ],
+)
+def test_ranks_send_from_as_many_nodes_as_possible(
+    nodes: str, number: int | None, expected: list[int]
+) -> None:
+    assert sources.select(nodes, number) == expected
+
+
+def test_more_sources_than_ranks_are_refused() -> None:
+    with pytest.raises(SyncError, match="RLHF_STACK_SYNC_SOURCES=3: the trainer has 2 ranks"):
+        sources.select("ab", 3)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "1000", "\uff12"])
+def test_a_wrong_number_of_sources_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.SYNC_SOURCES, value)
+    with pytest.raises(ValueError, match="RLHF_STACK_SYNC_SOURCES="):
+        env_vars.sync_sources()
+
+
+def test_every_bucket_has_one_source() -> None:
+    for ranks in (1, 2, 3):
+        for buckets in range(6):
+            shares = [Share(rank, ranks).of(buckets) for rank in range(ranks)]
+            for number in range(buckets):
+                assert [share.has(number) for share in shares].count(True) == 1
+
+
+class Trainers:
+    """A thread for each trainer rank, with a group of torch's that gathers objects."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self._number, self._own = number, threading.local()
+        self._barrier, self._shared = threading.Barrier(number, timeout=20), [None] * number
+        for name in ("get_rank", "get_world_size", "all_gather_object"):
+            monkeypatch.setattr(f"torch.distributed.{name}", getattr(self, name), raising=False)
+
+    def get_rank(self) -> int:
+        return int(self._own.rank)
+
+    def get_world_size(self) -> int:
+        return self._number
+
+    def all_gather_object(self, objects: list[Any], own: Any) -> None:
+        self._shared[self._own.rank] = own
+        self._barrier.wait()
+        objects[:] = self._shared
+        self._barrier.wait()
+
+    def run(self, action: Callable[[int], Any]) -> list[Any]:
+        """Return by rank what ``action`` returns or raises."""
+
+        def act(rank: int) -> Any:
+            self._own.rank = rank
+            try:
+                return action(rank)
+            except SyncError as error:
+                return error
+
+        with ThreadPoolExecutor(self._number) as pool:
+            return list(pool.map(act, range(self._number)))
+
+
+@pytest.fixture
+def trainers(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Trainers:
+    return Trainers(monkeypatch, len(NODES))
+
+
+def trainer(group: Any) -> Any:
+    """A trainer rank, with ``group`` on rank 0."""
+    arguments = SimpleNamespace(
+        vllm=SimpleNamespace(tensor_parallel_size=TP, sync_backend="gloo"),
+        train=SimpleNamespace(colocate_all=False, async_enable=False),
+    )
+    found = SimpleNamespace(strategy=SimpleNamespace(args=arguments), vllm_engines=["engine"] * ENGINES)
+    if group is not None:
+        found._model_update_group = group
+    return found
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch, trainers: Trainers) -> list[Any]:
+    """The calls with which groups are joined."""
+    calls: list[Any] = []
+
+    def engine_calls(engines: Sequence[str]) -> list[Callable[..., None]]:
+        return [lambda *call: calls.append(call) for _ in engines]
+
+    def create_group(*call: Any) -> str:
+        calls.append(call)
+        return "a group of its own"
+
+    util = SimpleNamespace(get_node_ip_address=lambda: NODES[trainers.get_rank()])
+    monkeypatch.setattr(sources, "engine_calls", engine_calls)
+    monkeypatch.setattr(sources, "wait_for_engine_results", lambda *_: None)
+    monkeypatch.setattr(sources, "free_port", lambda host: 1000 + int(host[-1]))
+    monkeypatch.setattr(sources, "ray", SimpleNamespace(util=util))
+    monkeypatch.setattr(devices, "current_device", lambda: "cpu")
+    monkeypatch.setattr(sources, "create_group", create_group)
+    return calls
+
+
+def test_a_rank_on_each_node_joins_all_engine_workers(trainers: Trainers, joined: list[Any]) -> None:
+    ranks = [trainer(GlooGroup.__new__(GlooGroup)), trainer(None), trainer(None)]
+    assert trainers.run(lambda rank: sources.join(ranks[rank])) == [None] * 3
+    endpoints = [("10.0.0.2", 1002)]
+    assert sorted(joined, key=str) == sorted(
+        [
+            ("10.0.0.2", 1002, 0, WORLD, "cpu", "gloo"),
+            ("join_weight_sources", endpoints, 1, WORLD),
+            ("join_weight_sources", endpoints, 1 + TP, WORLD),
+        ],
+        key=str,
+    )
+    assert [own_share(each) for each in ranks] == [Share(0, 2), Share(1, 2), Share(0, 2)]
+    assert ranks[1]._model_update_group == "a group of its own"
+    assert not hasattr(ranks[2], "_model_update_group")
+
+
+def test_over_nccl_rank_0_sends_alone(trainers: Trainers, joined: list[Any]) -> None:
+    ranks = [trainer("a group of NCCL's"), trainer(None), trainer(None)]
+    trainers.run(lambda rank: sources.join(ranks[rank]))
+    assert [own_share(each) for each in ranks] == [Share(0, 1)] * 3
+    assert joined == []
+
+
+@pytest.mark.parametrize(("number", "expected"), [("auto", True), ("1", False), ("2", True)])
+def test_several_ranks_send_unless_the_user_wants_one(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch, number: str, expected: bool
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_SOURCES, number)
+    assert trainers.run(lambda _: sources.are_possible(trainer(None))) == [expected] * 3
+
+
+class Closed:
+    """A group that can be left."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_error_of_a_rank_is_raised_by_rank_0_when_all_have_ended(trainers: Trainers) -> None:
+    groups = [Closed() for _ in NODES]
+    ranks = [trainer(group) for group in groups]
+
+    def step(rank: int) -> int:
+        if rank == 2:
+            raise SyncError("rank 1 on 10.0.0.9 does not answer")
+        return rank
+
+    found = trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda: step(rank)))
+    assert isinstance(found[0], SyncError)
+    assert str(found[0]) == "rank 1 on 10.0.0.9 does not answer"
+    assert found[1:] == [None, None], "they go on to the barrier at the end of the sync"
+    assert [group.closed for group in groups] == [True] * 3
+    assert trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda: rank)) == [[0, 1, 2]] * 3
