@@ -19,6 +19,8 @@ from scripts.patches import commands as patches
 from scripts.release import commands as release
 from scripts.testing import commands as testing
 
+PROGRAM = "python -m scripts"
+
 
 def _exit(code: int | None, **_: Any) -> NoReturn:
     raise typer.Exit(code or 0)
@@ -27,7 +29,6 @@ def _exit(code: int | None, **_: Any) -> NoReturn:
 app = typer.Typer(
     help="Lock, build, test, catalogue and publish the cells of matrix.yaml.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,9 +41,11 @@ for package in (matrix, locks, patches, docker, images, testing, release, hip, l
 def main() -> NoReturn:
     """Run the command that ``sys.argv`` names and exit with its code."""
     try:
-        sys.exit(app(prog_name="python -m scripts", standalone_mode=False))
+        sys.exit(app(prog_name=PROGRAM, standalone_mode=False))
     except typer.TyperException as error:  # of the command line
-        raise UserError(f"{error.format_message().rstrip('.')} (see python -m scripts --help)") from None
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else PROGRAM
+        raise UserError(f"{error.format_message().rstrip('.')} (see {where} --help)") from None
     except SystemExit as ended:
         if ended.code == INTERRUPTED:  # typer's own handling of Ctrl-C
             raise KeyboardInterrupt from None

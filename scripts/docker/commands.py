@@ -12,7 +12,7 @@ from scripts.docker.client import connect, docker_command
 
 def register(app: typer.Typer) -> None:
     """Add this package's commands to ``app``."""
-    group = typer.Typer(help="Install and start Docker.", no_args_is_help=True)
+    group = typer.Typer(help="Install and start Docker.")
     group.callback()(lambda: None)  # a group, although it has one command
     group.command()(ensure)
     app.add_typer(group, name="docker")

@@ -15,9 +15,7 @@ Check = Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if t
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this package to ``app``."""
-    group = typer.Typer(
-        help="List and show cells, and write what follows from matrix.yaml.", no_args_is_help=True
-    )
+    group = typer.Typer(help="List and show cells, and write what follows from matrix.yaml.")
     group.command("list")(list_cells)
     group.command("show")(show_cell)
     group.command("schema")(write_schema)

@@ -16,7 +16,7 @@ from scripts.patches.series import load_all, series_of
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this package to ``app``."""
-    group = typer.Typer(help="List the patches, and check that each still applies.", no_args_is_help=True)
+    group = typer.Typer(help="List the patches, and check that each still applies.")
     group.command("list")(list_patches)
     group.command("check")(check_patches)
     app.add_typer(group, name="patches")

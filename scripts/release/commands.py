@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("kernels")(inspect_kernels)
     app.command("publish")(publish)
     app.command("gpu-kit")(pack_gpu_kit)
-    group = typer.Typer(help="Add certificates of `rlhf-stack certify`.", no_args_is_help=True)
+    group = typer.Typer(help="Add certificates of `rlhf-stack certify`.")
     group.command("add")(add_certificate)
     group.command("schema")(write_certificate_schema)
     app.add_typer(group, name="certificates")

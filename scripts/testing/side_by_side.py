@@ -123,9 +123,11 @@ def parse(words: Iterable[str], matrix: Matrix) -> list[Job]:
     """The jobs of ``SUITE:CELL`` words; without a cell, the default one. A `UserError` names a wrong word."""
     jobs = []
     for word in words:
-        suite, _, cell = word.partition(":")
+        suite, colon, cell = word.partition(":")
         if suite not in SUITES:
             raise UserError(f"{word!r}: no suite {suite!r}; choose from {', '.join(SUITES)}")
+        if colon and not cell:
+            raise UserError(f"{word!r}: no cell after the colon")
         jobs.append(Job(suite, find(matrix, cell or matrix.default).id))
     return jobs
 

@@ -119,9 +119,11 @@ def refusal(words: list[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ([], "error: Missing command (see python -m scripts --help)"),
+        (["matrix"], "error: Missing command (see python -m scripts matrix --help)"),
+        (["suites", "image:"], "'image:': no cell after the colon"),
         (["nosuch"], "No such command 'nosuch'"),
         (["lock", "--nosuch"], "No such option"),
-        (["matrix"], ""),
         (["build", ""], "no cell ''"),
         (["roots", ""], "''"),
         (["known-bad", ""], "no cell ''"),

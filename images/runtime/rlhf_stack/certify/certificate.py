@@ -1,21 +1,16 @@
-"""Writes a certificate and the records of its rungs to a folder, and shows the climb while it lasts."""
+"""Writes a certificate and the records of its rungs to a folder."""
 
 import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlhf_stack.certify.climb import climb
+from rlhf_stack.certify.climb import Report, climb
 from rlhf_stack.certify.ladder import LADDER, Place, Step
-from rlhf_stack.certify.model import FAILED, PASSED, SCHEMA, Certificate, Machine, Record, Subject, result
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from rlhf_stack.certify.model import SCHEMA, Certificate, Machine, Record, Subject, result
 
 FILE, RECORDS = "certificate.json", "records"
-STYLES = {PASSED: "green", FAILED: "red bold"}
 SHOWN = 3  # measurements of a rung in the table
 
 
@@ -25,7 +20,7 @@ def certify(
     subject: Subject,
     machines: "list[Machine] | None",
     folder: Path,
-    console: "Console",
+    report: Report,
 ) -> Certificate:
     """Climb the ladder and write the certificate; ``machines`` are those of the facts if they are None."""
     from rlhf_stack.certify.facts import machines as from_facts
@@ -34,19 +29,11 @@ def certify(
     titles = {step.name: step.title for step in LADDER}
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     rungs = []
-    with console.status("starting") as status:
-
-        def report(step: Step, record: Record | None) -> None:
-            if record is None:
-                status.update(f"{step.name}: {step.title} (at most {step.seconds:.0f} s)")
-            else:
-                console.print(line(record), style=STYLES.get(record.state), highlight=False, markup=False)
-
-        for record in climb(place, chosen, report):
-            (folder / RECORDS / f"{record.rung}.json").write_bytes(record.encoded())
-            rungs.append(result(record, titles[record.rung]))
-            if record.rung == "facts" and machines is None:
-                machines = from_facts(list(record.details.values()))
+    for record in climb(place, chosen, report):
+        (folder / RECORDS / f"{record.rung}.json").write_bytes(record.encoded())
+        rungs.append(result(record, titles[record.rung]))
+        if record.rung == "facts" and machines is None:
+            machines = from_facts(list(record.details.values()))
     certificate = Certificate(
         SCHEMA,
         begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -60,8 +47,10 @@ def certify(
     return certificate
 
 
-def line(record: Record) -> str:
-    """One line about a rung: its result, and why it failed or what it measured first."""
+def line(step: Step, record: Record | None) -> str:
+    """One line about a rung that begins, or its result and why it failed or what it measured first."""
+    if record is None:
+        return f"{step.name}: {step.title} (at most {step.seconds:.0f} s)"
     measured = ", ".join(
         f"{one.name} {one.value:.3g} {one.unit}".rstrip() for one in record.measurements[:SHOWN]
     )

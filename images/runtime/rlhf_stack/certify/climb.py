@@ -18,13 +18,12 @@ from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Measurement, R
 LOG_BYTES = 40_000
 NAMING_SECONDS = 30.0  # before the deadline of a rung, so that its own error names the GPU that is late
 CLUSTER_NEEDED = "it needs Ray, vLLM and OpenRLHF of an image"
+Report = Callable[[Step, Record | None], None]  # called before (None) and after a rung is climbed
 INTERRUPTED = "certify was interrupted"
 
 
-def climb(
-    place: Place, chosen: Sequence[str], report: Callable[[Step, Record | None], None]
-) -> Iterator[Record]:
-    """Yield the record of each rung of the ladder; ``report`` is called before and after each climb.
+def climb(place: Place, chosen: Sequence[str], report: Report) -> Iterator[Record]:
+    """Yield the record of each rung of the ladder.
 
     Those that are not ``chosen`` are not climbed, none after the facts if the image's GPUs are missing, and
     none after Ctrl-C, which ends the current one.

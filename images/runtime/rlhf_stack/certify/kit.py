@@ -10,33 +10,23 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhf_stack.lazy import torch
+
+if TYPE_CHECKING:
+    from rlhf_stack.certify.ladder import Step
+    from rlhf_stack.certify.model import Record
 
 DIGEST = Path(__file__).parents[2] / "kit.json"
 
 
-class Plain:
-    """Takes the place of rich where it is not installed."""
+def report(step: "Step", record: "Record | None") -> None:
+    """Print what is climbed now to the standard error, and its result to the standard output."""
+    from rlhf_stack.certify.certificate import line
 
-    def print(self, text: str, **_: Any) -> None:
-        """Print a line."""
-        print(text, flush=True)
-
-    def status(self, _: str) -> "Plain":
-        """No status is shown."""
-        return self
-
-    def update(self, text: str) -> None:
-        """Print what is climbed now."""
-        print(f"... {text}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Plain":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    text = line(step, record)
+    print(text if record else f"... {text}", file=sys.stdout if record else sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -59,7 +49,7 @@ def main() -> int:
     machine = Machine(count, model, nvidia_driver())
     with tempfile.TemporaryDirectory() as temporary:
         place = Place("", temporary, small=not count)
-        found = certify(place, NAMES, Subject("", "", "", digest), [machine], folder, Plain())  # type: ignore[arg-type]
+        found = certify(place, NAMES, Subject("", "", "", digest), [machine], folder, report)
     print(f"{folder}/certificate.json", flush=True)
     if any(rung.reason == INTERRUPTED for rung in found.rungs):
         return 128 + signal.SIGINT

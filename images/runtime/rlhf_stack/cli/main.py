@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def _failed(words: Sequence[str], message: str, code: int, prefix: str = "error:
         if "--json" in _own(words) and sys.stdout is not None:
             print_json("error", 1, error=line, code=code)
             sys.stdout.flush()
-    print(run_log.last_line(line, prefix), file=sys.stderr)
+    print(run_log.line_of(line, prefix), file=sys.stderr)
     return code
 
 
@@ -111,11 +112,11 @@ def _discard_output() -> None:
 def _current_name(arguments: Sequence[str]) -> list[str]:
     """``arguments`` with an old name of a command replaced, after a warning on stderr."""
     if arguments and (name := commands.RENAMED.get(arguments[0])):
-        print(
-            f"warning: `rlhf-stack {arguments[0]}` is now `rlhf-stack {name}`; the old name will be removed "
-            "in the next release",
-            file=sys.stderr,
+        text = (
+            f"`rlhf-stack {arguments[0]}` is now `rlhf-stack {name}`; the old name will be removed "
+            "in the next release"
         )
+        print(run_log.line_of(text, "warning: ", logging.WARNING), file=sys.stderr)
         return [name, *arguments[1:]]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.NAMES:
         meant = suggestion(arguments[0], commands.NAMES)

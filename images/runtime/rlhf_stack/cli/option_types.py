@@ -24,6 +24,11 @@ def non_negative_int(text: str) -> int:
     return _checked(numbers.whole, text, 0, numbers.GPUS)
 
 
+def gpu_count(text: str) -> int:
+    """A number of GPUs of one machine."""
+    return _checked(numbers.whole, text, 1, numbers.GPUS_PER_NODE)
+
+
 def node_count(text: str) -> int:
     """A number of machines."""
     return _checked(numbers.whole, text, 1, numbers.NODES)
@@ -79,9 +84,9 @@ def megabytes(text: str) -> int:
 
 
 def path(text: str) -> Path:
-    """A path of a file, which must not be empty."""
+    """A path, which must not be empty."""
     if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{shortened(text, 60)!r}: expected the path of a file")
+        raise argparse.ArgumentTypeError(f"{shortened(text, 60)!r}: expected a path")
     return Path(text)
 
 

@@ -24,6 +24,7 @@ from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
 CONFIG = "config.json"
+UNNAMED = {"None", ""}  # what a parser returns for a model that is not given
 GPUS_PER_NODE = 8
 
 
@@ -66,12 +67,14 @@ def add_command_option(parser: argparse.ArgumentParser) -> None:
 
 
 def command_words(options: argparse.Namespace) -> list[str]:
-    """Return the command line of the run, without the leading ``--``; `UserError` if there is none."""
+    """Return the command line of the run, without the leading ``--``; `UserError` if it is none."""
     command = list(options.command_line)
     if command[:1] == ["--"]:
         command = command[1:]
-    if not command:
+    if not command or not command[0].strip():
         raise UserError("no command line of a run: put it last, after --")
+    if len(command) == 1 and len(command[0].split()) > 1:
+        raise UserError(f"the command line {shortened(command[0], 60)!r} is one word: leave out its quotes")
     return command
 
 
@@ -130,8 +133,13 @@ def read_shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:
         if typed.setdefault(name, shape) is not shape:
             raise UserError(f"--model {shortened(name)} is given twice")
     names = dict.fromkeys([run.engine_model, *(role.model for role in run.roles)])
+    if names.keys() & UNNAMED:
+        raise UserError(
+            "the run names no model: give its model_name_or_path (before OpenRLHF 0.9: --pretrain)"
+        )
     if unknown := typed.keys() - names.keys():
-        raise UserError(f"--model {', '.join(unknown)}: the run has {', '.join(names)}")
+        known = ", ".join(map(repr, names))
+        raise UserError(f"--model {', '.join(map(repr, unknown))}: the run has the models {known}")
     return {name: typed.get(name) or _read(name) for name in names}
 
 
@@ -162,10 +170,6 @@ def _exists(name: str) -> bool:
 
 def _read(name: str) -> Shape:
     """Read the shape of the model ``name``, which is a folder or a model in the Hugging Face cache."""
-    if name in ("None", ""):
-        raise UserError(
-            "the run names no model: give its model_name_or_path (before OpenRLHF 0.9: --pretrain)"
-        )
     if _exists(name):
         return read_shape(Path(name))
     from huggingface_hub import try_to_load_from_cache

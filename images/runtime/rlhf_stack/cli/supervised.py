@@ -3,13 +3,12 @@
 import hashlib
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf_stack import known_bad
 from rlhf_stack.cluster.connect import connected
@@ -35,7 +34,12 @@ from rlhf_stack.recovery.supervisor import (
 from rlhf_stack.telemetry.run_log import messages
 
 TERMINATED = 128 + signal.SIGTERM
+COLUMNS = ("attempt", "job", "ended", "after", "from step", "saved step", "lost nodes", "error")
 STOP_SECONDS = 3.0  # of the grace time, for stopping the job
+
+
+class TerminatedError(BaseException):
+    """This process received SIGTERM; no error, so that nothing that expects errors keeps it."""
 
 
 class Supervision:
@@ -78,13 +82,12 @@ class Supervision:
     def run(self, write: Callable[[str], None]) -> Ended:
         """Supervise the run; its jobs' output goes to ``write``.
 
-        Ctrl-C and SIGTERM stop its job, after a checkpoint if the limits have a grace time.
+        Ctrl-C, and SIGTERM within `terminable`, stop its job, after a checkpoint if there is a grace time.
         """
         supervisor = Supervisor(self._cluster, checkpoints_of, self._limits, self._state, write)
         try:
-            with _terminated_as_exception():
-                return supervisor.supervise()
-        except (KeyboardInterrupt, SystemExit):
+            return supervisor.supervise()
+        except (KeyboardInterrupt, TerminatedError):
             if self._state.job:
                 self._stop(self._state.job)
             raise
@@ -162,35 +165,49 @@ def confirmed_causes(output: str) -> list[str]:
 
 
 @contextmanager
-def _terminated_as_exception() -> Iterator[None]:
-    """Let SIGTERM raise `SystemExit`, so that the job is stopped."""
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise `TerminatedError` inside the context, and `UserError` outside of it."""
 
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        sys.exit(TERMINATED)
+    def terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise TerminatedError
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except TerminatedError:
+        raise UserError("terminated by SIGTERM", TERMINATED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _show(attempts: Sequence[Attempt]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("attempt", "job", "ended", "after", "from step", "saved step", "lost nodes", "error")
-    for number, one in enumerate(attempts, 1):
-        table.add_row(
+    rows = [
+        (
             str(number),
             one.job,
             one.status.lower(),
             f"{one.seconds:.0f} s",
             str(one.resumed + 1),
             str(one.saved or "none"),
-            escape(", ".join(one.lost)),
-            escape(one.error[:200]),
+            ", ".join(one.lost),
+            one.error[:200],
         )
-    if attempts and env_vars.log_format() == "text":
-        Console(stderr=True, highlight=False).print(table)
+        for number, one in enumerate(attempts, 1)
+    ]
+    if env_vars.log_format() == "json":
+        for row in rows:
+            pairs = zip(COLUMNS, row, strict=True)
+            messages.info(", ".join(f"{name}: {value}" for name, value in pairs if value))
+    elif rows:
+        _print_table(rows)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*COLUMNS)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(stderr=True, highlight=False).print(table)

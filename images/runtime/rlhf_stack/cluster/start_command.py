@@ -127,6 +127,8 @@ def object_store_bytes(requested: int | None, host: Host) -> int:
             f"--object-store-memory {requested} is more than the {host.free_shm} bytes that are free in "
             f"{SHARED_MEMORY}: request at most {room}, or start the container with a larger --shm-size"
         )
+    if requested is not None and requested < MIN_OBJECT_STORE:
+        raise UserError(f"--object-store-memory {requested}: Ray needs {MIN_OBJECT_STORE} bytes or more")
     if max(room, requested or 0) < MIN_OBJECT_STORE:
         raise UserError(
             f"{SHARED_MEMORY} has {host.free_shm / GIB:.2f} GiB free and Ray's object store needs "

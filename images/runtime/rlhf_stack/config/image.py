@@ -1,6 +1,5 @@
-"""What image this process runs in: its release, its cell and a digest of what is installed."""
+"""What image this process runs in: its release, its cell and the digest of its inputs."""
 
-import hashlib
 import json
 import os
 from contextlib import suppress
@@ -11,7 +10,7 @@ from rlhf_stack import __version__
 from rlhf_stack.config import env_vars
 
 ABOUT = Path("/etc/rlhf-stack")
-CELL, CONTENTS = "cell.json", ("cell.json", "debian.txt", "lock.txt")
+CELL = "cell.json"
 DIGITS = 12
 
 
@@ -24,10 +23,10 @@ class About:
     inputs: str = ""
 
 
-def about() -> About:
+def about(folder: Path = ABOUT) -> About:
     """What image this process runs in."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        cell = json.loads((ABOUT / CELL).read_text(encoding="utf-8"))
+        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
         return About(str(cell["id"]), str(cell["release"]), os.environ.get(env_vars.INPUTS, ""))
     return About()
 
@@ -41,16 +40,12 @@ def stand_in_defaults(folder: Path = ABOUT) -> dict[str, str]:
 
 
 def description(folder: Path = ABOUT) -> str:
-    """Return one line with release, cell and digest; outside of an image, with the version of this package.
+    """Return one line with release, cell and inputs digest; outside of an image, with this package's version.
 
-    No image contains its own digest. This one is of the installed packages and settings, so that equal lines
-    mean equal contents; `docker images --digests` has the digest of a pulled image.
+    No image contains its own digest. That of its inputs is in its label and in the catalogue too.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
-        digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in CONTENTS)).hexdigest()
-        release, name = str(cell["release"]), str(cell["id"])
-        return (
-            f"rlhf-stack {release}, cell {name}, contents sha256:{digest[:DIGITS]} (rlhf_stack {__version__})"
-        )
-    return f"rlhf-stack {__version__}, not in an image of the stack"
+    found = about(folder)
+    if not found.cell:
+        return f"rlhf-stack {__version__}, not in an image of the stack"
+    digest = f"sha256:{found.inputs[:DIGITS]}" if found.inputs else f"unknown, {env_vars.INPUTS} is not set"
+    return f"rlhf-stack {found.release}, cell {found.cell}, inputs {digest} (rlhf_stack {__version__})"

@@ -4,13 +4,17 @@ import re
 from collections.abc import Mapping
 
 WORDS = {
-    *("TOKENS", "SECRETS", "PASS", "PWD", "KEY", "KEYS", "AUTH", "AUTHORIZATION", "BEARER", "PAT"),
+    *("TOKENS", "SECRETS", "KEY", "KEYS", "AUTH", "AUTHORIZATION", "BEARER", "PAT"),
     *("CREDENTIAL", "CREDENTIALS", "CREDS", "COOKIE"),
 }
-# Of a word, such as PGPASSWORD. KEY and PASS are none, because of MONKEY and BYPASS.
+# Of a word, such as PGPASSWORD. KEY is none, because of MONKEY.
 ENDINGS = (
-    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE"),
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PWD"),
     *("APIKEY", "ACCESSKEY", "SECRETKEY", "PRIVATEKEY"),
+)
+OTHER_ENDINGS = (
+    *("BYPASS", "COMPASS", "OVERPASS", "UNDERPASS", "SURPASS", "TRESPASS"),
+    *("LOWPASS", "HIGHPASS", "BANDPASS"),
 )
 ALONE = ("PWD", "OLDPWD", "RAY_AUTH_MODE", "SSH_AUTH_SOCK")  # names that look like one and are none
 # In a URL also a user alone, which may be a token; without a scheme (proxies may have none) both.
@@ -24,7 +28,9 @@ SIGNATURE = re.compile(
 def is_secret(name: str, value: str = "") -> bool:
     """Report whether a variable is a secret: by a word of its name, or by a password in its value."""
     words = re.split("[^A-Z0-9]+", name.upper())
-    by_name = any(word in WORDS or word.endswith(ENDINGS) for word in words)
+    by_name = any(
+        word in WORDS or (word.endswith(ENDINGS) and not word.endswith(OTHER_ENDINGS)) for word in words
+    )
     return name not in ALONE and (by_name or has_password(value))
 
 

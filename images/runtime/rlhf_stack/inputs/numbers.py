@@ -39,7 +39,7 @@ def decimal(text: str, least: float, most: float, above: bool = False) -> float:
     number = float(stripped) if DECIMAL.fullmatch(stripped) else float("nan")
     if not (least < number if above else least <= number) or not number <= most:
         expected = f"greater than {least:g}" if above else f"of at least {least:g}"
-        limit = f" and at most {most:,.0f}" if most < BYTES else ""
+        limit = f" and at most {most:,.0f}" if most < BYTES else " and at most 10^18"
         raise UserError(f"{_quoted(text)}: expected a number {expected}{limit}")
     return number
 

@@ -29,7 +29,7 @@ class LogText:
 
 
 def read_log(file: BinaryIO, name: str) -> LogText:
-    """Read at most the last `MAX_BYTES` of ``file``; `UserError` if it is compressed or binary."""
+    """Read at most the last `MAX_BYTES` of ``file``; `UserError` if it is compressed, binary or empty."""
     try:
         start, data, complete = _head_and_tail(file)
     except OSError as error:
@@ -41,6 +41,8 @@ def read_log(file: BinaryIO, name: str) -> LogText:
     unreadable = len(UNREADABLE.findall(text))
     if text.count("\0") > BINARY_FRACTION * len(text) or unreadable > UNREADABLE_FRACTION * len(text):
         raise UserError(f"{name} is not a text file")
+    if not text.strip():
+        raise UserError(f"{name} is empty")
     text = text.replace("\r\n", "\n")
     if not complete:
         text = text.partition("\n")[2] or text  # the first line is cut

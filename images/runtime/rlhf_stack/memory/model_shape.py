@@ -221,10 +221,11 @@ def parse_shape(text: str) -> Shape:
         if values.get(name, 0) > 1:
             raise ShapeError(f"{shortened(text)!r}: {name} is 0 or 1")
     values.setdefault("kv_heads", values.get("heads", 0))
-    if values.get("heads") and "hidden" in values:
+    needed = ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocabulary")
+    missing = [name for name in needed if not values.get(name)]
+    if not missing:
         values.setdefault("head_dim", values["hidden"] // values["heads"])
-    needed = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
-    if missing := [name for name in needed if not values.get(name)]:
+    if missing or not values["head_dim"]:
         raise ShapeError(f"{text!r}: missing {', '.join(missing)}. {REMEDY}")
     shape = Shape(
         layers=values["layers"],

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
@@ -25,7 +25,7 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
 from rlhf_stack.openrlhf.run_limits import check_values, check_words
 from rlhf_stack.openrlhf.run_spec import is_flat
-from rlhf_stack.openrlhf.trainer_command import TRAINERS
+from rlhf_stack.openrlhf.trainer_command import LAUNCHERS, TRAINERS, UNREAD_LAUNCHERS
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
@@ -55,11 +55,22 @@ def extract_arguments(command: Sequence[str]) -> list[str]:
         is_module = index > 0 and command[index - 1] in ("-m", "--module")
         if is_module or word.endswith(".py"):
             if word.removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:
+                _refuse_launcher(command[:index])
                 return list(command[index + 1 :])
             raise _not_a_run(word)
     if command and not command[0].startswith("-"):
         raise _not_a_run(command[0])
     return list(command)
+
+
+def _refuse_launcher(words: Sequence[str]) -> None:
+    """Raise `UserError` if ``words`` before the program start it once for each GPU."""
+    for name in (PurePath(word).name for word in words):
+        if name in (*LAUNCHERS, *UNREAD_LAUNCHERS):
+            raise UserError(
+                f"{name} starts {NAME} once for each GPU, and each would start all ranks on Ray: start it "
+                f"with python -m {MODULE}"
+            )
 
 
 def _not_a_run(word: str) -> ArgumentsError:
@@ -88,7 +99,9 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
             contextlib.redirect_stderr(errors),
         ):
             exec(code, scope)  # noqa: S102  (the installed OpenRLHF's own code)
-    except SystemExit:
+    except SystemExit as ended:
+        if not ended.code:
+            raise ArgumentsError(f"--help among the arguments of {program}: it starts no run") from None
         lines = (errors.getvalue() or printed.getvalue()).strip().splitlines() or ["no reason"]
         message = lines[-1].split("error: ")[-1]
         hints = renamed_flags.hints(message, _options(scope.get("parser")))
@@ -97,6 +110,11 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
         ) from None
     except UserError:  # of `checked`
         raise
+    except ModuleNotFoundError as error:
+        raise ArgumentsError(
+            f"OpenRLHF {release} needs {error.name}, which is not installed: run this in an image or in the "
+            "environment of the run"
+        ) from None
     except Exception as error:  # its checks are assertions, and an unchecked mistake raises anything
         raise ArgumentsError(f"OpenRLHF {release} rejects these arguments: {_summary(error)}") from error
     notes = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]

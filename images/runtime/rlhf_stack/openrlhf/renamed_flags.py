@@ -59,6 +59,7 @@ DROPPED = (  # of OpenRLHF 0.5
 )
 FLAG = re.compile(r"(?<!\S)--[\w.-]+")
 SEPARATORS = re.compile("[._-]+")
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # what editors make of --
 MOST = 3  # options that are named for one flag
 
 
@@ -66,6 +67,7 @@ def hints(message: str, options: Collection[str]) -> list[str]:
     """What replaces each flag that ``message``, an error of the parser with ``options``, does not know."""
     replaced = hint(message)
     found = [replaced] if replaced else []
+    found += [f"{word} begins with a dash that is not --" for word in message.split() if word[0] in DASHES]
     for flag in FLAG.findall(message.partition("unrecognized arguments: ")[2]):
         if flag in replaced.split():
             continue

@@ -118,6 +118,10 @@ LIMITS: Mapping[str, Range] = {
     "max_ckpt_num": COUNT,
     "max_mem": Range(0, math.inf),  # upstream's default
 }
+REWARDS = (  # one of each is required; a parser without the first has another way
+    ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path"),
+    ("remote_rm_url", "reward_pretrain"),
+)
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?", re.ASCII)  # of a hub, for transformers' `kernels`
 CHOICES: Mapping[str, Sequence[str | None]] = {
@@ -152,9 +156,13 @@ def check_words(words: Sequence[str]) -> None:
 def check_values(values: Any, flat: bool) -> None:
     """Raise `UserError` with the flag, its value and its range if a value of the parsed arguments is invalid.
 
-    ``flat``: the flags have no sections.
+    ``flat``: the flags have no sections. Also if the run has no reward.
     """
-    for name, value in flags_of(values):
+    flags = dict(flags_of(values))
+    for names in REWARDS:
+        if names[0] in flags and not any(flags.get(name) for name in names):
+            raise UserError(f"the run has no reward: give one of --{', --'.join(names)}")
+    for name, value in flags.items():
         each = value if isinstance(value, list | tuple) else [value]
         shown = f"--{name} {shortened(' '.join(map(str, each)), 60)}"
         last = name.rpartition(".")[2]

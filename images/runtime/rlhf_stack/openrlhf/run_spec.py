@@ -8,7 +8,6 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.request import DIGITS, request_of, upstream_order
-from rlhf_stack.openrlhf.run_limits import check_values
 from rlhf_stack.placement.model import ENGINES, Group, PlacementError, Request
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
@@ -41,8 +40,9 @@ class Run:
     ``tokens`` and ``rollout_tokens`` replace them if batches are dynamic. ``batch`` is the sequences of an
     optimizer step. ``tensor_parallel`` ranks share each layer, ``ring`` ranks each sequence. ``answer``
     limits the tokens of an answer, None if only ``length`` does. ``quantized``: the linear layers of the
-    trainer have 4 bits per weight. ``program`` is the module of OpenRLHF, whose batches have ``pairs``
-    sequences for each of the requested ones: two if chosen and rejected answers are compared.
+    trainer have 4 bits per weight. ``asynchronous``: engines generate while the trainer trains. ``program``
+    is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
+    chosen and rejected answers are compared.
     """
 
     release: str
@@ -69,6 +69,7 @@ class Run:
     half_precision_logits: bool = False
     answer: int | None = None
     quantized: bool = False
+    asynchronous: bool = False
     program: str = PPO
     pairs: int = 1
 
@@ -103,9 +104,8 @@ def is_flat(release: str) -> bool:
 def run_of(release: str, values: Any) -> Run:
     """Return the run that the parsed arguments ``values`` of OpenRLHF ``release`` request.
 
-    `UserError` if one of them is out of range, or if they contradict each other.
+    `command_line.parse` has checked their ranges. `UserError` if they contradict each other.
     """
-    check_values(values, is_flat(release))
     try:
         run = _flat(release, values) if is_flat(release) else _sections(release, values)
     except PlacementError as error:
@@ -170,6 +170,7 @@ def _sections(release: str, args: Any) -> Run:
         ema=args.train.enable_ema,
         answer=getattr(args.rollout, "max_new_tokens", None),
         quantized=getattr(args.ds, "load_in_4bit", False),
+        asynchronous=args.train.async_enable,
     )
 
 
@@ -220,7 +221,6 @@ def _flat(release: str, args: Any) -> Run:
 
 def trainer_run(release: str, program: str, values: Any, nodes: int, gpus: int) -> Run:
     """Return the run of SFT, DPO or RM on ``nodes`` with ``gpus`` GPUs each; errors as those of `run_of`."""
-    check_values(values, is_flat(release))
     found = (
         _flat_trainer(release, program, values) if is_flat(release) else _trainer(release, program, values)
     )

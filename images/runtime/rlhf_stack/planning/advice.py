@@ -18,6 +18,7 @@ MOST_SYMMETRIC = 512  # nodes: a search among all layouts of more takes minutes
 SHORTEST = 512  # tokens: no shorter length is advised
 
 FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
+    "all": ("", "--train.colocate_all"),
     "actor_ref": ("--colocate_actor_ref", "--train.colocate_actor_ref"),
     "critic_reward": ("--colocate_critic_reward", "--train.colocate_critic_reward"),
     "quantized": ("--load_in_4bit", "--ds.load_in_4bit"),
@@ -48,6 +49,9 @@ FLAGS = {  # of each setting: before OpenRLHF 0.9, and from 0.9 on
 OF_PPO = ("rollout_batch", "rollout_tokens", "answer", "trainer_sleeps")  # settings that no other program has
 
 
+Change = tuple[tuple[str, ...], str, Run]  # flags, their effect, and the changed run
+
+
 @dataclass(frozen=True)
 class Advice:
     """Flags to add or replace, their effect, and the run with them; ``enough``: that run fits."""
@@ -73,13 +77,19 @@ def advise(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, 
     """
     if not found.problems:
         return []
-    alone = [
-        Advice(flags, reason, changed, not assess(changed, machines, shapes).problems)
-        for flags, reason, changed in _changes(found.run)
-    ]
+
+    def judged(change: Change) -> Advice:
+        flags, reason, changed = change
+        return Advice(flags, reason, changed, not assess(changed, machines, shapes).problems)
+
+    hybrid = list(map(judged, _hybrid(found.run))) if found.refusal else []
+    alone = [*map(judged, _changes(found.run)), *hybrid]
     if enough := [advice for advice in alone if advice.enough]:
         return enough
-    return _together(found, machines, shapes)
+    for start in (Advice((), "", found.run, False), *hybrid):
+        if more := _together(start, machines, shapes):
+            return more
+    return []
 
 
 def symmetric_layout(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Advice | None:
@@ -113,10 +123,10 @@ def _is_even(found: Assessment) -> bool:
     return all(kind == kinds[0] for kind in kinds)
 
 
-def _together(found: Assessment, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
-    """Add changes one by one, keeping those that reduce the excess, until the run fits."""
-    run, flags, reasons = found.run, dict[str, None](), list[str]()
-    peak = _excess(found)
+def _together(start: Advice, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> list[Advice]:
+    """Add changes to ``start`` one by one, keeping those that reduce the excess, until the run fits."""
+    run, flags, reasons = start.run, dict.fromkeys(start.flags), [start.reason] * bool(start.reason)
+    peak = _excess(assess(run, machines, shapes))
     for _ in range(len(FLAGS)):
         for more, reason, changed in _changes(run):
             after = assess(changed, machines, shapes)
@@ -160,12 +170,10 @@ def _last(flags: Mapping[str, None]) -> tuple[str, ...]:
     return tuple({text.removeprefix(WITHOUT).split()[0]: text for text in flags}.values())
 
 
-def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
-    """Flags, their effect and the changed run, ordered by cost."""
+def _changes(run: Run) -> Iterator[Change]:
+    """Changes of one setting, ordered by cost."""
 
-    def change(
-        name: str, reason: str, changed: Run, *values: object
-    ) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+    def change(name: str, reason: str, changed: Run, *values: object) -> Iterator[Change]:
         if text := flag(run, name, *values):
             yield (text,), reason, changed
 
@@ -211,14 +219,41 @@ def _changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
     yield from _shorter(run)
 
 
-def _sharing(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+def _sharing(run: Run) -> Iterator[Change]:
     """Two roles on the same GPUs."""
     for setting, one, other in (("actor_ref", ACTOR, REF), ("critic_reward", CRITIC, REWARD)):
         if together := _colocated(run, one, other):
             yield (flag(run, setting),), f"{one} and {other} share GPUs", together
 
 
-def _repairs(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+def _hybrid(run: Run) -> Iterator[Change]:
+    """All roles and the engines on the GPUs of the actor, where trainer and engines sleep alternately."""
+    engines, actor = run.request.engines, run.request.groups[0]
+    if run.flat or run.asynchronous or engines is None or engines.shares or actor.name != ACTOR:
+        return
+    sizes = {(group.nodes, group.gpus_per_node) for group in run.request.groups}
+    if len(sizes) > 1 or any(role.ranks != actor.size for role in run.roles) or actor.size % engines.size:
+        return
+    shared = replace(engines, count=actor.size // engines.size, shares=ACTOR)
+    flags = [flag(run, "all"), flag(run, "engine_sleeps")]
+    if shared.count != engines.count:
+        flags.append(flag(run, "engine_count", shared.count))
+    if not run.zero.offload:
+        flags.append(flag(run, "trainer_sleeps"))
+    if any(role.name == REWARD and role.group == CRITIC for role in run.roles):
+        flags.append(WITHOUT + flag(run, "critic_reward"))
+    changed = replace(
+        run,
+        request=replace(run.request, groups=(actor,), engines=shared),
+        roles=tuple(replace(role, group=ACTOR) for role in run.roles),
+        order=(ACTOR,),
+        engine_sleeps=True,
+        trainer_sleeps=run.trainer_sleeps or not run.zero.offload,
+    )
+    yield tuple(flags), "trainer and engines share GPUs, and use them alternately", changed
+
+
+def _repairs(run: Run) -> Iterator[Change]:
     """Settings without which the run is refused on any cluster."""
     if (batch := _accepted_batch(run)) != run.batch:
         reason = "DeepSpeed accepts multiples of the micro batch on all ranks"
@@ -256,7 +291,7 @@ def _accepted_batch(run: Run) -> int:
     return max(step, round(run.batch / step) * step)
 
 
-def _host_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+def _host_changes(run: Run) -> Iterator[Change]:
     """Less host memory: nothing is moved to the host."""
     if run.zero.offload:
         reason = "the optimiser stays on the GPUs: less host memory, more GPU memory"
@@ -276,7 +311,7 @@ def _host_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
         yield tuple(WITHOUT + text for text in flags), reason, replace(run, roles=roles)
 
 
-def _shorter(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+def _shorter(run: Run) -> Iterator[Change]:
     """Half the length; a limit of the answer that would be longer is lowered too."""
     half = run.length // 2
     if half < SHORTEST:
@@ -293,7 +328,7 @@ def _shorter(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
     yield tuple(flags), "shorter sequences", replace(run, length=half)
 
 
-def _engine_changes(run: Run) -> Iterator[tuple[tuple[str, ...], str, Run]]:
+def _engine_changes(run: Run) -> Iterator[Change]:
     """Half as many engines, each over twice the GPUs."""
     engines = run.request.engines
     if engines and engines.count % 2 == 0:

@@ -150,15 +150,18 @@ def ray_job(address: str, job: str) -> str:
 
 
 def stop(address: str, job: str) -> None:
-    """Stop ``job``; return when it has ended or after `STOP_SECONDS`."""
+    """Stop ``job``; return when it has ended or after `STOP_SECONDS`. A warning if that fails."""
+    from aiohttp import ClientError
+    from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
-    client = JobSubmissionClient(address)
-    if client.stop_job(job):
-        try:
-            asyncio.run(asyncio.wait_for(_tail(client, job, lambda _: None), STOP_SECONDS))
-        except TimeoutError:
-            messages.warning(f"job {job} has not ended {STOP_SECONDS:.0f} s after its stop")
+    try:
+        if _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job)):
+            tail = _tail(JobSubmissionClient(address), job, lambda _: None)
+            asyncio.run(asyncio.wait_for(tail, STOP_SECONDS))
+    except (OSError, RuntimeError, RayError, ClientError) as error:
+        why = summarize_ray_error(error) if str(error) else f"it has not ended in {STOP_SECONDS:.0f} s"
+        messages.warning(f"job {job} may still run after its stop was requested: {why}")
 
 
 def _lost(job: str, address: str, why: str) -> HeadLostError:

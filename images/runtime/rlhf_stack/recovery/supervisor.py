@@ -17,7 +17,7 @@ from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
 from rlhf_stack.recovery.job import Ended, HeadLostError
 from rlhf_stack.recovery.nodes import Nodes, missing
 from rlhf_stack.recovery.smaller import with_fewer_engines, with_fewer_ranks
-from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
 
 POLL_SECONDS = 2.0
 KEPT_CHUNKS = 5000  # of a job's output, to find its error
@@ -131,7 +131,7 @@ class Supervisor:
                 return ended
             if reason := why_not_again(state.attempts, self._limits.restarts):
                 if self._limits.restarts:
-                    run_log.warning(f"not submitted again: {reason}")
+                    messages.warning(f"not submitted again: {reason}")
                 if lost_head:
                     raise lost_head
                 return ended
@@ -146,7 +146,7 @@ class Supervisor:
             except UserError as problem:
                 if not state.attempts or time.monotonic() > end:
                     raise
-                run_log.warning(f"the run cannot be submitted yet: {problem}")
+                messages.warning(f"the run cannot be submitted yet: {problem}")
             time.sleep(POLL_SECONDS)
 
     def _follow(self) -> tuple[Ended, Attempt, HeadLostError | None]:
@@ -169,7 +169,7 @@ class Supervisor:
             try:
                 lost = missing(state.nodes, self._cluster.clean())
             except UserError as problem:  # `_placeable` waits for the head; no node is blamed meanwhile
-                run_log.warning(f"the head was lost after job {ended.job} had ended: {problem}")
+                messages.warning(f"the head was lost after job {ended.job} had ended: {problem}")
                 status = HEAD_LOST if status == FAILED else status
         causes = [] if ended.status == SUCCEEDED else self._cluster.known_causes(output)
         saved = last_saved(self._checkpoints, state)
@@ -186,7 +186,7 @@ class Supervisor:
         self._select(saved)
         state.words = words_to_continue(self._checkpoints, state, saved)
         state.job, state.resumed = "", saved
-        run_log.info(
+        messages.info(
             f"submitting the run again, {len(state.attempts)} of {self._limits.restarts} restarts, "
             + (f"from the checkpoint of step {saved}" if saved else "from its beginning: no checkpoint")
         )
@@ -198,14 +198,14 @@ class Supervisor:
     def _select(self, saved: int) -> None:
         if saved or (self._checkpoints.loads and not self._checkpoints.universal):
             for path in self._checkpoints.select(saved, self.state.began):
-                run_log.warning(f"an incomplete checkpoint was set aside: {path}")
+                messages.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
         """Wait for nodes; return the command line that can be placed, with fewer engines if it must."""
         state, limits = self.state, self._limits
         excluded = state.excluded
         if excluded:
-            run_log.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
+            messages.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
         end = time.monotonic() + limits.seconds
         while True:
             nodes, problems = self._look(state.words, excluded)
@@ -219,15 +219,15 @@ class Supervisor:
         if limits.min_nodes is not None and len(usable) >= limits.min_nodes:
             for words in with_fewer_engines(state.words, self._run):
                 if not self._cluster.problems(words, excluded):
-                    run_log.warning(f"continuing on {len(usable)} nodes with fewer engines")
+                    messages.warning(f"continuing on {len(usable)} nodes with fewer engines")
                     state.nodes = usable
                     return words
             if words := self._with_fewer_ranks(excluded):
-                run_log.warning(f"continuing on {len(usable)} nodes with fewer ranks of the trainer")
+                messages.warning(f"continuing on {len(usable)} nodes with fewer ranks of the trainer")
                 state.nodes = usable
                 return words
         if excluded and not self._look(state.words, ())[1]:
-            run_log.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
+            messages.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
             state.readmitted, state.nodes = excluded_nodes(state.attempts), list(nodes)
             return state.words
         raise GivenUpError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf_stack.errors import UserError
-from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
 
 CONVERTER = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state")
 
@@ -21,7 +21,7 @@ def convert(folders: Iterable[Path], step: int) -> None:
     for folder in folders:
         tag = folder / f"global_step{step}"
         converted = folder / f"{tag.name}_universal"
-        run_log.info(f"converting {tag} for another number of ranks")
+        messages.info(f"converting {tag} for another number of ranks")
         shutil.rmtree(converted, ignore_errors=True)  # what an interrupted conversion left
         done = subprocess.run(
             [*CONVERTER, "--input_folder", str(tag), "--output_folder", str(converted)],

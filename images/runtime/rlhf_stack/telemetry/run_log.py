@@ -79,11 +79,11 @@ def configure_messages() -> None:
     messages.handlers = [_Lines("stderr", JsonFormatter() if is_json else _Text())]
 
 
-def last_line(text: str, prefix: str) -> str:
-    """The line that says why a command ends: ``text`` after ``prefix``, or JSON. Never an error."""
+def line_of(text: str, prefix: str, level: int = logging.ERROR) -> str:
+    """A message of any command, also with an invalid format: ``text`` after ``prefix``, or JSON."""
     if os.environ.get(env_vars.LOG_FORMAT) != "json":
         return prefix + text
-    return JsonFormatter().format(messages.makeRecord(messages.name, logging.ERROR, "", 0, text, (), None))
+    return JsonFormatter().format(messages.makeRecord(messages.name, level, "", 0, text, (), None))
 
 
 def info(text: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from rich.console import Console
 from rlhf_stack.certify import certificate, climb, facts, ladder, on_cluster
 from rlhf_stack.certify.certificate import FILE, RECORDS
 from rlhf_stack.certify.ladder import LADDER, NAMES, Place, Step
@@ -81,11 +80,12 @@ def rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with (tmp_path / "shown").open("w") as shown:
-        found = certificate.certify(
-            rungs, STEPS, Subject("cell", "1", "a" * 64), [Machine(1)], out, Console(file=shown)
-        )
+    out, shown = tmp_path / "out", list[str]()
+
+    def report(step: Step, record: Record | None) -> None:
+        shown.append(certificate.line(step, record))
+
+    found = certificate.certify(rungs, STEPS, Subject("cell", "1", "a" * 64), [Machine(1)], out, report)
     states = {rung.name: (rung.state, rung.reason) for rung in found.rungs}
     assert states == {
         "passes": (PASSED, ""),
@@ -106,15 +106,17 @@ def test_every_rung_is_recorded_however_it_ends(rungs: Place, tmp_path: Path) ->
     assert record["measurements"] == [{"name": "rate", "value": 2.0, "unit": "GB/s"}]
     content = json.loads((out / FILE).read_text())
     assert content["digest"] == digest_of(content)
-    text = (tmp_path / "shown").read_text()
-    assert "rate 2 GB/s" in text
-    assert "other bytes" in text
+    assert shown[0] == "passes: it passes (at most 5 s)"
+    assert "rate 2 GB/s" in shown[1]
+    assert "other bytes" in shown[3]
 
 
 @pytest.mark.usefixtures("rungs")
+@pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_signal_ends_the_climb_with_the_certificate_of_what_was_climbed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv(env_vars.LOG_FORMAT, log_format)
     names = ("passes", "interrupts", "hangs")
     for module in (climb, certificate):
         steps = tuple(Step(name, name, "gpu", f"rungs_of_test:{name}", 60.0) for name in names)
@@ -127,7 +129,9 @@ def test_a_signal_ends_the_climb_with_the_certificate_of_what_was_climbed(
         assert main(["certify", "--out", str(tmp_path / "out"), "--json"]) == 130
     finally:
         signal.signal(signal.SIGTERM, before)
-    printed = json.loads(capsys.readouterr().out)  # one object, not also that of an error
+    output, errors = capsys.readouterr()
+    assert not [line for line in errors.splitlines() if log_format == "json" and not json.loads(line)]
+    printed = json.loads(output)  # one object, not also that of an error
     assert (printed["passed"], printed["not_climbed"]) == (1, 2)
     content = json.loads((tmp_path / "out" / FILE).read_text())
     assert [rung["reason"] for rung in content["rungs"]] == ["", climb.INTERRUPTED, climb.INTERRUPTED]

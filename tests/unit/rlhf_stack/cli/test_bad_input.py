@@ -22,6 +22,7 @@ from rlhf_stack.cli.commands import start, top
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.compat import ray_private
+from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.monitor.state import run_state
 from rlhf_stack.inputs import files
 from rlhf_stack.openrlhf import command_line
@@ -408,6 +409,57 @@ def test_what_would_be_ignored_is_refused(
 )
 def test_an_option_that_another_one_makes_useless_is_refused(words: str) -> None:
     assert "has no effect with" in require_refusal(words.split())
+
+
+PLAN = ["plan", *CLUSTER, *MODEL]
+START = ["start", "--head", "--dry-run", "--auth", "none"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([*PLAN, "--", "python -m openrlhf.cli.train_ppo_ray"], "is one word: leave out its quotes"),
+        (["submit", "--", "python -m openrlhf.cli.train_ppo_ray"], "is one word: leave out its quotes"),
+        (["submit", "--", " "], "no command line of a run"),
+        (["submit", "--address", "", "--", "ls"], "--address: expected the address of Ray's job server"),
+        (["submit", "--working-dir", "", "--", "ls"], "--working-dir '': no such folder"),
+        ([*PLAN, *run_of("--reward.remote_url=")], "the run has no reward: give one of --reward.remote_url"),
+        ([*PLAN, *run_of("--help")], "--help among the arguments of train_ppo_ray: it starts no run"),
+        ([*PLAN, *run_of("\u2014vllm.num_engines", "4")], "begins with a dash that is not --"),
+        ([*PLAN, *run_of("--actor.model_name_or_path=")], "the run names no model"),
+        (
+            [*PLAN, *run_of("--actor.model_name_or_path=m\x1b[31m")],
+            r"'m': the run has the models 'm\x1b[31m'",
+        ),
+        (
+            ["plan", *CLUSTER, "--model", "m=layers:2", *run_of()],
+            "missing hidden, intermediate, heads, kv_heads, vocabulary. ",
+        ),
+        ([*START, "--object-store-memory", "1"], "--object-store-memory 1: Ray needs"),
+        ([*START, "--dashboard-host", ""], "--dashboard-host '': expected an IP address"),
+        (["check-network", "--size", "1e30"], "greater than 0 and at most 10^18"),
+        (["certify", "--fake-gpus", ",".join(["2"] * 17)], "17 nodes: expected at most 16"),
+        (["certify", "--fake-gpus", "5000"], "at least 1 and at most 1,024"),
+        (["certify", "--rung", "bogus"], "no rung 'bogus'; the rungs are facts,"),
+        (["doctor", "--log", ""], "argument --log: '': expected a path"),
+        (["doctor", "--log", "-"], "standard input is empty"),
+        (["doctor", "--freeze", "-"], "standard input is empty"),
+        (["top", "--events", ""], "argument --events: '': expected a path"),
+        (["patches", "--changes", "--json"], "--json has no effect with --changes"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0],
+)
+def test_a_mistake_is_named(words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    assert expected in require_refusal(words)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun -m", "/bin/deepspeed --module", "accelerate launch -m"])
+@pytest.mark.parametrize("command", [PLAN, ["submit"]], ids=["plan", "submit"])
+def test_a_launcher_that_starts_a_run_once_for_each_gpu_is_refused(command: list[str], launcher: str) -> None:
+    """`plan` reported that such a run fits, and `submit` submitted it."""
+    words = [*command, "--", *launcher.split(), "openrlhf.cli.train_ppo_ray"]
+    assert "starts train_ppo_ray once for each GPU" in require_refusal(words)
 
 
 def test_the_hints_for_all_flags_of_a_script_are_printed() -> None:

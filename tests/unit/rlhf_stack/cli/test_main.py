@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rlhf_stack.cli.commands import patches, reap
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
+from rlhf_stack.diagnostics import network_check
 from rlhf_stack.diagnostics.installed_patches import PatchStatus
 from rlhf_stack.diagnostics.monitor import state
 from rlhf_stack.diagnostics.network_check import model
@@ -100,6 +103,32 @@ def test_an_old_name_runs_the_command_with_a_warning(
     )
 
 
+def test_the_warning_of_an_old_name_is_a_json_line_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    with pytest.raises(SystemExit):
+        main(["profile", "--help"])
+    line = json.loads(capsys.readouterr().err)
+    assert line["level"] == "warning"
+    assert line["message"].startswith("`rlhf-stack profile` is now `rlhf-stack tune`")
+
+
+@pytest.mark.usefixtures("json_lines")
+def test_the_progress_of_the_network_check_is_json_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(*options: Any, progress: Callable[[str], None]) -> model.NetworkReport:
+        progress("the group of 2 ranks")
+        return model.NetworkReport("gloo", 0.1, (), (), None)
+
+    monkeypatch.setattr(network_check, "check_network", check)
+    monkeypatch.setattr("rlhf_stack.cluster.connect.connected", nullcontext)
+    main(["check-network", "--backend", "gloo"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "the group of 2 ranks"
+
+
 def test_help_lists_no_old_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -142,7 +171,7 @@ WRONG_USAGE = [
     ("top", "--events /nowhere", "/nowhere: no such directory"),
     ("top", "--every 2", "unrecognized arguments: --every"),
     ("doctor", "--log /nowhere", "/nowhere: No such file or directory"),
-    ("doctor", "--freeze /dev/null", "no line has a version"),
+    ("doctor", "--freeze /dev/null", "/dev/null is empty"),
     ("doctor", "--timeout 0", "'0': expected a number greater than 0"),
     ("reap", "--older-than soon", "'soon': expected a number of at least 0"),
     ("reap", "engines", "unrecognized arguments: engines"),

@@ -12,7 +12,6 @@ import pytest
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import readiness
 from rlhf_stack.config import env_vars
-from rlhf_stack.telemetry import run_log
 
 WORDS = ["start", "--head", "--auth", "none", "--node-ip-address", "127.0.0.1", "--json"]
 
@@ -38,15 +37,6 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return put
-
-
-@pytest.fixture
-def _json_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let a command print its messages as JSON, until the end of the test."""
-    monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
-    yield
-    monkeypatch.undo()
-    run_log.configure_messages()
 
 
 @pytest.fixture
@@ -85,7 +75,7 @@ def test_nodes_that_do_not_join_are_an_error_as_json(capfd: pytest.CaptureFixtur
     require_error(1, expected, capfd.readouterr())
 
 
-@pytest.mark.usefixtures("_json_lines", "_late_node")
+@pytest.mark.usefixtures("json_lines", "_late_node")
 def test_every_line_is_json_on_request(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--expect-nodes", "2"]) == 1
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]

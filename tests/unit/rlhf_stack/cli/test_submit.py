@@ -1,20 +1,23 @@
 """rlhf_stack.cli.commands.submit: the runtime environment of a job."""
 
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from rlhf_stack.cli import run_options
+from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
+from rlhf_stack.recovery import job
+from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.job import Ended
-from rlhf_stack.telemetry import run_log
+from rlhf_stack.recovery.supervisor import Supervisor
 
 HERE = {
     "PATH": "/bin",
@@ -96,15 +99,7 @@ def test_a_jobs_code_is_never_one_of_submit_itself(
     assert main(["submit", "--", "ls"]) == expected
 
 
-@pytest.fixture
-def _messages_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Configure the process's log again after the test, by the variables that it had."""
-    yield
-    monkeypatch.undo()
-    run_log.configure_messages()
-
-
-@pytest.mark.usefixtures("_messages_as_before")
+@pytest.mark.usefixtures("messages_as_before")
 @pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 1), ("error", 0)])
 def test_the_log_format_applies_to_the_command_and_its_job(
     level: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -136,7 +131,7 @@ def test_an_invalid_log_format_is_wrong_usage(
     assert "RLHF_STACK_LOG_FORMAT='xml': expected text or json" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_messages_as_before")
+@pytest.mark.usefixtures("messages_as_before")
 def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,11 +154,79 @@ def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     ]
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_job_goes_on_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = MagicMock(**{"submit.return_value": "raysubmit_1", "follow.side_effect": KeyboardInterrupt})
+    def follow(*_: object) -> None:
+        signal.raise_signal(number)
+
+    jobs = MagicMock(**{"submit.return_value": "raysubmit_1", "follow": follow})
     monkeypatch.setattr(submit, "jobs", jobs)
-    assert main(["submit", "--", "true"]) == 130
+    assert main(["submit", "--", "true"]) == code
     jobs.stop.assert_not_called()
     assert "ray job logs -f raysubmit_1, ray job stop raysubmit_1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def supervise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor], Ended]], MagicMock]:
+    """Replace the loop of `submit --restarts`, on no cluster; return what stops its job."""
+
+    def replace(loop: Callable[[Supervisor], Ended]) -> MagicMock:
+        monkeypatch.setattr(submit, "_problems", lambda *_: [])
+        monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), MagicMock(loads=True)))
+        monkeypatch.setattr(supervised, "RayCluster", MagicMock(return_value=MagicMock(recall=lambda: None)))
+        monkeypatch.setattr(Supervisor, "supervise", loop)
+        stop = MagicMock()
+        monkeypatch.setattr(job, "stop", stop)
+        return stop
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "why"),
+    [(signal.SIGTERM, 143, "terminated by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
+)
+def test_a_signal_stops_a_supervised_job_and_is_an_error_as_json(
+    number: int,
+    code: int,
+    why: str,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        signal.raise_signal(number)
+        raise AssertionError("the signal was ignored")
+
+    before = signal.getsignal(signal.SIGTERM)
+    stop = supervise(loop)
+    assert main(["submit", "--restarts", "1", "--json", "--", "train"]) == code
+    assert signal.getsignal(signal.SIGTERM) == before
+    stop.assert_called_once()
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": "rlhf-stack/error/1",
+        "error": why,
+        "code": code,
+    }
+
+
+@pytest.mark.usefixtures("json_lines")
+def test_the_attempts_of_a_supervised_run_are_json_lines(
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.attempts = [
+            Attempt("j1", "FAILED", 1, 61.0, resumed=0, saved=4, error="a rank died", lost=("10.0.0.2",)),
+            Attempt("j2", "SUCCEEDED", 0, 9.0, resumed=4, saved=8),
+        ]
+        return Ended("j2", "SUCCEEDED", 0)
+
+    supervise(loop)
+    assert main(["submit", "--restarts", "1", "--", "train"]) == 0
+    assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == [
+        "attempt: 1, job: j1, ended: failed, after: 61 s, from step: 1, saved step: 4, lost nodes: 10.0.0.2, "
+        "error: a rank died",
+        "attempt: 2, job: j2, ended: succeeded, after: 9 s, from step: 5, saved step: 8",
+    ]

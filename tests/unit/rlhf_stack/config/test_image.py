@@ -1,23 +1,19 @@
 """The line of `rlhf-stack --version`."""
 
-import re
 from pathlib import Path
 
 import pytest
 from rlhf_stack.cli.main import main
-from rlhf_stack.config import image
+from rlhf_stack.config import env_vars, image
 
 
-def test_it_names_release_cell_and_contents(tmp_path: Path) -> None:
+def test_it_names_release_cell_and_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cell.json").write_text('{"release": "2026.11", "id": "ray2-cpu"}')
-    for name in ("debian.txt", "lock.txt"):
-        (tmp_path / name).write_text("a==1\n")
+    monkeypatch.setenv(env_vars.INPUTS, "0123456789abcdef" * 4)
     line = image.description(tmp_path)
-    assert re.fullmatch(
-        r"rlhf-stack 2026\.11, cell ray2-cpu, contents sha256:[0-9a-f]{12} \(rlhf_stack .*\)", line
-    )
-    (tmp_path / "lock.txt").write_text("a==2\n")
-    assert image.description(tmp_path) != line
+    assert line.startswith("rlhf-stack 2026.11, cell ray2-cpu, inputs sha256:0123456789ab (rlhf_stack ")
+    monkeypatch.delenv(env_vars.INPUTS)
+    assert "inputs unknown, RLHF_STACK_INPUTS is not set (" in image.description(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}"])

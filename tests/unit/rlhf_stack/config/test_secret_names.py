@@ -12,7 +12,7 @@ from rlhf_stack.config.secret_names import is_secret, without_passwords
         "WANDB_API_KEY",
         "HF_TOKEN",
         "MYAPIKEY",
-        "DB_PASS",
+        *("DB_PASS", "DBPASS", "MYSQLPASS", "SMTPPASS", "SSHPASS", "MYSQL_PWD", "DBPWD"),
         "DBPASSWORD",
         "GITHUBTOKEN",
         "AUTHORIZATION",
@@ -35,6 +35,7 @@ def test_a_name_shows_a_secret(name: str) -> None:
     [
         *("NCCL_DEBUG", "PWD", "RAY_AUTH_MODE", "RLHF_STACK_VERIFY_SYNC", "KEYBOARD"),
         *("MONKEY", "COMPASS", "HF_BYPASS", "PATH", "AUTHOR"),
+        *("PROXYBYPASS", "ENCOMPASS", "OVERPASS_URL", "LOWPASS", "OLDPWD", "PASSES"),
     ],
 )
 def test_other_names_show_none(name: str) -> None:

@@ -498,7 +498,7 @@ def test_a_log_of_consequences_names_no_first_cause(
     ("arguments", "error"),
     [
         (["--log", "/no/such/file"], "/no/such/file: No such file or directory"),
-        (["--freeze", "/dev/null"], "no line has a version"),
+        (["--freeze", "/dev/null"], "/dev/null is empty"),
         (["--log", "-", "--freeze", "-"], "cannot both be read"),
         (["--log", "/proc/self/mem"], "/proc/self/mem: Input/output error"),
         (["--host", "--log", "-"], "--log has no effect with --host"),

@@ -78,6 +78,7 @@ def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("program", ["train_ppo_ray", "train_sft"])
 @pytest.mark.parametrize(
     ("release", "flag", "value"),
     [
@@ -89,7 +90,7 @@ def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
     ],
 )
 def test_limits_apply_before_the_checks_of_upstream(
-    upstream: Path, monkeypatch: pytest.MonkeyPatch, release: str, flag: str, value: str
+    upstream: Path, monkeypatch: pytest.MonkeyPatch, release: str, flag: str, value: str, program: str
 ) -> None:
     """Which divide by these numbers, and name another one."""
     upstream.write_text(
@@ -104,7 +105,14 @@ def test_limits_apply_before_the_checks_of_upstream(
     )
     monkeypatch.setattr(command_line, "_installed", lambda _: (release, upstream))
     with pytest.raises(UserError, match=rf"^--{flag} {value}: expected a number from 1 to"):
-        parse([f"--{flag}", value])
+        parse([f"--{flag}", value], program)
+
+
+def test_a_package_that_openrlhf_lacks_is_named(upstream: Path) -> None:
+    """It was "OpenRLHF rejects these arguments", which are right."""
+    upstream.write_text('import missing_package\nif __name__ == "__main__":\n    train(missing_package)\n')
+    with pytest.raises(ArgumentsError, match=r"^OpenRLHF 0.11.2 needs missing_package, which is not"):
+        parse([])
 
 
 @pytest.mark.usefixtures("upstream")

@@ -114,10 +114,3 @@ def test_advice_has_the_flags_of_the_trainer() -> None:
     }
     assert "--model.gradient_checkpointing_enable" in flags
     assert not any(text.startswith(("--actor", "--rollout", "--vllm")) for text in flags)
-
-
-def test_numbers_of_a_trainer_are_checked_too() -> None:
-    values = sections()
-    values.ds.zero_stage = 7
-    with pytest.raises(UserError, match=r"--ds.zero_stage 7: expected a number from 0 to 3"):
-        trainer_run("0.11.2", "train_sft", values, 1, 8)

@@ -16,7 +16,7 @@ from rlhf_stack.cli.commands import plan as plan_command
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import Zero, parse_shape
-from rlhf_stack.openrlhf.run_spec import Role, Run
+from rlhf_stack.openrlhf.run_spec import Role, Run, run_of
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
 from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, display, uniform_machines
@@ -25,6 +25,8 @@ from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
 from rlhf_stack.planning.tuning import ALLOCATOR, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
+
+from tests.unit.openrlhf_arguments import sections
 
 QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
 SMALL = parse_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
@@ -517,12 +519,67 @@ def test_roles_share_gpus_where_there_are_too_few(one: str, other: str, release:
     found = assess(apart(one, other, release=release), machines, SHAPES)
     assert "24 GPUs are requested" in found.refusal
     advised = advise(found, machines, SHAPES)
-    assert [change.flags for change in advised] == [(flag,)]
+    assert [change.flags[0] for change in advised] in ([flag], [flag, "--train.colocate_all"])
     changed = advised[0].run
     assert {role.group for role in changed.roles} == {one}
     assert [(group.size, group.strict_spread) for group in changed.request.groups] == [(8, changed.flat)]
     assert set(changed.order) == {one, ENGINES}
     assert (changed.order[0] == one) == (one == "actor" and not changed.flat)  # as OpenRLHF creates them
+
+
+HYBRID = ("--train.colocate_all", "--vllm.enable_sleep")
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({}, (*HYBRID, "--ds.enable_sleep")),
+        ({"vllm__num_engines": 2}, (*HYBRID, "--vllm.num_engines 4", "--ds.enable_sleep")),
+        ({"ds__adam_offload": True}, HYBRID),
+        (
+            {"train__colocate_critic_reward": True},
+            (*HYBRID, "--ds.enable_sleep", "without --train.colocate_critic_reward"),
+        ),
+    ],
+)
+def test_all_share_gpus_where_there_are_too_few(asked: dict[str, Any], flags: tuple[str, ...]) -> None:
+    asked = {"vllm__num_engines": 4, "vllm__tensor_parallel_size": 2, "ds__adam_offload": False} | asked
+    planned = run_of("0.11.2", sections(**asked))
+    shapes = dict.fromkeys([role.model for role in planned.roles], SMALL)
+    machines = uniform_machines(1, 8, 80, 64, 2000)
+    found = assess(planned, machines, shapes)
+    assert "GPUs are requested" in found.refusal
+    (advised,) = advise(found, machines, shapes)
+    assert advised.flags == flags
+    assert not assess(advised.run, machines, shapes).problems
+    followed = asked | {"train__colocate_all": True, "train__colocate_critic_reward": False}
+    followed |= {"vllm__enable_sleep": True, "vllm__num_engines": 4}
+    followed |= {"ds__enable_sleep": not asked["ds__adam_offload"]}
+    assert run_of("0.11.2", sections(**followed)) == advised.run
+
+
+def test_sharing_all_gpus_and_less_memory_are_advised_together() -> None:
+    planned = run_of("0.11.2", sections(vllm__num_engines=8, vllm__tensor_parallel_size=1))
+    shapes = dict.fromkeys([role.model for role in planned.roles], QWEN_7B)
+    machines = uniform_machines(1, 8, 80, 64, 4000)
+    (advised,) = advise(assess(planned, machines, shapes), machines, shapes)
+    assert advised.flags[0] == HYBRID[0]
+    assert len(advised.flags) > len(HYBRID)
+    assert not assess(advised.run, machines, shapes).problems
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"train__async_enable": True},  # engines of their own are the point of it
+        {"ref__num_gpus_per_node": 4},
+        {"vllm__tensor_parallel_size": 16},
+        {"vllm__num_engines": 0},
+    ],
+)
+def test_not_every_run_is_advised_to_share_all_gpus(asked: dict[str, Any]) -> None:
+    planned = run_of("0.11.2", sections(**asked))
+    assert list(advice._hybrid(planned)) == []
 
 
 def test_roles_of_different_sizes_are_not_advised_to_share() -> None:

@@ -32,6 +32,9 @@ class Server:
             await asyncio.sleep(60)
         raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
 
+    def stop_job(self, name: str) -> bool:
+        return bool(self.get_job_info(name))
+
     def get_job_info(self, name: str) -> SimpleNamespace:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if state == "unknown":
@@ -117,3 +120,30 @@ def test_the_end_of_a_job_is_a_json_line_on_request(
         run_log.configure_messages()
     line = json.loads(capsys.readouterr().err)
     assert (line["level"], line["message"]) == ("error", "job j failed: why")
+
+
+@pytest.mark.parametrize(
+    ("states", "seconds", "expected"),
+    [
+        (["unreachable"], 1.0, "connection refused"),
+        (["hangs"], 1.0, "no answer within 0 s"),
+        (["RUNNING"], 1.0, "WebSocket connection closed"),
+        (["RUNNING"], 0.0, "it has not ended in 0 s"),
+    ],
+)
+def test_a_job_that_cannot_be_stopped_is_a_warning(
+    states: list[str],
+    seconds: float,
+    expected: str,
+    serve: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It ended `submit` as a defect, after Ctrl-C with a head that was lost."""
+    run_log.configure_messages()
+    monkeypatch.setattr(job, "STOP_SECONDS", seconds)
+    serve([["text"]], states)
+    job.stop("http://head:8265", "job1")
+    assert capsys.readouterr().err.startswith(
+        f"rlhf-stack: warning: job job1 may still run after its stop was requested: {expected}"
+    )

@@ -124,9 +124,10 @@ def test_a_run_without_a_fault_is_submitted_once() -> None:
     assert cluster.submitted == [(WORDS, [])]
 
 
-def test_after_a_fault_the_run_continues_from_its_checkpoint() -> None:
+def test_after_a_fault_the_run_continues_from_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Faulty([DEAD, "ok"])
     ended, state, saved = supervise(cluster, [4, 9], Limits(3))
+    assert capsys.readouterr().out == "", "the standard output is that of the job, or JSON"
     assert ended.code == 0
     assert [words for words, _ in cluster.submitted] == [WORDS, [*WORDS, "--load"]]
     assert saved.selected == [4]

@@ -25,15 +25,26 @@ import argparse
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import positive_int
+from rlhf_stack.cli.option_types import gpu_count
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
+from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
+
+if TYPE_CHECKING:
+    from rlhf_stack.certify.climb import Report
+    from rlhf_stack.certify.ladder import Step
+    from rlhf_stack.certify.model import Record
 
 FAKE_GPUS = (2, 2)
+MOST_FAKE = 16  # nodes, each of which has processes of Ray on this machine
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +70,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fake_gpus(text: str) -> tuple[int, ...]:
-    """Numbers of GPUs, separated by commas."""
-    return tuple(positive_int(part) for part in text.split(","))
+    """Numbers of GPUs of at most `MOST_FAKE` nodes, separated by commas."""
+    parts = text.split(",")
+    if len(parts) > MOST_FAKE:
+        raise argparse.ArgumentTypeError(f"{len(parts)} nodes: expected at most {MOST_FAKE}")
+    return tuple(map(gpu_count, parts))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,10 +83,13 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.certify import ladder
     from rlhf_stack.inputs.text import suggestion
 
+    run_log.configure_messages()
+
     chosen = ("facts", *(options.rung or ladder.NAMES))
     for name in chosen:
         if name not in ladder.NAMES:
-            raise UserError(f"no rung {name!r}{suggestion(name, ladder.NAMES)}: {', '.join(ladder.NAMES)}")
+            meant = suggestion(name, ladder.NAMES)
+            raise UserError(f"no rung {name!r}{meant}; the rungs are {', '.join(ladder.NAMES)}")
     if devices.is_gpu() and options.fake_gpus:
         raise UserError("--fake-gpus: this image is for GPUs; use an image for CPUs")
     try:
@@ -89,8 +106,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
-    from rich.console import Console
-
     from rlhf_stack.accelerator import devices
     from rlhf_stack.certify import ladder, on_cluster
     from rlhf_stack.certify.certificate import FILE, certify
@@ -100,7 +115,6 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
 
     about = image.about()
     subject = Subject(about.cell, about.release, about.inputs)
-    console = Console(stderr=True, soft_wrap=True)
     temporary = tempfile.TemporaryDirectory(prefix="rlhf-stack-certify-", ignore_cleanup_errors=True)
     requested = () if devices.is_gpu() else options.fake_gpus or ()
     default = () if devices.is_gpu() else FAKE_GPUS
@@ -108,7 +122,8 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, in place of Ray's handler
         place = ladder.Place(address, folder, small=not devices.is_gpu())
         try:
-            found = certify(place, chosen, subject, None, options.out, console)
+            with _reported() as report:
+                found = certify(place, chosen, subject, None, options.out, report)
         finally:
             on_cluster.remove(place)
     counts = {
@@ -131,3 +146,29 @@ def _climb(options: argparse.Namespace, chosen: tuple[str, ...]) -> int:
     if any(rung.reason == INTERRUPTED for rung in found.rungs):
         return 128 + signal.SIGINT  # the JSON of an error would be a second one
     return 1 if counts[FAILED] else 0
+
+
+@contextmanager
+def _reported() -> Iterator["Report"]:
+    """What shows the climb while it lasts: messages if they are JSON lines, else lines and a status."""
+    from rlhf_stack.certify.certificate import line
+    from rlhf_stack.certify.model import FAILED, PASSED
+
+    if env_vars.log_format() == "json":
+        yield lambda step, record: messages.info(line(step, record))
+        return
+    from rich.console import Console
+
+    styles = {PASSED: "green", FAILED: "red bold"}
+    console = Console(stderr=True, soft_wrap=True)
+    with console.status("starting") as status:
+
+        def report(step: "Step", record: "Record | None") -> None:
+            if record is None:
+                status.update(line(step, record))
+            else:
+                console.print(
+                    line(step, record), style=styles.get(record.state), highlight=False, markup=False
+                )
+
+        yield report

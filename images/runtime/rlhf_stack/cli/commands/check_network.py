@@ -25,13 +25,14 @@ receiver, wrong: receivers with corrupted data, error), null if a link failed fi
 """
 
 import argparse
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import megabytes, positive_float, seconds
+from rlhf_stack.telemetry import run_log
+from rlhf_stack.telemetry.run_log import messages
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         if options.command_line
         else one_worker_per_node
     )
+    run_log.configure_messages()
     with connected():
         report = check_network(
             options.backend or env_vars.sync_backend(devices.collective_backend()),
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             options.floor,
             options.timeout,
             ranks,
-            progress=lambda text: print(text, file=sys.stderr, flush=True),
+            progress=messages.info,
         )
     if options.json:
         print_json("rehearse", 1, is_well=report.is_well, **asdict(report))

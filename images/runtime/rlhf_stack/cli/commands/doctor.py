@@ -39,7 +39,7 @@ from typing import Any
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.cli.option_types import refuse_without_effect, seconds
+from rlhf_stack.cli.option_types import path, refuse_without_effect, seconds
 from rlhf_stack.diagnostics import host_check, installed_patches
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.files import open_input
@@ -57,7 +57,7 @@ UNEXPLAINED = 4
 MOST_SKIPPED = 5
 NEAR = 1000  # lines, as for the tracebacks of many ranks
 TIMEOUT = 30.0
-STANDARD_INPUT = "-"
+STANDARD_INPUT = Path("-")
 ORDERS = {
     "only": "none has an error of its own",
     "time": "by time stamps",
@@ -68,9 +68,14 @@ COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the input and the output."""
-    parser.add_argument("--log", metavar="FILE", help="explain a log or a traceback; - is standard input")
     parser.add_argument(
-        "--freeze", metavar="FILE", help="check a list of packages with versions; - is standard input"
+        "--log", type=path, metavar="FILE", help="explain a log or a traceback; - is standard input"
+    )
+    parser.add_argument(
+        "--freeze",
+        type=path,
+        metavar="FILE",
+        help="check a list of packages with versions; - is standard input",
     )
     parser.add_argument("--host", action="store_true", help="report which images run on this machine")
     parser.add_argument(
@@ -132,7 +137,7 @@ def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) ->
 
 
 def _of_log(
-    log: str, versions: dict[str, str] | None
+    log: Path, versions: dict[str, str] | None
 ) -> tuple[list[tuple[str, Finding]], known_bad.LastError | None, known_bad.FirstError | None]:
     read = _read_log(log)
     found = known_bad.explain(known_bad.load(), read.text, versions, read.complete)
@@ -140,7 +145,7 @@ def _of_log(
     return [("", finding) for finding in found], last, known_bad.first_error(read.text, read.complete)
 
 
-def _packages(log: str | None, freeze: str | None) -> known_bad.PackageList | None:
+def _packages(log: Path | None, freeze: Path | None) -> known_bad.PackageList | None:
     if freeze is None:
         return None
     if log == freeze == STANDARD_INPUT:
@@ -188,13 +193,13 @@ def _of_this(local: bool, timeout: float | None) -> list[tuple[str, Finding]]:
     return found
 
 
-def _read_log(name: str) -> known_bad.LogText:
+def _read_log(name: Path) -> known_bad.LogText:
     if name == STANDARD_INPUT:
         if sys.stdin is None:
             raise UserError("standard input is closed")
         return known_bad.read_log(sys.stdin.buffer, "standard input")
-    with open_input(Path(name)) as file:
-        return known_bad.read_log(file, name)
+    with open_input(name) as file:
+        return known_bad.read_log(file, str(name))
 
 
 def _show_log(

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import refuse_without_effect
 from rlhf_stack.diagnostics import installed_patches
 
 
@@ -29,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the state of each patch; return 1 if one is not present."""
     if options.changes:
+        refuse_without_effect(options, ("json",), "with --changes")
         lines = installed_patches.changed_packages()
         print("".join(f"rlhf-stack: {line}\n" for line in lines), end="")
         return 1 if lines else 0

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         object_store=options.object_store_memory,
         address=options.node_ip_address,
         port=options.port or PORT,
-        dashboard=options.dashboard_host or LOOPBACK,
+        dashboard=LOOPBACK if options.dashboard_host is None else options.dashboard_host,
         block=options.block,
     )
     started = ray_start_command(start_options, inspect_host(environment, _head(options.join)), with_token)

@@ -11,7 +11,7 @@ OpenRLHF run is not planned.
 Ray's workers inherit the environment of their machine, not of this shell. The runtime_env of the job contains
 the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
 They are public: Ray shows them to everyone who reaches its dashboard, so that a secret among them is a
-warning. Ctrl-C does not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
+warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
 
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
@@ -35,10 +35,11 @@ With --log-format json the messages of this command on standard error, and rlhf_
 output, are JSON lines: time, level, host, pid, logger, message.
 
 Exit codes of submit itself: 120 the run does not fit and was not submitted (--force submits it anyway), 121
-wrong usage, or the job could not be submitted, 122 the connection to the running job was lost. --json prints
-rlhf-stack/submit/1 when the job has ended, with the job's output on stderr: `submitted`, `job`, `status`,
-`code` (that of the job, unchanged), `problems`; with --restarts also `attempts` (job, status, code, seconds,
-resumed, saved: the step of the last complete checkpoint, error, lost: addresses of nodes, causes).
+wrong usage, or the job could not be submitted, 122 the connection to the running job was lost, 130 Ctrl-C,
+143 SIGTERM. --json prints rlhf-stack/submit/1 when the job has ended, with the job's output on stderr:
+`submitted`, `job`, `status`, `code` (that of the job, unchanged), `problems`; with --restarts also `attempts`
+(job, status, code, seconds, resumed, saved: the step of the last complete checkpoint, error, lost: addresses
+of nodes, causes).
 """
 
 import argparse
@@ -151,7 +152,14 @@ def grace_time(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Plan the run, submit it and follow it; return the job's exit code."""
+    with supervised.terminable():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     words = run_options.command_words(options)
+    if not options.address.strip():
+        raise UserError("--address: expected the address of Ray's job server")
     _configure_log(options)
 
     def environment() -> dict[str, Any]:
@@ -217,7 +225,7 @@ def _once(
     job = jobs.submit(address, words, environment)
     try:
         return jobs.follow(address, job, write)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, supervised.TerminatedError):
         messages.warning(f"job {job} is still running: ray job logs -f {job}, ray job stop {job}")
         raise
 
@@ -265,7 +273,11 @@ def runtime_env(
             raise UserError(f"--env {name} is given twice")
         given.add(name)
         variables[name] = value if equals else environment[name]
-    if working_dir is not None and "://" not in working_dir and not Path(working_dir).is_dir():
+    if (
+        working_dir is not None
+        and "://" not in working_dir
+        and not (working_dir and Path(working_dir).is_dir())
+    ):
         raise UserError(f"--working-dir {shortened(working_dir)!r}: no such folder")
     return {"env_vars": variables} | ({"working_dir": working_dir} if working_dir else {})
 

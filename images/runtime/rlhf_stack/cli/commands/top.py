@@ -25,6 +25,7 @@ from typing import Any
 
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.cli.option_types import path
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.monitor import metrics
@@ -40,14 +41,17 @@ UNKNOWN = "?"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the event log and the output."""
     parser.add_argument("--once", action="store_true", help="print the state once")
-    parser.add_argument("--events", metavar="DIR", help="directory of the event log (RLHF_STACK_EVENTS)")
+    parser.add_argument(
+        "--events", type=path, metavar="DIR", help="directory of the event log (RLHF_STACK_EVENTS)"
+    )
     parser.add_argument("--json", action="store_true", help="print rlhf-stack/top/1 (see above)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the state once, or refresh it until interrupted."""
-    folder = options.events or os.environ.get(env_vars.EVENTS)
-    if options.events and not Path(options.events).is_dir():
+    given = os.environ.get(env_vars.EVENTS)
+    folder = options.events or (Path(given) if given else None)
+    if options.events and not options.events.is_dir():
         raise UserError(f"{options.events}: no such directory")
     address = process_table.gcs_address(process_table.snapshot())
     if address is None:
@@ -70,11 +74,11 @@ def run(options: argparse.Namespace) -> int:
                 live.update(_tables(_current_state(folder)), refresh=True)
 
 
-def _current_state(folder: str | None) -> RunState:
+def _current_state(folder: Path | None) -> RunState:
     endpoints = [
         (node["NodeManagerAddress"], int(node["MetricsExportPort"])) for node in ray.nodes() if node["Alive"]
     ]
-    entries = events.read_recent(Path(folder)) if folder and Path(folder).is_dir() else []
+    entries = events.read_recent(folder) if folder and folder.is_dir() else []
     return run_state(entries, metrics.scrape(endpoints, SCRAPE_SECONDS), ray.util.placement_group_table())
 
 
