@@ -32,17 +32,21 @@ def test_rays_collectives_have_no_effect_on_shared_gpus(
     requested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Upstream ignores them there; the weights are sent as without the option, and a warning says so."""
-    sent = MagicMock()
+    sent = MagicMock(return_value=0)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0, raising=False)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1, raising=False)
-    monkeypatch.setattr("torch.distributed.all_gather_object", lambda *_: None, raising=False)
+
+    def gather(objects: list[object], own: object) -> None:
+        objects[:] = [own]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather, raising=False)
     monkeypatch.setattr(actor_trainer, "join_workers_of_same_gpus", lambda _: None)
     monkeypatch.setattr(actor_trainer, "synced_names", lambda _: [])
     monkeypatch.setattr(actor_trainer, "send", sent)
     vllm = SimpleNamespace(sync_backend="nccl", sync_with_ray=requested)
     arguments = SimpleNamespace(train=SimpleNamespace(colocate_all=True, async_enable=False), vllm=vllm)
     assert not uses_ray_collectives(arguments)
-    actor_trainer.send_to_same_gpus(SimpleNamespace(strategy=SimpleNamespace(args=arguments)))
+    actor_trainer._send(SimpleNamespace(strategy=SimpleNamespace(args=arguments)))
     sent.assert_called_once()
     assert ("--vllm.sync_with_ray has no effect" in caplog.text) == requested
 
