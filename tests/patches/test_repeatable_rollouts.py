@@ -169,7 +169,10 @@ optimizer = torch.optim.SGD([torch.zeros(1)])
 model = types.SimpleNamespace(optimizer=optimizer, model=types.SimpleNamespace(optimizer=optimizer))
 for before, arrival in enumerate(([3, 1, 2], [2, 3, 1])):
     torch.manual_seed(before)
-    items = [types.SimpleNamespace(sequences=torch.tensor([number])) for number in arrival]
+    items = [
+        types.SimpleNamespace(**dict.fromkeys(("sequences", "values", "returns"), torch.tensor([number])))
+        for number in arrival
+    ]
     buffer = types.SimpleNamespace(items=items, sample_batch_size=1, collate_fn=None)
     trainer = types.SimpleNamespace(
         replay_buffer=buffer, dataloader_pin_memory=False, actor=model, critic=model
@@ -184,6 +187,72 @@ assert len(found) == 1, f"the critic trains in the order of arrival: {sorted(fou
 assert len(seeds) == 1, f"the order of training follows from earlier draws: {seeds}"
 print("the critic trains in the same order, and equal samples whatever was drawn before")
 """
+
+
+STEPS = """
+os.environ["RLHF_STACK_REPEATABLE"] = "1"
+import torch
+import vllm
+from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ppo_utils import experience_maker
+
+
+def some(**given):
+    return types.SimpleNamespace(**given)
+
+
+@stub("vLLM's parameters")
+class Parameters:
+    def __init__(self, seed=None, **_):
+        raise StopIteration(seed)
+
+
+class Reached(Exception):
+    pass
+
+
+def reach(*_, **__):
+    raise Reached
+
+
+replace(vllm, SamplingParams=Parameters)
+replace(torch.distributed, get_rank=lambda: 0, get_world_size=lambda: 1)
+args = some(
+    train_batch_size=1, rollout_batch_size=1, n_samples_per_prompt=1, max_epochs=1, num_episodes=9, seed=7,
+    eval_steps=1, save_steps=1,
+)
+
+
+@stub("a loader of prompts")
+class Loader(list):
+    sampler = None
+
+
+def seed_after(steps):
+    maker = stub("an experience maker", make_experience_list=reach)
+    strategy = stub("the strategy of a rank", is_rank_0=lambda: False)
+    trainer = some(strategy=strategy, experience_maker=maker, generate_kwargs={})
+    try:
+        ppo_trainer.PPOTrainer.fit(trainer, args, Loader(["a prompt"]), None, consumed_samples=steps)
+    except Reached:
+        pass
+    rank = some(vllm_engines=["engine"], strategy=some(args=args))
+    try:
+        experience_maker.RemoteExperienceMaker._generate_vllm(rank, ["a prompt"])
+    except StopIteration as stopped:
+        return stopped.value
+
+
+first, second, again = seed_after(0), seed_after(1), seed_after(1)
+assert first != second, f"the samples of a step do not follow from the step: {first} {second}"
+assert second == again
+print("a step has its own seed, also if the run was continued before it")
+"""
+
+
+@pytest.mark.patch("openrlhf/0.5.1/0009-make-rollouts-repeatable")
+def test_a_step_has_its_own_seed(proves):
+    proves(STEPS, r"the samples of a step do not follow from the step")
 
 
 @pytest.mark.patch("openrlhf/0.5.1/0009-make-rollouts-repeatable")

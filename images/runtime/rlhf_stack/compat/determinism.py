@@ -8,6 +8,7 @@ prompts. This costs throughput: vLLM samples requests that have their own genera
 A checkpoint of OpenRLHF has no state of a generator. So that a run that was continued or that lost an engine
 is the same run, the seed of a request follows from the step and the prompt and not from its engine, and the
 order in which a rank trains its samples follows from these samples. The optimiser's: see `adam_history`.
+With OpenRLHF 0.5, whose engines are not restarted, the seed follows from rank and engine too.
 """
 
 import copy
@@ -44,7 +45,7 @@ class Rollout:
         return _seed(f"{self.seed} {self._step} {self._counts[prompt]} {prompt}".encode())
 
 
-rollout = Rollout()
+rollout = Rollout()  # of the trainer's controller; of a rank of OpenRLHF 0.5, which asks once for a batch
 
 
 class RequestSeeds:
@@ -54,7 +55,7 @@ class RequestSeeds:
     was sent again has the seeds of its first attempt, also if this engine executed that one.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self._seed = seed
         self._counts: Counter[bytes] = Counter()
 
@@ -86,6 +87,22 @@ def continues_from(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
         return states
 
     return loaded
+
+
+def begin_rollout(step: int) -> None:
+    """Note that this rank of OpenRLHF 0.5 generates the batch of ``step``."""
+    rollout.ended(step - 1)
+
+
+def rollout_seed(seed: int, rank: int) -> int | None:
+    """Return the base of the seeds of a batch that ``rank`` of OpenRLHF 0.5 sends to its engines.
+
+    ``seed`` is the run's. None unless runs must be repeatable.
+    """
+    if not env_vars.flag(env_vars.REPEATABLE):
+        return None
+    rollout.seed = seed
+    return rollout.next(f"rank {rank}")
 
 
 def seed_prompt(prompt: str, parameters: Any) -> Any:
@@ -123,9 +140,12 @@ def seed_training(replay_buffer: Any, optimizer: Any) -> None:
 
 
 def sort_experiences(items: list[Any]) -> None:
-    """Sort a critic's experiences in place, if runs must be repeatable: they arrive as ranks finish."""
+    """Sort a critic's experiences in place, if runs must be repeatable: they arrive as ranks finish.
+
+    Two ranks can have the same sequence, whose values differ in their last digits.
+    """
     if env_vars.flag(env_vars.REPEATABLE):
-        items.sort(key=lambda item: list(item.sequences.tolist()))
+        items.sort(key=lambda item: [each.tolist() for each in (item.sequences, item.values, item.returns)])
 
 
 def wait_for_answer(pending: list[Any]) -> tuple[list[Any], list[Any]]:

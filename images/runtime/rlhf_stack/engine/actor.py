@@ -212,7 +212,6 @@ class BlockingEngineMixin(_EngineState):
     """
 
     llm: Any
-    _request_seeds: RequestSeeds
 
     def receive_weights(
         self, parameters: Sequence[Any], limit: int, encoding: str, *, version: int = 0
@@ -246,15 +245,17 @@ class BlockingEngineMixin(_EngineState):
         return [own_node() | worker for worker in self.call_workers("where")]
 
     def seed_requests(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``LLM.generate``, with a seed per request if runs must be repeatable."""
+        """Return the arguments of ``LLM.generate``, with a seed per request if runs must be repeatable.
+
+        The seed that the trainer gives is the base of all of them, see `determinism.rollout_seed`.
+        """
         parameters = arguments.get("sampling_params")
-        if not env_vars.flag(env_vars.REPEATABLE) or parameters is None or parameters.seed is not None:
+        if not env_vars.flag(env_vars.REPEATABLE) or parameters is None:
             return arguments
-        if not hasattr(self, "_request_seeds"):
-            self._request_seeds = RequestSeeds(self.llm.llm_engine.model_config.seed)
+        seeds = RequestSeeds(f"{self.llm.llm_engine.model_config.seed} {parameters.seed}")
         per_request = [parameters.clone() for _ in arguments["prompt_token_ids"]]
         for request, tokens in zip(per_request, arguments["prompt_token_ids"], strict=True):
-            request.seed = self._request_seeds.next(tokens)
+            request.seed = seeds.next(tokens)
         return arguments | {"sampling_params": per_request}
 
 

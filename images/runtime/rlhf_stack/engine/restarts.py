@@ -125,16 +125,29 @@ def _start_again(engines: Sequence[Any], missing: Sequence[int], seen: dict[int,
 
 
 def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """See `actor_trainer.forms_weight_group`; engines that were replaced while they started are used."""
+    """See `actor_trainer.forms_weight_group`; engines that were replaced while they started are used.
+
+    If an engine is lost meanwhile, the process that creates the engines waits for its restart, and the group
+    is formed before the first sync.
+    """
     formed = actor_trainer.forms_weight_group(method)
 
     @wraps(method)
-    def formed_with_replacements(trainer: Any, backend: str) -> None:
-        if env_vars.engine_restarts():
-            trainer.vllm_engines = [_started(*entry) for entry in enumerate(trainer.vllm_engines)]
-        formed(trainer, backend)
+    def formed_if_none_is_lost(trainer: Any, backend: str) -> None:
+        if not env_vars.engine_restarts():
+            formed(trainer, backend)
+            return
+        trainer.vllm_engines = [_started(*entry) for entry in enumerate(trainer.vllm_engines)]
+        since = _restarts()
+        try:
+            formed(trainer, backend)
+        except (SyncError, PeerError) as error:
+            if not _drop_lost(roster.of(trainer.vllm_engines), since):
+                raise
+            roster.defer_group()
+            run_log.warning(f"the weight-sync group is formed before the first sync: {_last_line(error)}")
 
-    return formed_with_replacements
+    return formed_if_none_is_lost
 
 
 def _started(index: int, handle: Any) -> Any:
@@ -195,9 +208,8 @@ def sync_weights(engines: Any, actor_group: Any, sleeps: bool) -> None:
             lost = _drop_lost(team, since)
             if is_repeated and not lost:
                 raise
-            reason = str(error).strip().splitlines()[-1]
-            run_log.warning(f"the weight sync is repeated: {reason}")
-            events.emit("sync repeated", engines=lost, reason=reason)
+            run_log.warning(f"the weight sync is repeated: {_last_line(error)}")
+            events.emit("sync repeated", engines=lost, reason=_last_line(error))
         is_repeated = is_broken = True
     _log_versions(team.ask(lambda engine: engine.weights_received.remote(), "weights_received"))
 
@@ -207,6 +219,10 @@ def _log_versions(states: Sequence[tuple[int, int]]) -> None:
     if states:
         versions, mixed = zip(*states, strict=True)
         events.log_with_step({VERSION: min(versions), MIXED: sum(mixed)})
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 def _have_ended(references: Sequence[Any]) -> bool:
@@ -277,7 +293,7 @@ def _form_group(team: Roster, actor_group: Any) -> bool:
     except (SyncError, PeerError) as error:
         if not (_have_ended(references) and _drop_lost(team, since)):
             raise
-        run_log.warning(f"the weight-sync group is formed again: {str(error).strip().splitlines()[-1]}")
+        run_log.warning(f"the weight-sync group is formed again: {_last_line(error)}")
         return False
     team.grouped = list(team.engines)
     return True

@@ -28,12 +28,14 @@ class Roster:
     """The engines in ``engines``, upstream's list in this process; an index is an engine's first position."""
 
     def __init__(self, engines: list[Any]) -> None:
+        is_grouped = True
         if env_vars.engine_restarts():  # one may have been replaced while it started
             engines[:] = [recipes.current(*entry) for entry in enumerate(engines)]
+            is_grouped = not gcs_kv.list_records(_deferred())
         self.engines = engines
         self.handles = dict(enumerate(engines))
         self.lost: dict[int, float] = {}  # since when, on the monotonic clock
-        self.grouped = list(engines)  # the members of the weight-sync group
+        self.grouped = list(engines) if is_grouped else []  # the members of the weight-sync group
 
     @property
     def usable(self) -> dict[int, Any]:
@@ -108,6 +110,15 @@ class Roster:
 def _note_loss(index: int, handle: Any) -> bool:
     """Note that the process before the one of ``handle`` was lost; return False if that is noted already."""
     return gcs_kv.add_record(f"losses/{ray_private.incarnation(handle)}", {"engine": index})
+
+
+def defer_group() -> None:
+    """Record that the run has no weight-sync group yet: no roster that is made from now on has members."""
+    gcs_kv.put_record(_deferred(), {"deferred": True})
+
+
+def _deferred() -> str:
+    return f"deferred-group/{ray.get_runtime_context().get_job_id()}"
 
 
 _rosters: dict[int, Roster] = {}  # by the identity of the list, to which the roster refers

@@ -15,7 +15,7 @@ from rlhf_stack.accelerator.devices import (
 from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_errors
 from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.deepspeed_ops import adam_class
-from rlhf_stack.compat.determinism import seed_training, sort_experiences
+from rlhf_stack.compat.determinism import begin_rollout, rollout_seed, seed_training, sort_experiences
 from rlhf_stack.compat.zero3_gather import serialize_allgather
 from rlhf_stack.config import env_vars
 from rlhf_stack.config.env_vars import sync_backend as default_sync_backend

@@ -147,6 +147,23 @@ def test_a_continued_run_has_the_seeds_of_the_undisturbed_one(rollout: determini
     assert bases(2) != undisturbed[2], "another run"
 
 
+def test_the_batches_of_a_rank_have_the_seeds_of_their_steps(rollout: determinism.Rollout) -> None:
+    """Also those of a run of OpenRLHF 0.5 that was continued after step 2."""
+
+    def batches(first: int) -> list[int | None]:
+        seeds = []
+        for step in range(first, 5):
+            determinism.begin_rollout(step)
+            seeds += [determinism.rollout_seed(7, rank) for rank in (0, 0, 1)]
+        return seeds
+
+    undisturbed = batches(1)
+    assert None not in undisturbed
+    assert len(set(undisturbed)) == 12
+    determinism.rollout = determinism.Rollout()
+    assert batches(3) == undisturbed[6:]
+
+
 def test_parameters_have_no_base_otherwise(
     rollout: determinism.Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +173,7 @@ def test_parameters_have_no_base_otherwise(
     monkeypatch.delenv(env_vars.REPEATABLE)
     other = types.SimpleNamespace(seed=None, extra_args=None)
     assert determinism.seed_prompt("a", other) is other
+    assert determinism.rollout_seed(7, 0) is None
 
 
 class Optimizer:

@@ -88,20 +88,37 @@ def test_several_workers_are_called_through_the_executor() -> None:
     assert engine(executor).call_workers("where", 1) == ["where", 1]
 
 
+def request_seeds(answering: actor.BlockingEngineMixin, base: int | None) -> list[int | None]:
+    """The seeds of a batch with one prompt twice; the engine must not change the caller's parameters."""
+    given: dict[str, Any] = {"sampling_params": Parameters(base), "prompt_token_ids": [[1], [1], [2]]}
+    seeds = [one.seed for one in answering.seed_requests(given)["sampling_params"]]
+    assert given["sampling_params"].seed == base
+    return seeds
+
+
 def test_each_request_has_its_own_seed_if_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.REPEATABLE, "1")
-    given: dict[str, Any] = {"sampling_params": Parameters(), "prompt_token_ids": [[1], [1], [2]]}
-    seeds = [one.seed for one in engine(None).seed_requests(given)["sampling_params"]]
+    other = engine(None)
+    other.llm.llm_engine.model_config.seed = 4
+    batches = [(engine(None), None), (engine(None), 5), (engine(None), 6), (other, 5)]
+    seeds = [seed for answering, base in batches for seed in request_seeds(answering, base)]
     assert None not in seeds
-    assert len(set(seeds)) == 3
-    assert given["sampling_params"].seed is None, "the caller's parameters are unchanged"
+    assert len(set(seeds)) == 3 * len(batches)
 
 
-@pytest.mark.parametrize(("flag", "seed"), [("0", None), ("1", 5)])
-def test_requests_are_unchanged_otherwise(
-    monkeypatch: pytest.MonkeyPatch, flag: str, seed: int | None
+def test_an_engine_that_has_answered_the_same_prompts_before_gives_them_the_seeds_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(env_vars.REPEATABLE, flag)
+    """The engine of a run that was continued from a checkpoint has not answered them."""
+    monkeypatch.setenv(env_vars.REPEATABLE, "1")
+    undisturbed, continued = engine(None), engine(None)
+    request_seeds(undisturbed, 5)
+    assert request_seeds(undisturbed, 6) == request_seeds(continued, 6)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_requests_are_unchanged_otherwise(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> None:
+    monkeypatch.setenv(env_vars.REPEATABLE, "0")
     given = {"sampling_params": Parameters(seed), "prompt_token_ids": [[1]]}
     assert engine(None).seed_requests(given) is given
 
@@ -132,18 +149,23 @@ def test_worker_class_follows_the_accelerator(
     assert getattr(fake, name) is Ours
 
 
-def items(*sequences: list[int]) -> list[Any]:
-    return [SimpleNamespace(sequences=SimpleNamespace(tolist=lambda one=one: one)) for one in sequences]
+def tensor(*numbers: float) -> Any:
+    return SimpleNamespace(tolist=lambda: list(numbers))
 
 
-@pytest.mark.parametrize(("flag", "expected"), [("1", [[1, 2], [1, 3]]), ("0", [[1, 3], [1, 2]])])
+@pytest.mark.parametrize(("flag", "expected"), [("1", [3, 2, 1, 0]), ("0", [0, 1, 2, 3])])
 def test_experiences_are_sorted_if_repeatable(
-    monkeypatch: pytest.MonkeyPatch, flag: str, expected: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch, flag: str, expected: list[int]
 ) -> None:
+    """By their values and returns, if the sequences of two ranks are equal."""
     monkeypatch.setenv(env_vars.REPEATABLE, flag)
-    found = items([1, 3], [1, 2])
+    content = [((1, 3), 0, 0), ((1, 2), 2, 0), ((1, 2), 1, 4), ((1, 2), 1, 3)]
+    found = [
+        SimpleNamespace(sequences=tensor(*tokens), values=tensor(value), returns=tensor(end), number=number)
+        for number, (tokens, value, end) in enumerate(content)
+    ]
     determinism.sort_experiences(found)
-    assert [one.sequences.tolist() for one in found] == expected
+    assert [one.number for one in found] == expected
 
 
 def request(prompt: int, prefilled: bool, most: int, answered: int) -> SimpleNamespace:

@@ -133,6 +133,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     monkeypatch.setattr(roster, "_rosters", {})
     monkeypatch.setattr(recipes, "load", lambda _: None)
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
+    monkeypatch.setattr(gcs_kv, "list_records", lambda _: [])
     monkeypatch.setattr(actor_registry, "describe_callee", lambda _: "engine")
     noted: set[str] = set()
 
@@ -691,6 +692,28 @@ def test_a_second_engine_that_is_lost_during_the_recovery_is_recovered_too(
     recovering(run)
     assert run.calls == calls
     assert all(one.has_weights for one in run.engines)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_engine_that_is_lost_in_the_first_formation_is_in_the_group_of_the_first_sync(
+    recovering: Callable[[FakeRun], None], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """The process that creates the engines has waited for its restart before the first step."""
+    run = FakeRun([Engine(), Engine("needs_weights" if is_lost else ""), Engine()])
+    form = MagicMock(__name__="form", side_effect=PeerError("engine 1 is dead"))
+    monkeypatch.setattr(restarts, "_restarts", lambda: {i: e.number for i, e in enumerate(run.engines)})
+    monkeypatch.setattr(restarts, "wait_for_engine_start", MagicMock())
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    trainer = SimpleNamespace(vllm_engines=list(run.engines))
+    if not is_lost:
+        with pytest.raises(PeerError, match="engine 1 is dead"):
+            restarts.forms_weight_group(form)(trainer, "gloo")
+        return
+    restarts.forms_weight_group(form)(trainer, "gloo")
+    for one in run.engines:
+        one.has_weights = True
+    recovering(run)
+    assert run.calls == [FORM, SYNC]
 
 
 def test_the_cause_of_a_failed_sync_that_lasts_ends_the_run_after_a_restart_too(
