@@ -68,12 +68,13 @@ def with_port(address: str) -> str:
             raise UserError(f"{address!r}: expected [{host}]:{last} with a port, or [{address}] without")
         return f"[{_node_address('address', address)}]:{PORT}"
     found = ADDRESS.fullmatch(address)
-    if not found or not 0 < int(found["port"] or PORT) <= LAST_PORT:
+    host = address[: found.start("port") - 1] if found and found["port"] else address
+    is_bad = host.startswith("[") and not is_ipv6(host.strip("[]"))
+    if not found or is_bad or not 0 < int(found["port"] or PORT) <= LAST_PORT:
         raise UserError(
             f"{shortened(address, 80)!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1 or "
             "[fd00::1]:6379"
         )
-    host = address[: found.start("port") - 1] if found["port"] else address
     with contextlib.suppress(ValueError):
         _require_reachable(f"address {host!r}", ipaddress.ip_address(host.strip("[]")))
     return address if found["port"] else f"{address}:{PORT}"

@@ -436,6 +436,7 @@ START = ["start", "--head", "--dry-run", "--auth", "none"]
             "missing hidden, intermediate, heads, kv_heads, vocabulary. ",
         ),
         ([*START, "--object-store-memory", "1"], "--object-store-memory 1: Ray needs"),
+        (["start", "--dry-run", "--join", "[:]"], "'[:]': expected the head's HOST or HOST:PORT"),
         ([*START, "--dashboard-host", ""], "--dashboard-host '': expected an IP address"),
         (["check-network", "--size", "1e30"], "greater than 0 and at most 10^18"),
         (["certify", "--fake-gpus", ",".join(["2"] * 17)], "17 nodes: expected at most 16"),
