@@ -4,10 +4,13 @@ from typing import Annotated
 
 import typer
 
+from scripts.errors import UserError
 from scripts.hip import page, prove, recipes
 from scripts.matrix.commands import written
 from scripts.matrix.load import expand, find, load
 from scripts.matrix.model import named
+
+MOST_MINUTES = 1440.0
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +25,9 @@ def hip(
     again: Annotated[bool, typer.Option("--again", help="Repeat what passed before.")] = False,
     minutes: Annotated[
         float | None,
-        typer.Option("--minutes", min=0.1, help="End a compilation that takes longer, and fail."),
+        typer.Option(
+            "--minutes", min=0.1, max=MOST_MINUTES, help="End a compilation that takes longer, and fail."
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run nothing; exit 1 if docs/amd.md disagrees with the records.")
@@ -32,6 +37,10 @@ def hip(
     ] = False,
 ) -> int:
     """Compile the recipes of a ROCm cell with Debian's HIP, and execute kernels of them on an emulator."""
+    if check and offline:
+        raise UserError(
+            "--check and --offline exclude each other: one compares the page, the other writes it"
+        )
     matrix = load()
     before = page.PAGE.read_text(encoding="utf-8")
     if check or offline:

@@ -58,7 +58,9 @@ def wheel_files(wheels: Sequence[Path]) -> dict[str, bytes]:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 found |= {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
-        except (OSError, zipfile.BadZipFile) as error:
+        except OSError as error:
+            raise UserError(f"{wheel}: {error.strerror or error}") from None
+        except zipfile.BadZipFile as error:
             raise UserError(f"{wheel}: not a wheel: {error}") from None
     return found
 

@@ -122,6 +122,8 @@ def refusal(words: list[str]) -> str:
         ([], "error: Missing command (see python -m scripts --help)"),
         (["matrix"], "error: Missing command (see python -m scripts matrix --help)"),
         (["suites", "image:"], "'image:': no cell after the colon"),
+        (["hip", "--minutes", "inf"], "Input should be less than or equal to 1440"),
+        (["hip", "--check", "--offline"], "--check and --offline exclude each other"),
         (["nosuch"], "No such command 'nosuch'"),
         (["lock", "--nosuch"], "No such option"),
         (["build", ""], "no cell ''"),
