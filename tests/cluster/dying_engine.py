@@ -1,7 +1,8 @@
 """Kills an engine's processes in a phase of a run: `install` is the RLHF_STACK_TEST_HOOK of each process.
 
 DYING_PROCESS is "actor", "core" (vLLM's own process below the actor) or "node", all processes of its node.
-DYING_PHASE is "start", or "generation", "sync" or "sleep" of step DYING_STEP (from 1). One process dies.
+DYING_PHASE is "start", "join" (the weight-sync group), or "generation", "sync" or "sleep" of step DYING_STEP
+(from 1). One process dies.
 """
 
 import functools
@@ -30,7 +31,7 @@ def _watch() -> None:
     while not os.environ.get("RLHF_STACK_ENGINE", "").endswith(f"/{os.environ[ENGINE]}"):
         time.sleep(POLL_SECONDS)
     phase = os.environ[PHASE]
-    if phase in ("sync", "sleep"):
+    if phase in ("join", "sync", "sleep"):
         _die_in_call(phase)
         return
     if phase == "start":
@@ -44,21 +45,23 @@ def _watch() -> None:
 
 
 def _die_in_call(phase: str) -> None:
-    """Die in the sync of step DYING_STEP, or when the engine sleeps in this step; it sleeps once before."""
+    """Die when the engine joins, or in the sync or sleep of step DYING_STEP; it sleeps once before."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    counts = {"sync": 0, "sleep": -1}
+    step = int(os.environ[STEP])
+    counts = {"join": step - 1, "sync": 0, "sleep": -1}
+    phases = {"join_weight_group": "join", "receive_weights": "sync"}
     call, sleep = AsyncLLM.collective_rpc, AsyncLLM.sleep
 
     def count(name: str) -> None:
         counts[name] += 1
-        if name == phase and counts[name] == int(os.environ[STEP]):
+        if name == phase and counts[name] == step:
             _die()
 
     @functools.wraps(call)
     async def calls(self, method, *arguments, **options):
-        if method == "receive_weights":
-            count("sync")
+        if method in phases:
+            count(phases[method])
         return await call(self, method, *arguments, **options)
 
     @functools.wraps(sleep)
