@@ -2,7 +2,7 @@
 
 DYING_PROCESS is "actor", "core" (vLLM's own process below the actor) or "node", all processes of its node.
 DYING_PHASE is "start", "join" (the weight-sync group), or "generation", "sync" or "sleep" of step DYING_STEP
-(from 1). One process dies.
+(from 1). It dies DYING_TIMES times (once by default), each time in the next step.
 """
 
 import functools
@@ -16,6 +16,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.telemetry import events
 
 ENGINE, PROCESS, PHASE, STEP = "DYING_ENGINE", "DYING_PROCESS", "DYING_PHASE", "DYING_STEP"
+TIMES = "DYING_TIMES"
 CORE = "VLLM::EngineCore"
 DEAD = "an-engine-has-died"
 POLL_SECONDS = 0.02
@@ -38,7 +39,7 @@ def _watch() -> None:
         while not _core():
             time.sleep(POLL_SECONDS)
     if phase == "generation":
-        while _generations() < int(os.environ[STEP]):
+        while _generations() < int(os.environ[STEP]) + _deaths():
             time.sleep(POLL_SECONDS)
         time.sleep(INTO_GENERATION_SECONDS)
     _die()
@@ -73,10 +74,9 @@ def _die_in_call(phase: str) -> None:
 
 
 def _die() -> None:
-    marker = _folder() / DEAD
-    if marker.exists():
+    if (deaths := _deaths()) == int(os.environ.get(TIMES, "1")):
         return
-    marker.touch()
+    (_folder() / f"{DEAD}-{deaths + 1}").touch()
     if os.environ[PROCESS] in ("core", "node"):
         (pid,) = _core()
         os.kill(pid, signal.SIGKILL)
@@ -84,6 +84,10 @@ def _die() -> None:
         os.kill(os.getppid(), signal.SIGKILL)  # the raylet
     if os.environ[PROCESS] in ("actor", "node"):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _deaths() -> int:
+    return len(list(_folder().glob(f"{DEAD}-*")))
 
 
 def _folder() -> Path:

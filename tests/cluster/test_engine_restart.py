@@ -127,6 +127,17 @@ def test_a_run_continues_with_an_engine_that_was_killed(train, layout, gpus, cha
 
 
 @SECTIONS
+@pytest.mark.timeout(2 * SECONDS + 40)
+def test_an_engine_whose_node_is_lost_twice_moves_twice(train):
+    twice = {dying_engine.TIMES: "2", env_vars.ENGINE_RESTARTS: "2"}
+    run = train("separate", (1,) * 5, STEPS, SECONDS, *LAYOUT, *engines(2), **(dying("node") | twice))
+    assert_continued(run)
+    assert [(event["engine"], event["restarts"]) for event in run.of("engine restart")] == [(0, 1), (0, 2)]
+    assert [event["back"] for event in run.of("recovered")] == [[0], [0]]
+    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
+
+
+@SECTIONS
 @pytest.mark.timeout(SECONDS + 40)
 def test_the_only_engine_generates_again_after_a_recovery_on_the_trainers_gpu(train):
     """The sync of the recovery wakes up its weights alone."""
