@@ -1,7 +1,8 @@
 """Kills an engine's processes in a phase of a run: `install` is the RLHF_STACK_TEST_HOOK of each process.
 
 DYING_PROCESS is "actor", "core" (vLLM's own process below the actor) or "node", all processes of its node.
-DYING_PHASE is "start", or "generation", "sync" or "sleep" of step DYING_STEP (from 1). One process dies.
+DYING_PHASE is "start", "join" (the weight-sync group), or "generation", "sync" or "sleep" of step DYING_STEP
+(from 1). It dies DYING_TIMES times (once by default), each time in the next step.
 """
 
 import functools
@@ -15,6 +16,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.telemetry import events
 
 ENGINE, PROCESS, PHASE, STEP = "DYING_ENGINE", "DYING_PROCESS", "DYING_PHASE", "DYING_STEP"
+TIMES = "DYING_TIMES"
 CORE = "VLLM::EngineCore"
 DEAD = "an-engine-has-died"
 POLL_SECONDS = 0.02
@@ -30,35 +32,37 @@ def _watch() -> None:
     while not os.environ.get("RLHF_STACK_ENGINE", "").endswith(f"/{os.environ[ENGINE]}"):
         time.sleep(POLL_SECONDS)
     phase = os.environ[PHASE]
-    if phase in ("sync", "sleep"):
+    if phase in ("join", "sync", "sleep"):
         _die_in_call(phase)
         return
     if phase == "start":
         while not _core():
             time.sleep(POLL_SECONDS)
     if phase == "generation":
-        while _generations() < int(os.environ[STEP]):
+        while _generations() < int(os.environ[STEP]) + _deaths():
             time.sleep(POLL_SECONDS)
         time.sleep(INTO_GENERATION_SECONDS)
     _die()
 
 
 def _die_in_call(phase: str) -> None:
-    """Die in the sync of step DYING_STEP, or when the engine sleeps in this step; it sleeps once before."""
+    """Die when the engine joins, or in the sync or sleep of step DYING_STEP; it sleeps once before."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    counts = {"sync": 0, "sleep": -1}
+    step = int(os.environ[STEP])
+    counts = {"join": step - 1, "sync": 0, "sleep": -1}
+    phases = {"join_weight_group": "join", "receive_weights": "sync"}
     call, sleep = AsyncLLM.collective_rpc, AsyncLLM.sleep
 
     def count(name: str) -> None:
         counts[name] += 1
-        if name == phase and counts[name] == int(os.environ[STEP]):
+        if name == phase and counts[name] == step:
             _die()
 
     @functools.wraps(call)
     async def calls(self, method, *arguments, **options):
-        if method == "receive_weights":
-            count("sync")
+        if method in phases:
+            count(phases[method])
         return await call(self, method, *arguments, **options)
 
     @functools.wraps(sleep)
@@ -70,10 +74,9 @@ def _die_in_call(phase: str) -> None:
 
 
 def _die() -> None:
-    marker = _folder() / DEAD
-    if marker.exists():
+    if (deaths := _deaths()) == int(os.environ.get(TIMES, "1")):
         return
-    marker.touch()
+    (_folder() / f"{DEAD}-{deaths + 1}").touch()
     if os.environ[PROCESS] in ("core", "node"):
         (pid,) = _core()
         os.kill(pid, signal.SIGKILL)
@@ -81,6 +84,10 @@ def _die() -> None:
         os.kill(os.getppid(), signal.SIGKILL)  # the raylet
     if os.environ[PROCESS] in ("actor", "node"):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _deaths() -> int:
+    return len(list(_folder().glob(f"{DEAD}-*")))
 
 
 def _folder() -> Path:

@@ -93,6 +93,7 @@ def assert_continued(run, is_async=False):
         ),
         ("separate", (1, 2), (*LAYOUT, *engines(2)), "actor", "start"),
         ("separate", (1, 1, 1, 1), (*LAYOUT, *engines(2)), "node", "start"),
+        ("separate", (1, 2), (*LAYOUT, *engines(2)), "core", "join"),
         ("separate", (1, 2), (*LAYOUT, *engines(2), ASYNC), "actor", "generation"),
         ("hybrid", (2,), HYBRID, "core", "sleep"),
     ],
@@ -104,6 +105,7 @@ def assert_continued(run, is_async=False):
         "in a sync with ZeRO-3",
         "while it starts",
         "its node while it starts, and another one has room",
+        "while it joins the first weight-sync group",
         "in asynchronous training",
         "while it sleeps on the trainer's GPUs",
     ],
@@ -122,6 +124,17 @@ def test_a_run_continues_with_an_engine_that_was_killed(train, layout, gpus, cha
         assert 1 <= moved["prompts"] <= PROMPTS
     if "3" not in changes:
         assert learned(run) == undisturbed(train, layout, *more), "the run is not the same"
+
+
+@SECTIONS
+@pytest.mark.timeout(2 * SECONDS + 40)
+def test_an_engine_whose_node_is_lost_twice_moves_twice(train):
+    twice = {dying_engine.TIMES: "2", env_vars.ENGINE_RESTARTS: "2"}
+    run = train("separate", (1,) * 5, STEPS, SECONDS, *LAYOUT, *engines(2), **(dying("node") | twice))
+    assert_continued(run)
+    assert [(event["engine"], event["restarts"]) for event in run.of("engine restart")] == [(0, 1), (0, 2)]
+    assert [event["back"] for event in run.of("recovered")] == [[0], [0]]
+    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
 
 
 @SECTIONS
