@@ -3,6 +3,7 @@
 import argparse
 import json
 import multiprocessing
+import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -47,11 +48,6 @@ def send(own: Any, weights: Sequence[tuple[str, Any]], share: Share) -> None:
         sender.finish()
 
 
-def wait_for_others(own: Any) -> None:
-    """Wait until all ranks of the group are done: its store ends with the trainer rank."""
-    own._members.exchange("end", "", time.monotonic() + env_vars.sync_timeout())
-
-
 def follow(hosts: Sequence[str], rank: int, counts: Sequence[int], repeat: int, found: Any) -> None:
     """Run an engine worker; put the median seconds for each number of sources."""
     groups = [group(host, rank) for host in hosts]
@@ -70,8 +66,6 @@ def follow(hosts: Sequence[str], rank: int, counts: Sequence[int], repeat: int, 
             receive(groups[:count], content, LIMIT // count, CPU, load, DTYPE)
             times.append(time.perf_counter() - start)
         medians.append(statistics.median(times[1:]))
-    for each in groups:
-        wait_for_others(each)
     found.put((medians, sum(tensor.numel() * tensor.element_size() for tensor in held.values())))
 
 
@@ -90,8 +84,7 @@ def main() -> None:
         for count in options.counts:
             for _ in range((options.repeat + 1) * (options.rank < count)):
                 send(own, weights, Share(options.rank, count))
-        wait_for_others(own)
-        return
+        signal.pause()  # workers still use its store; the host removes the container
     found: Any = multiprocessing.Queue()
     ends = [
         multiprocessing.Process(
