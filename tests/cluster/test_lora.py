@@ -82,7 +82,8 @@ def test_engines_receive_the_merged_weights_bit_for_bit(monkeypatch):
             dist.init_process_group(
                 "gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1
             )
-            monkeypatch.setattr("rlhf_stack.sync.sending.wait_for_engine_results", lambda *_: [])
+            for wait in ("wait_for_engine_results", "raise_engine_error"):  # either starts Ray by itself
+                monkeypatch.setattr(f"rlhf_stack.sync.sending.{wait}", lambda *_: [])
             return send(trainer(model, group), list(model.named_parameters()))
         content = [astuple(parameter_spec(name, tensor)) for name, tensor in expected.items()]
         held = {}
