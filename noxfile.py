@@ -84,6 +84,12 @@ def network(session: nox.Session) -> None:
 
 
 @nox.session
+def operation(session: nox.Session) -> None:
+    """Let runs on several containers lose nodes and be preempted, and certify (-- CELL PYTEST ARGUMENTS)."""
+    _with_docker(session, "test", "operation")
+
+
+@nox.session
 def patches(session: nox.Session) -> None:
     """Check that each patch's test fails without the patch and passes with it (-- CELL PYTEST ARGUMENTS)."""
     _with_docker(session, "test", "patches")

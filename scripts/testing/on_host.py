@@ -41,8 +41,11 @@ def _run_pytest(cell: Cell, suite: str, arguments: Sequence[str], junit: Path) -
     """Run a suite in this process and return pytest's exit code; an interrupt of pytest is raised again."""
     import pytest  # noqa: PLC0415  (half a second, which no other command needs)
 
-    folder = ROOT / "tests" / SUITES[suite].folder
-    code = pytest.main([str(folder), f"--cell={cell.id}", f"--junitxml={junit}", *arguments])
+    declared = SUITES[suite]
+    folder = ROOT / "tests" / declared.folder
+    code = pytest.main(
+        [str(folder), "-m", declared.marks, f"--cell={cell.id}", f"--junitxml={junit}", *arguments]
+    )
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     return int(code)

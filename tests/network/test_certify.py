@@ -34,7 +34,7 @@ NEWER_ALONE = {  # by rungs that OpenRLHF 0.5 and vLLM 0.4 do not have, and whic
     "throughput": "the engine of OpenRLHF 0.5 generates in batches alone",
 }
 
-pytestmark = pytest.mark.timeout(SECONDS + 300)
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(SECONDS + 300)]
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ def weights(trained: Path) -> dict[str, str]:
     return {name: digest.hexdigest() for name, digest in found.items()}
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(SECONDS * 3 + 300)
 @pytest.mark.parametrize("layout", ["separate", "hybrid"])
 def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(

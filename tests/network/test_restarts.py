@@ -84,6 +84,7 @@ def steps(folder: Path) -> list[int]:
     return [int(event["step"]) for event in events.read(folder) if event["event"] == "step"]
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("lost", ["engine", "engine and rank"])
 def test_a_run_that_loses_nodes_continues_from_its_checkpoint_on_those_that_are_left(

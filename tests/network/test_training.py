@@ -14,8 +14,6 @@ STEPS = 3
 @pytest.mark.timeout(900)
 def test_a_layout_over_both_nodes_trains(cell: Cell, image: Image) -> None:
     """Trainer ranks on two nodes, with the engines on the same GPUs if this OpenRLHF supports it."""
-    if cell.versions["openrlhf"].startswith("0.11."):  # test_preemption.py trains in both layouts there
-        pytest.skip("for openrlhf==0.5.1, which this cell does not have")
     layout = next(
         name for name in tiny_run.installed(cell.versions["openrlhf"]).layouts if name != "separate"
     )

@@ -33,6 +33,7 @@ SESSIONS = [
     "cluster",
     "integration",
     "network",
+    "operation",
     "patches",
     "known_bad",
     "hip",
