@@ -96,7 +96,7 @@ mask = torch.ones(1, 1)
 maker = stub(
     "the models' part of the experience maker",
     vllm_engines=[Engine(0), Engine(1)],
-    strategy=some(args=some(n_samples_per_prompt=1, micro_rollout_batch_size=1)),
+    strategy=some(args=some(seed=1, n_samples_per_prompt=1, micro_rollout_batch_size=1)),
     tokenize_fn=lambda texts, *_, **__: {"input_ids": texts},
     prompt_max_len=512, packing_samples=False, tokenizer=some(pad_token_id=0, eos_token_id=1),
     actor=some(process_sequences=lambda sequences, *_: (sequences, mask, mask)),
