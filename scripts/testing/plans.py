@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from scripts.matrix.load import Matrix, expand, expand_all
-from scripts.matrix.model import named
 from scripts.paths import ROOT
 from scripts.testing import records
 from scripts.testing.records import required
@@ -60,12 +59,14 @@ def for_submission(matrix: Matrix) -> Plan:
 def for_release(matrix: Matrix) -> Plan:
     """Lint, unit tests, build and every required suite of every cell (for ROCm, of its stand-in).
 
-    Recipes are also compiled by ``hip``, for cells of variants with a ``compile_proof``.
+    The recipes of each variant with a ``compile_proof`` are also compiled, by ``hip`` for its first cell.
     """
     cells = [cell for cell in expand_all(matrix) if not cell.sources]
     jobs = [Job(suite, cell.id) for cell in cells for suite in required(cell)]
     jobs += [
-        Job("hip", cell.id) for cell in expand(matrix) if named(matrix.variants, cell.variant).compile_proof
+        Job("hip", next(cell.id for cell in expand(matrix) if cell.variant == variant.name))
+        for variant in matrix.variants
+        if variant.compile_proof
     ]
     alone = tuple(job for job in jobs if job.suite in ALONE)
     builds = tuple(_build(cell.id) for cell in cells)
