@@ -272,6 +272,18 @@ def test_harmless_lines_match_nothing(text: str) -> None:
     assert known_bad.last_error(text) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet\n",
+    ],
+)
+def test_what_no_row_explains_is_named_as_the_last_error(text: str) -> None:
+    """A defect of a program is not a setting that it refuses."""
+    assert known_bad.explain(ROWS, text) == []
+    assert known_bad.last_error(text) == known_bad.LastError(1, text.strip(), "")
+
+
 UNSUPPORTED = "ValueError: a is not supported with b\n"
 
 
