@@ -28,6 +28,8 @@ RETRIED = re.compile(
     r"try(?:(?<=\b[Ww]ill retry)\b|ing(?:(?<=\b[Rr]etrying)(?<!after retrying)\b|"
     r"(?<=\btrying) (?:(?:port )?\d|(?:again|another)\b)))"
 )
+# What huggingface_hub logs of each attempt; an error that it raises in the end has a line without it.
+ATTEMPT = re.compile("thrown while requesting")
 # A line that only passes on the error of another process.
 PASSED_ON = re.compile(
     r"RayTaskError|RayActorError|Actor(?:Died|Unavailable)Error|WorkerCrashedError|OwnerDiedError|"
@@ -165,8 +167,12 @@ def _most_specific(
 
 
 def _retried_lines(text: str) -> set[int]:
-    """Where the lines of `RETRIED` start."""
-    return {text.rfind("\n", 0, hit.start()) + 1 for hit in RETRIED.finditer(text)}
+    """Where the lines of `RETRIED` and `ATTEMPT` start."""
+    return {
+        text.rfind("\n", 0, hit.start()) + 1
+        for pattern in (RETRIED, ATTEMPT)
+        for hit in pattern.finditer(text)
+    }
 
 
 def _line_start(text: str, hit: re.Match[str]) -> int:

@@ -236,6 +236,8 @@ RETRIED = [
     "Retrying (Retry(total=2)) after connection broken by 'X: [Errno 111] Connection refused': /api\n",
     "Failed to bind to address 0.0.0.0:8265: Address already in use, trying port 8266\n",
     "torch.OutOfMemoryError: CUDA out of memory. Retrying with batch size 4\n",
+    "'(ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read timed out.\"), "
+    "'(Request ID: 1)')' thrown while requesting GET https://huggingface.co/x\nRetrying in 1s [Retry 1/5].\n",
 ]
 
 
