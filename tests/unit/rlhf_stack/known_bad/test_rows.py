@@ -84,7 +84,7 @@ def read_log(log: Path) -> tuple[list[str], str]:
     comments = list(itertools.takewhile(lambda line: line.startswith("# "), lines))
     assert comments, log
     also = [name for line in comments if line.startswith("# also: ") for name in line[8:].strip().split(", ")]
-    first = [] if log.stem == "healthy" else [log.stem.rpartition(".")[0]]
+    first = [] if log.stem.startswith("healthy") else [log.stem.rpartition(".")[0]]
     return first + also, "".join(lines[len(comments) :])
 
 
