@@ -20,7 +20,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)(?!: 0\b)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed",
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)(?!: 0\b)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed|"
+    r":\d+: non-zero status: [1-9]",
     re.MULTILINE,
 )
 # A line that says that what failed in it is tried again; it starts with a literal, as it is searched often.

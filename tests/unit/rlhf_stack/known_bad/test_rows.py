@@ -170,6 +170,7 @@ def test_the_last_error_of_an_unexplained_log_is_named() -> None:
         "Segmentation fault (core dumped)",
         "Killed",
         "python: a.cpp:1: int f(): Assertion `a == b' failed.",
+        "/nvshmem/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 ibv_modify_qp failed",
     ],
 )
 def test_what_is_an_error(line: str) -> None:
