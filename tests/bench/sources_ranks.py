@@ -14,11 +14,10 @@ import torch
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import encoding
-from rlhf_stack.sync.buckets import plan_buckets
+from rlhf_stack.sync.buckets import Share, plan_buckets
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import new_sender
-from rlhf_stack.sync.trainer import Share
 
 WORKERS, PORT = 2, 29600
 LIMIT = env_vars.sync_bucket()

@@ -11,12 +11,11 @@ from ranks import FORK, LIMIT, random_bytes
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import membership
-from rlhf_stack.sync.buckets import plan_buckets
+from rlhf_stack.sync.buckets import Share, plan_buckets
 from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import new_sender
-from rlhf_stack.sync.trainer import Share
 from trained import SECTIONS, assert_one_policy, assert_trained
 
 SOURCES, WORKERS = 3, 2

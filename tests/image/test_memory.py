@@ -18,8 +18,10 @@ MEASURED = Path(__file__).with_name("measured.py")
 SECONDS = 1500
 FEWER_THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 OWN_USER = 1000  # the image's
-pytestmark = pytest.mark.skipif(os.getuid() != OWN_USER, reason="measured once, as the image's own user")
-NO_GPU = pytest.mark.skipif(env_vars.accelerator() != "cpu", reason="this image needs a GPU for this")
+pytestmark = [
+    pytest.mark.skipif(os.getuid() != OWN_USER, reason="measured once, as the image's own user"),
+    pytest.mark.skipif(env_vars.accelerator() != "cpu", reason="this image needs a GPU for this"),
+]
 IS_CURRENT = importlib.metadata.version("openrlhf").startswith("0.11")
 # Relative tolerance of an estimate in both directions: small buffers and padding are not modelled.
 ACTIVATIONS, STATES, EXACT = 0.06, 0.12, 0.0
@@ -52,14 +54,12 @@ def test_activations_of_openrlhfs_actor():
     assert deviations(measured("activations"), ACTIVATIONS) == []
 
 
-@NO_GPU
 @pytest.mark.skipif(not IS_CURRENT, reason="DeepSpeed 0.15's own gather over gloo fails in this measurement")
 @pytest.mark.timeout(SECONDS)
 def test_states_of_deepspeed_on_two_ranks():
     assert deviations(measured("states"), STATES) == []
 
 
-@NO_GPU
 @pytest.mark.timeout(SECONDS)
 def test_blocks_of_an_engines_cache():
     assert deviations(measured("cache"), EXACT) == []

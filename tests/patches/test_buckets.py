@@ -55,7 +55,8 @@ class Trainer(ActorPPOTrainer):
         self._model_update_group = Group()
 
 
-replace(torch.cuda, **dict.fromkeys(("current_stream", "empty_cache", "synchronize"), lambda: None))
+DEVICE_CALLS = ("current_stream", "empty_cache", "ipc_collect", "synchronize")
+replace(torch.cuda, **dict.fromkeys(DEVICE_CALLS, lambda: None))
 replace(ray, get=lambda references, **_: [{"ranks": [], "work": Work(0, 1.0)} for _ in references])
 trainer = Trainer()
 send = getattr(trainer, "broadcast_to_vllm", None) or trainer._broadcast_to_vllm

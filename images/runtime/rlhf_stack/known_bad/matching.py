@@ -20,7 +20,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
-    r"^Killed$|SIG(?:KILL|SEGV|ABRT)(?!: 0\b)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed",
+    r"^Killed$|SIG(?:KILL|SEGV|ABRT)(?!: 0\b)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed|"
+    r":\d+: non-zero status: [1-9]",
     re.MULTILINE,
 )
 # A line that says that what failed in it is tried again; it starts with a literal, as it is searched often.
@@ -28,6 +29,8 @@ RETRIED = re.compile(
     r"try(?:(?<=\b[Ww]ill retry)\b|ing(?:(?<=\b[Rr]etrying)(?<!after retrying)\b|"
     r"(?<=\btrying) (?:(?:port )?\d|(?:again|another)\b)))"
 )
+# What huggingface_hub logs of each attempt; an error that it raises in the end has a line without it.
+ATTEMPT = re.compile("thrown while requesting")
 # A line that only passes on the error of another process.
 PASSED_ON = re.compile(
     r"RayTaskError|RayActorError|Actor(?:Died|Unavailable)Error|WorkerCrashedError|OwnerDiedError|"
@@ -165,8 +168,12 @@ def _most_specific(
 
 
 def _retried_lines(text: str) -> set[int]:
-    """Where the lines of `RETRIED` start."""
-    return {text.rfind("\n", 0, hit.start()) + 1 for hit in RETRIED.finditer(text)}
+    """Where the lines of `RETRIED` and `ATTEMPT` start."""
+    return {
+        text.rfind("\n", 0, hit.start()) + 1
+        for pattern in (RETRIED, ATTEMPT)
+        for hit in pattern.finditer(text)
+    }
 
 
 def _line_start(text: str, hit: re.Match[str]) -> int:

@@ -60,6 +60,22 @@ class Bucket:
             yield tuple(small)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a trainer rank sends: of ``count`` consecutive buckets the one at ``index``."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, count: int) -> "Share":
+        """Return the share if there are ``count`` buckets: fewer ranks may then send."""
+        return Share(self.index, max(1, min(self.count, count)))
+
+    def has(self, number: int) -> bool:
+        """Report whether bucket ``number`` belongs to it."""
+        return number % self.count == self.index
+
+
 def plan_buckets(parameters: Sequence[ParameterSpec], limit: int) -> list[Bucket]:
     """Return buckets of at most ``limit`` bytes (16 or more) in the order of ``parameters``.
 

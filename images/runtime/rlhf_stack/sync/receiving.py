@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.lazy import torch
-from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Span, plan_buckets
+from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Share, Span, plan_buckets
 from rlhf_stack.sync.changed import arriving, kept_memory
 from rlhf_stack.sync.encoding import CHANGED, FULL
 from rlhf_stack.sync.errors import SyncError
@@ -54,7 +54,7 @@ def receive(
         if reads is not None:
             reads.begin(specs)
         assembler = Assembler(specs, device, load_keeps, reads)
-        count = max(1, min(len(groups), len(buckets)))
+        count = Share(count=len(groups)).of(len(buckets)).count
         streams = [
             _arriving(group, encoding, buckets[index::count], assembler.take)
             for index, group in enumerate(groups[:count])

@@ -10,7 +10,7 @@ from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_results
-from rlhf_stack.sync.buckets import Bucket, linked_buckets, plan_buckets, total_bytes
+from rlhf_stack.sync.buckets import Bucket, Share, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
 from rlhf_stack.sync.encoding import CHANGED
 from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
@@ -19,7 +19,6 @@ from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.kept import Kept
 from rlhf_stack.sync.packing import Packer
 from rlhf_stack.sync.trainer import (
-    Share,
     engine_indices,
     gathered,
     is_sharded,

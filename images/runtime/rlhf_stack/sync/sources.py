@@ -13,10 +13,11 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
 from rlhf_stack.sync.backend import create_group
+from rlhf_stack.sync.buckets import Share
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.joining import WHAT, engine_calls
-from rlhf_stack.sync.trainer import Share, own_group, shares_gpus
+from rlhf_stack.sync.trainer import own_group, shares_gpus
 
 
 def are_possible(trainer: Any) -> bool:
@@ -34,7 +35,7 @@ def have_joined(trainer: Any) -> bool:
 
 
 def select(nodes: Sequence[str], number: int | None) -> list[int]:
-    """Return the trainer ranks that send, from rank 0 on, as many on each node as possible.
+    """Return the trainer ranks that send, from rank 0 on, on as many nodes as possible.
 
     ``nodes`` are the addresses of all ranks' nodes; None as ``number`` means one rank on each node.
     `SyncError` if there are fewer ranks than ``number``.

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.sync.backend import requested_backend
+from rlhf_stack.sync.buckets import Share
 
 ZERO_3 = 3
 FULL_SHAPE = "rlhf_stack_full_shape"  # an attribute of a parameter that DeepSpeed's tensor parallelism shards
@@ -43,22 +43,6 @@ def synced_names(trainer: Any) -> list[tuple[str, Any]]:
 def own_group(trainer: Any) -> Any:
     """Return the sync group of this trainer rank, None if it has none."""
     return getattr(trainer, "_model_update_group", None)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a trainer rank sends: of ``count`` consecutive buckets the one at ``index``."""
-
-    index: int = 0
-    count: int = 1
-
-    def of(self, count: int) -> "Share":
-        """Return the share if there are ``count`` buckets: fewer ranks may then send."""
-        return Share(self.index, max(1, min(self.count, count)))
-
-    def has(self, number: int) -> bool:
-        """Report whether bucket ``number`` belongs to it."""
-        return number % self.count == self.index
 
 
 def own_share(trainer: Any) -> Share:

@@ -84,7 +84,7 @@ def read_log(log: Path) -> tuple[list[str], str]:
     comments = list(itertools.takewhile(lambda line: line.startswith("# "), lines))
     assert comments, log
     also = [name for line in comments if line.startswith("# also: ") for name in line[8:].strip().split(", ")]
-    first = [] if log.stem == "healthy" else [log.stem.rpartition(".")[0]]
+    first = [] if log.stem.startswith("healthy") else [log.stem.rpartition(".")[0]]
     return first + also, "".join(lines[len(comments) :])
 
 
@@ -170,6 +170,7 @@ def test_the_last_error_of_an_unexplained_log_is_named() -> None:
         "Segmentation fault (core dumped)",
         "Killed",
         "python: a.cpp:1: int f(): Assertion `a == b' failed.",
+        "/nvshmem/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 ibv_modify_qp failed",
     ],
 )
 def test_what_is_an_error(line: str) -> None:
@@ -236,6 +237,8 @@ RETRIED = [
     "Retrying (Retry(total=2)) after connection broken by 'X: [Errno 111] Connection refused': /api\n",
     "Failed to bind to address 0.0.0.0:8265: Address already in use, trying port 8266\n",
     "torch.OutOfMemoryError: CUDA out of memory. Retrying with batch size 4\n",
+    "'(ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read timed out.\"), "
+    "'(Request ID: 1)')' thrown while requesting GET https://huggingface.co/x\nRetrying in 1s [Retry 1/5].\n",
 ]
 
 
@@ -270,6 +273,18 @@ def test_what_failed_in_the_end_is_no_note() -> None:
 def test_harmless_lines_match_nothing(text: str) -> None:
     assert known_bad.explain(ROWS, text) == []
     assert known_bad.last_error(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet\n",
+    ],
+)
+def test_what_no_row_explains_is_named_as_the_last_error(text: str) -> None:
+    """A defect of a program is not a setting that it refuses."""
+    assert known_bad.explain(ROWS, text) == []
+    assert known_bad.last_error(text) == known_bad.LastError(1, text.strip(), "")
 
 
 UNSUPPORTED = "ValueError: a is not supported with b\n"

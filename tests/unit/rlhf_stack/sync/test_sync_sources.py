@@ -10,8 +10,9 @@ import pytest
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError, actor_trainer, sources
+from rlhf_stack.sync.buckets import Share
 from rlhf_stack.sync.gloo import GlooGroup
-from rlhf_stack.sync.trainer import Share, own_share
+from rlhf_stack.sync.trainer import own_share
 
 NODES = ("10.0.0.1", "10.0.0.2", "10.0.0.2")
 ENGINES, TP = 2, 4

@@ -10,7 +10,14 @@ import pytest
 from scripts.images.context import IMAGES
 
 PYTHON = """#!/bin/sh
-echo compiled >>{folder}/log
+if [ "$5" = download ]; then
+    while [ "$1" != --dest ]; do shift; done
+    mkdir -p "$2" {folder}/deepspeed-1
+    tar -czf "$2/deepspeed-1.tar.gz" -C {folder} deepspeed-1
+    exit
+fi
+for last; do :; done
+echo "compiled $last" >>{folder}/log
 [ ! -e {folder}/broken ] || exit 1
 while [ "$1" != --wheel-dir ]; do shift; done
 echo "flags $A" >"$2/deepspeed-1-py3-none-any.whl"
@@ -23,7 +30,12 @@ class Builder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         script = (IMAGES / "tools" / "build-source").read_text(encoding="utf-8")
-        places = {"/opt/layer": "layer", "/var/cache/wheels": "kept", "/usr/bin/python3": "python"}
+        places = {
+            "/tmp/s": "s",
+            "/opt/layer": "layer",
+            "/var/cache/wheels": "kept",
+            "/usr/bin/python3": "python",
+        }
         for place, name in places.items():
             script = script.replace(place, str(folder / name))
         files = {
@@ -65,6 +77,15 @@ def test_the_second_build_copies_the_wheels_of_the_first(builder: Builder) -> No
     assert builder.compiled == 1
     [wheel] = (builder.folder / "second").iterdir()
     assert (wheel.name, wheel.read_text()) == ("deepspeed-1-py3-none-any.whl", "flags 1\n")
+
+
+def test_the_folder_of_a_build_has_the_same_name_every_time(builder: Builder) -> None:
+    """What compilers bring into a wheel names it."""
+    assert builder.run("first") == 0
+    builder.write("layer/sources/env", "A=2\n")
+    assert builder.run("second") == 0
+    folder = builder.folder / "sources" / "deepspeed-1"
+    assert (builder.folder / "log").read_text().splitlines() == [f"compiled {folder}"] * 2
 
 
 CHANGES: dict[str, Callable[[Builder], object]] = {
