@@ -1,4 +1,7 @@
-"""The part of `tests.bench.colocated` inside an image: trainer ranks and engines are Ray actors."""
+"""The part of `tests.bench.colocated` inside an image: trainer ranks and engines are Ray actors.
+
+In an image for GPUs each trainer rank shares its GPU with an engine; it was run with one GPU alone.
+"""
 
 import argparse
 import json
@@ -11,6 +14,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import same_gpu
@@ -18,6 +22,7 @@ from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import BucketSender
+from torch.multiprocessing.reductions import reduce_tensor
 
 HIDDEN, HEADS, LAYERS, INNER, WORDS, LORA = 896, 128, 24, 4864, 151936, 16
 ROWS = {"q": HIDDEN, "k": HEADS, "v": HEADS, "o": HIDDEN, "gate": INNER, "up": INNER, "down": INNER}
@@ -29,13 +34,14 @@ def half_billion() -> Weights:
     """Return weights of the shapes of Qwen2 0.5B, without its biases and norms."""
     shapes = {f"{layer}.{name}": (rows, HIDDEN) for layer in range(LAYERS) for name, rows in ROWS.items()}
     shapes = {"embed": (WORDS, HIDDEN)} | shapes
-    return [(name, torch.ones(shape, dtype=DTYPE)) for name, shape in shapes.items()]
+    device = devices.torch_device()
+    return [(name, torch.ones(shape, dtype=DTYPE, device=device)) for name, shape in shapes.items()]
 
 
 def lora() -> Weights:
     """Return adapters of rank 16 for the same matrices."""
     return [
-        (f"{name}.{side}", torch.ones((LORA, size), dtype=DTYPE))
+        (f"{name}.{side}", torch.ones((LORA, size), dtype=DTYPE, device=whole.device))
         for name, whole in half_billion()[1:]
         for side, size in zip("AB", whole.shape, strict=True)
     ]
@@ -68,8 +74,12 @@ class Engine:
 
     def update_weight(self, model: str, name: str, handles: dict[str, Any]) -> None:
         """Receive one parameter as upstream's engine does."""
-        storage = torch.UntypedStorage._new_shared_filename_cpu(*handles[self._gpu])
-        whole = self._held[model][name]
+        whole, handle = self._held[model][name], handles[self._gpu]
+        if devices.is_gpu():
+            whole.copy_(devices.open_handle(handle, torch.cuda.current_device()))
+            torch.cuda.synchronize()
+            return
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)
         whole.copy_(torch.empty(0, dtype=DTYPE).set_(storage, 0, whole.shape))
 
 
@@ -113,7 +123,7 @@ class Trainer:
         for name, tensor in self._weights[model]:
             copied = tensor.clone()
             handles: list[Any] = [None] * len(self._engines)
-            handle = copied.untyped_storage()._share_filename_cpu_()
+            handle: Any = _handle(copied)
             dist.all_gather_object(handles, {str(self._rank): handle})
             if self._rank == 0:
                 merged = {gpu: each for found in handles for gpu, each in found.items()}
@@ -126,6 +136,11 @@ class Trainer:
         return {"parameters": len(sizes), "bytes": sum(sizes)}
 
 
+def _handle(tensor: torch.Tensor) -> Any:
+    """Return what another process opens ``tensor`` with, without a copy."""
+    return reduce_tensor(tensor) if devices.is_gpu() else tensor.untyped_storage()._share_filename_cpu_()
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -134,8 +149,9 @@ def main() -> None:
     options = parser.parse_args()
     ray.init(num_cpus=2 * options.gpus, include_dashboard=False, log_to_driver=False)
     port, gpus = free_port("127.0.0.1"), range(options.gpus)
-    engines = [ray.remote(Engine).remote(gpu) for gpu in gpus]
-    trainers = [ray.remote(Trainer).remote(gpu, engines, port) for gpu in gpus]
+    half = {"num_gpus": 0.5 if devices.is_gpu() else 0}
+    engines = [ray.remote(Engine).options(**half).remote(gpu) for gpu in gpus]
+    trainers = [ray.remote(Trainer).options(**half).remote(gpu, engines, port) for gpu in gpus]
     addresses = ray.get([trainer.address.remote() for trainer in trainers])
     offers = {str(gpu): address for gpu, address in zip(gpus, addresses, strict=True)}
     joining = [engine.join.remote(offers) for engine in engines]

@@ -97,9 +97,10 @@ def climb(place: Place) -> Found:
 
     receive([group], [astuple(spec) for spec in specs], limit, device, load, torch.bfloat16)
     different = [name for name in host if not torch.equal(arrived[name].cpu(), host[name])]
-    start = time.monotonic()
-    on_device = {name: checksum(tensor) for name, tensor in arrived.items()}
-    seconds = time.monotonic() - start
+    for _ in range(2):  # the first one loads the kernels
+        start = time.monotonic()
+        on_device = {name: checksum(tensor) for name, tensor in arrived.items()}
+        seconds = time.monotonic() - start
     wrong = [name for name, tensor in host.items() if checksum(tensor) != on_device[name]]
     largest = arrived["embed"].view(torch.int16)
     largest[-1, -1] ^= 1

@@ -12,7 +12,14 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.lazy import torch
-from rlhf_stack.memory import Pass, Shape, forward_peak, saved_activations, training_peak
+from rlhf_stack.memory import (
+    LOGIT_ROWS,
+    Pass,
+    Shape,
+    forward_peak,
+    saved_activations,
+    training_peak,
+)
 
 SMALL = Shape(4, 256, 704, 4, 2, 64, 4096, qkv_bias=True)
 LARGE = Shape(8, 2048, 5632, 16, 4, 128, 65536, qkv_bias=True)
@@ -64,7 +71,7 @@ def activations(shape: Shape, length: int) -> Iterator[tuple[str, int, int]]:
 
 def _actor(shape: Shape, attention: str, checkpointing: bool, length: int) -> tuple[Callable[[], Any], bool]:
     """The forward pass of OpenRLHF's actor or, without it, the same operations; are logits 16 bits."""
-    model = model_of(shape, attention).to(devices.torch_device())
+    model = model_of(shape, attention)
     tokens = torch.randint(0, shape.vocabulary, (SEQUENCES, length), device=model.device)
     mask = torch.ones_like(tokens)
     answers = torch.ones(SEQUENCES, length - 1, device=model.device)
@@ -77,9 +84,14 @@ def _actor(shape: Shape, attention: str, checkpointing: bool, length: int) -> tu
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
         def alone() -> torch.Tensor:
-            logits = model(tokens, attention_mask=mask).logits.to(torch.float32)
-            chosen = logits.gather(-1, tokens.roll(-1, dims=1).unsqueeze(-1)).squeeze(-1)
-            return (chosen - torch.stack([row.logsumexp(-1) for row in logits]))[:, :-1]
+            output = model(tokens, attention_mask=mask)
+            output["logits"] = output["logits"].to(torch.float32)
+            flat = output["logits"].reshape(-1, shape.vocabulary)
+            chosen = flat.gather(-1, tokens.roll(-1, dims=1).reshape(-1, 1)).squeeze(-1)
+            normalizers = torch.zeros_like(chosen)
+            for start in range(0, len(flat), LOGIT_ROWS):
+                normalizers[start : start + LOGIT_ROWS] = flat[start : start + LOGIT_ROWS].logsumexp(-1)
+            return _kept(((chosen - normalizers).reshape(tokens.shape)[:, :-1], output))
 
         return alone, False
     actor = Actor(model)
@@ -121,12 +133,13 @@ def config_of(shape: Shape, attention: str = "sdpa") -> Any:
 
 
 def model_of(shape: Shape, attention: str = "sdpa") -> Any:
-    """The model in 16 bits, with random weights."""
+    """The model in 16 bits, with random weights, on this device."""
     config = config_of(shape, attention)
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM._from_config(config, torch_dtype=torch.bfloat16)
+    with devices.torch_device():
+        model = Qwen2ForCausalLM._from_config(config, torch_dtype=torch.bfloat16)
     model.config.use_cache = False
     return model.train()
 

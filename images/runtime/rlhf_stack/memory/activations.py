@@ -10,6 +10,7 @@ from rlhf_stack.memory.model_shape import Shape
 from rlhf_stack.memory.training import BYTES_16BIT, BYTES_32BIT
 
 EAGER = "eager"
+LOGIT_ROWS = 1024  # tokens whose log-probabilities OpenRLHF 0.11 computes at a time
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ def training_peak(shape: Shape, work: Pass) -> int:
     The peak is either at the gradient of the logits or in the recomputation of a layer.
     """
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    head = logits * (2 * BYTES_16BIT if work.half_precision_logits else 3 * BYTES_32BIT)
+    head = logits * 2 * (BYTES_16BIT if work.half_precision_logits else BYTES_32BIT) + _normalizer(
+        shape, work
+    )
     recomputed = _layer(shape, work) if work.checkpointing else 0
     gradient = work.tokens * BYTES_16BIT * (2 * shape.mlp_width + shape.hidden)
     return saved_activations(shape, work) + max(head, recomputed + gradient - _head(shape, work))
@@ -57,9 +60,19 @@ def training_peak(shape: Shape, work: Pass) -> int:
 def forward_peak(shape: Shape, work: Pass) -> int:
     """Peak bytes of a pass without gradients."""
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    head = logits * (3 * BYTES_16BIT if work.half_precision_logits else 2 * BYTES_32BIT)
+    if work.half_precision_logits:
+        head = logits * 3 * BYTES_16BIT
+    else:
+        head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _normalizer(shape, work))
     layer = work.tokens * BYTES_16BIT * (3 * shape.mlp_width + 5 * shape.hidden)
     return max(head, layer + _scores(shape, work))
+
+
+def _normalizer(shape: Shape, work: Pass) -> int:
+    """The exponentials of 32-bit logits, which exist for `LOGIT_ROWS` tokens at a time."""
+    if work.value_head or work.half_precision_logits:
+        return 0
+    return BYTES_32BIT * min(work.tokens, LOGIT_ROWS) * shape.vocabulary
 
 
 def _boundary(shape: Shape, work: Pass) -> int:
