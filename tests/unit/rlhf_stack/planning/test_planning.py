@@ -561,7 +561,7 @@ def test_all_share_gpus_where_there_are_too_few(asked: dict[str, Any], flags: tu
 def test_sharing_all_gpus_and_less_memory_are_advised_together() -> None:
     planned = run_of("0.11.2", sections(vllm__num_engines=8, vllm__tensor_parallel_size=1))
     shapes = dict.fromkeys([role.model for role in planned.roles], QWEN_7B)
-    machines = uniform_machines(1, 8, 80, 64, 4000)
+    machines = uniform_machines(1, 8, 70, 64, 4000)
     (advised,) = advise(assess(planned, machines, shapes), machines, shapes)
     assert advised.flags[0] == HYBRID[0]
     assert len(advised.flags) > len(HYBRID)
