@@ -9,11 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place, Step
 from rlhf_stack.certify.model import FAILED, NOT_CLIMBED, PASSED, Measurement, Record, worst
+from rlhf_stack.known_bad.first_error import first_error
+from rlhf_stack.known_bad.matching import COLOURS
 
 LOG_BYTES = 40_000
 NAMING_SECONDS = 30.0  # before the deadline of a rung, so that its own error names the GPU that is late
@@ -89,9 +91,17 @@ def in_process(step: Step, place: Place) -> Record:
         if result.exists():
             content = json.loads(result.read_text(encoding="utf-8"))
             measured = [Measurement(**one) for one in content.pop("measurements")]
-            return Record(**(content | {"measurements": measured, "seconds": seconds, "log": log}))
+            return explained(Record(**(content | {"measurements": measured, "seconds": seconds, "log": log})))
     why = f"not done after {step.seconds:.0f} s" if code is None else f"its process ended with code {code}"
-    return Record(step.name, FAILED, why, seconds, log=log)
+    return explained(Record(step.name, FAILED, why, seconds, log=log))
+
+
+def explained(record: Record) -> Record:
+    """A failed rung's record, its reason followed by the first error of its processes if that is another."""
+    first = first_error(record.log, complete=False) if record.state == FAILED else None
+    if first is None or first.text in record.reason:
+        return record
+    return replace(record, reason=f"{record.reason}; first error: {first.text}")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -124,7 +134,7 @@ def recorded(step: Step, climbed: Callable[[], Record]) -> Record:
         return Record(step.name, NOT_CLIMBED, str(error), time.monotonic() - start)
     except Exception as error:
         traceback.print_exc()
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = (COLOURS.sub("", str(error)).strip().splitlines() or [""])[0]
         reason = f"{type(error).__name__}: {first}"
         return Record(step.name, FAILED, reason, time.monotonic() - start)
 

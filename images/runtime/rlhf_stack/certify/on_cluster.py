@@ -14,7 +14,7 @@ from rlhf_stack.certify.ladder import NotClimbedError, Place
 from rlhf_stack.cluster.connect import connect, connected
 from rlhf_stack.cluster.host import endpoint, free_port
 from rlhf_stack.errors import UserError
-from rlhf_stack.lazy import ray
+from rlhf_stack.lazy import ray, torch
 from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
 
@@ -50,14 +50,17 @@ def cluster(address: str, fake_gpus: Sequence[int], default: Sequence[int]) -> I
 def _own(fake_gpus: Sequence[int]) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    nodes: list[dict[str, Any]] = [{}] if devices.is_gpu() else [{"num_gpus": gpus} for gpus in fake_gpus]
+    gpus = [torch.cuda.device_count()] if devices.is_gpu() else fake_gpus
     running = Cluster()
     try:
-        for index, options in enumerate(nodes):
+        for index, count in enumerate(gpus):
             place = {"node_ip_address": LOOPBACK.format(index + 1)} if index else {}
-            cpus = max(4, os.cpu_count() or 1, 2 * options.get("num_gpus", 0))
             running.add_node(
-                num_cpus=cpus, object_store_memory=OBJECT_STORE, include_dashboard=False, **options, **place
+                num_cpus=max(4, os.cpu_count() or 1, 2 * count),
+                num_gpus=count,
+                object_store_memory=OBJECT_STORE,
+                include_dashboard=False,
+                **place,
             )
         yield str(running.address)
     finally:
@@ -86,7 +89,7 @@ def free_endpoint(_: object) -> tuple[str, int]:
 @contextmanager
 def nodes_with_gpus(place: Place) -> Iterator[list[FreeNode]]:
     """Connect to the cluster for the duration of the context, and yield its nodes that have GPUs."""
-    with connected(place.address):
+    with connected(place.address, show_workers=True):  # for the record of the rung
         found = [node for node in free_nodes() if node.total_gpus >= 1]
         if not found:
             raise NotClimbedError("no node of the cluster has a GPU")

@@ -17,8 +17,10 @@ from rlhf_stack.lazy import ray
 ANSWER_SECONDS = 10.0
 
 
-def connect(address: str = "auto") -> None:
+def connect(address: str = "auto", show_workers: bool = False) -> None:
     """Connect as a driver to the cluster at ``address``, by default that of this machine.
+
+    ``show_workers``: print what the workers of this driver print.
 
     This process keeps its own handler of SIGTERM, which Ray replaces. Raises `UserError` if no cluster
     answers.
@@ -29,7 +31,7 @@ def connect(address: str = "auto") -> None:
         wait_for_port(with_port(address), ANSWER_SECONDS)
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # tips of Ray
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=show_workers, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
         raise UserError(f"no Ray cluster {where}: {summarize_ray_error(error)}") from None
@@ -45,10 +47,10 @@ def summarize_ray_error(error: Exception) -> str:
 
 
 @contextmanager
-def connected(address: str = "auto") -> Iterator[None]:
+def connected(address: str = "auto", show_workers: bool = False) -> Iterator[None]:
     """Connect to the cluster at ``address`` for the duration of the context; see `connect`."""
     handler = signal.getsignal(signal.SIGTERM)
-    connect(address)
+    connect(address, show_workers)
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ def forward_peak(shape: Shape, work: Pass) -> int:
         head = logits * 3 * BYTES_16BIT
     else:
         head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _normalizer(shape, work))
-    layer = work.tokens * BYTES_16BIT * (3 * shape.mlp_width + 5 * shape.hidden)
+    layer = work.tokens * BYTES_16BIT * (3 * shape.mlp_width + 4 * shape.hidden)
     return max(head, layer + _scores(shape, work))
 
 

@@ -201,6 +201,27 @@ def test_only_nodes_with_gpus_need_the_same_driver(head: dict[str, Any], problem
     assert facts.differences([of_head, node, node]).partition(":")[0] == problem
 
 
+def test_the_first_error_of_an_engine_is_the_reason() -> None:
+    """What Ray and vLLM raise in the rung's process does not say why the engine's own process ended."""
+    log = """(RolloutRayActor pid=7) (EngineCore pid=8) Traceback (most recent call last):
+(RolloutRayActor pid=7) (EngineCore pid=8)   File "/opt/vllm/v1/engine/core.py", line 9, in run
+(RolloutRayActor pid=7) (EngineCore pid=8) OSError: libcuda.so.1: cannot open shared object file
+RuntimeError: Engine core initialization failed. See root cause above."""
+    reason = "RuntimeError: Engine core initialization failed. See root cause above."
+    found = climb.explained(Record("sleep", FAILED, reason, 1.0, log=log))
+    assert found.reason == f"{reason}; first error: OSError: libcuda.so.1: cannot open shared object file"
+    assert climb.explained(found) == found
+    passed = Record("sleep", PASSED, "", 1.0, log=log)
+    assert climb.explained(passed) == passed
+
+
+def test_a_reason_has_no_colours() -> None:
+    def climbed() -> Record:
+        raise RuntimeError("\x1b[36mray::Engine()\x1b[39m died")
+
+    assert climb.recorded(LADDER[0], climbed).reason == "RuntimeError: ray::Engine() died"
+
+
 def test_a_rank_that_fails_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class RayError(Exception):
         cause = AssertionError()

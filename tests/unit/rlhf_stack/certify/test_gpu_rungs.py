@@ -165,13 +165,16 @@ def test_weights_are_sent_over_both_backends() -> None:
     assert weight_sync.backends() == ("nccl", "gloo")
 
 
-def test_a_cluster_of_its_own_has_the_gpus_that_ray_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_its_own_has_the_gpus_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's Cluster gives a node no GPU by default, whatever the machine has."""
+    gpus = SimpleNamespace(device_count=lambda: 3)
+    monkeypatch.setattr(on_cluster, "torch", SimpleNamespace(cuda=gpus))
     cluster = MagicMock()
     monkeypatch.setitem(sys.modules, "ray", MagicMock())
     monkeypatch.setitem(sys.modules, "ray.cluster_utils", MagicMock(Cluster=lambda: cluster))
     with on_cluster._own(()):
         cluster.add_node.assert_called_once()
-    assert "num_gpus" not in cluster.add_node.call_args.kwargs
+    assert cluster.add_node.call_args.kwargs["num_gpus"] == 3
 
 
 METHODS = "run", "prepare", "join"

@@ -263,6 +263,20 @@ def test_recomputing_saves_memory_and_more_tokens_need_more(shape: Shape, work: 
     assert forward_peak(shape, longer) >= forward_peak(shape, work)
 
 
+def test_log_probabilities_of_many_tokens_are_computed_in_parts() -> None:
+    """Peaks in units of the 32-bit logits, as a GPU and a CPU have them."""
+    shape = replace(shape_from_config(LLAMA), layers=1)
+
+    def peaks(tokens: int) -> tuple[float, float]:
+        work = Pass(sequences=1, length=tokens)
+        logits = 4 * tokens * shape.vocabulary
+        above = training_peak(shape, work) - saved_activations(shape, work)
+        return above / logits, forward_peak(shape, work) / logits
+
+    assert peaks(1024) == (3.0, 2.0)
+    assert peaks(4096) == (2.25, 1.5)
+
+
 @given(SHAPES, PASSES)
 def test_a_peak_is_at_least_what_is_saved(shape: Shape, work: Pass) -> None:
     assert training_peak(shape, work) >= saved_activations(shape, work)
