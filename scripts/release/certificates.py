@@ -36,6 +36,7 @@ from scripts.testing.records import COMMITTED
 FOLDER = ROOT / "images" / "certificates"
 SCHEMA_FILE = ROOT / "docs" / "certificate.schema.json"
 SIGNATURE = ".sig"
+NOTE = ".txt"  # of who added it: what a reader must know about the run
 MOST_BYTES = 16 << 20
 NAMESPACE = "rlhf-stack-certificate"  # of ssh-keygen -Y
 DIGITS = 12
@@ -64,9 +65,10 @@ def known_subjects(records: Path = COMMITTED) -> dict[str, str]:
     return {one.inputs: one.cell for one in measured} | {gpu_kit.digest(gpu_kit.files()): ""}
 
 
-def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER) -> Path:
+def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER, note: str = "") -> Path:
     """Check a certificate, its records and its signature, and copy the first and the last to ``folder``.
 
+    The catalogue shows the ``note`` next to it.
     ``known`` are cells by digests, as `known_subjects` returns them. `UserError` says what is wrong.
     """
     content = read_bytes(file)
@@ -92,6 +94,8 @@ def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER) -> Path:
     target.write_bytes(content)
     if signature.exists():
         shutil.copyfile(signature, target.with_name(target.name + SIGNATURE))
+    if note:
+        target.with_suffix(NOTE).write_text(note + "\n", encoding="utf-8")
     return target
 
 
@@ -204,6 +208,8 @@ def row(certificate: Certificate, folder: Path) -> tuple[str, ...]:
         by_state[rung.state].append(f"{rung.name}: {rung.reason}" if rung.reason else rung.name)
     file = folder / f"{certificate.begun[:10]}-{certificate.digest[:DIGITS]}.json"
     signature = file.with_name(file.name + SIGNATURE)
+    note = file.with_suffix(NOTE)
+    about = f": {note.read_text(encoding='utf-8').strip()}" if note.exists() else ""
     signed = signed_by(file.read_bytes(), signature) if signature.exists() else "not signed"
     cell = f"`{certificate.subject.cell}`" if certificate.subject.cell else "no image: torch alone"
     columns = (", ".join(by_state[PASSED]), *("; ".join(by_state[state]) for state in (FAILED, NOT_CLIMBED)))
@@ -212,7 +218,7 @@ def row(certificate: Certificate, folder: Path) -> tuple[str, ...]:
         cell,
         *(text or "none" for text in columns),
         signed,
-        f"[`{file.stem.rpartition('-')[2]}`](certificates/{file.name})",
+        f"[`{file.stem.rpartition('-')[2]}`](certificates/{file.name}){about}",
     )
 
 

@@ -104,9 +104,12 @@ def add_certificate(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="certificate.json, next to its folder of records.")
     ],
+    note: Annotated[
+        str, typer.Option(metavar="TEXT", help="What a reader of the catalogue must know about the run.")
+    ] = "",
 ) -> None:
     """Check a certificate, its records and, if FILE.sig is there, its signature; add it to the catalogue."""
-    print(certificates.add(file, certificates.known_subjects()))
+    print(certificates.add(file, certificates.known_subjects(), note=note))
     catalogue.write(offline=True)
 
 

@@ -175,10 +175,11 @@ def test_a_signature_is_checked_and_its_key_shown(tmp_path: Path) -> None:
 
 def test_a_kit_is_known_by_its_digest(tmp_path: Path) -> None:
     file = made(tmp_path / "made", Subject("", "", "", "2" * 64), (Machine(1, "NVIDIA H200"),))
-    certificates.add(file, KNOWN, tmp_path / "kept")
+    certificates.add(file, KNOWN, tmp_path / "kept", "run in a chroot")
     (row,) = certificates.rows(certificates.load(tmp_path / "kept"), tmp_path / "kept")
     assert row[0] == f"1 {certificates.TIMES} NVIDIA H200, 2026-11-24"
     assert row[1] == "no image: torch alone"
+    assert row[6].endswith(".json): run in a chroot")
     other = made(tmp_path / "other", Subject("", "", "", "3" * 64))
     with pytest.raises(UserError, match="a kit of inputs 333333333333 is unknown"):
         certificates.add(other, KNOWN, tmp_path / "kept")
