@@ -7,12 +7,14 @@ from typing import Annotated
 import msgspec
 import typer
 
+from scripts.docker.client import connect
 from scripts.errors import UserError
 from scripts.matrix.commands import Check, written
 from scripts.matrix.load import expand, find, load
 from scripts.matrix.model import targets
-from scripts.release import catalogue, certificates, fault_cases, gpu_kit, kernels
+from scripts.release import catalogue, certificates, fault_cases, gpu_kit, image_kit, kernels
 from scripts.release.publish import publish_cells
+from scripts.testing.in_image import local_image
 
 
 def register(app: typer.Typer) -> None:
@@ -127,7 +129,24 @@ def pack_gpu_kit(
         list[Path] | None,
         typer.Option("--wheel", metavar="FILE", help="Also contain this wheel; repeatable."),
     ] = None,
+    cell: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CELL",
+            help="Pack this cell's image instead, for root on a machine with CUDA 13.",
+        ),
+    ] = None,
+    architecture: Annotated[
+        int, typer.Option(metavar="NUMBER", min=50, max=999, help="With --cell: of the GPU, 90 for sm_90.")
+    ] = 90,
 ) -> None:
-    """Pack the rungs of certify that need only torch, for a machine with a GPU and without an image."""
-    pieces = gpu_kit.pack(out, piece * 10**6, wheels or ())
+    """Pack the rungs of certify that need only torch, for a machine with a GPU and without Docker."""
+    if cell:
+        if wheels:
+            raise UserError("--wheel: an image has all packages")
+        client = connect()
+        image = client.images.get(local_image(client, find(load(), cell)))
+        pieces = image_kit.pack(client, image, out, piece * 10**6, architecture)
+    else:
+        pieces = gpu_kit.pack(out, piece * 10**6, wheels or ())
     print(f"pieces of at most {piece} MB: {len(pieces)}, in {out}; there: bash {out.name}/run.sh FOLDER")

@@ -1,0 +1,205 @@
+"""A kit of a whole image, for root on a machine that has an NVIDIA GPU and neither Docker nor a network.
+
+An archive of the image's files in pieces, and ``run.sh``, which enters them with chroot and by default climbs
+all rungs of certify. So that it can be carried, it has device code for one architecture, no debug
+information, and none of what `OMITTED` names; NVIDIA's CUDA libraries are those of the machine's own torch.
+"""
+
+import io
+import shlex
+import subprocess
+import tarfile
+import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from docker import DockerClient
+from docker.models.images import Image
+
+from scripts.digests import sha256
+from scripts.docker.client import docker_command
+from scripts.errors import UserError
+from scripts.processes import captured
+from scripts.release.image_probe import ELF, ENTRY, FATBIN, HEADER, PTX, SHARED
+
+PACKAGES = "opt/venv/lib/python3.11/site-packages/"
+NVIDIA = f"{PACKAGES}nvidia/"
+MACHINES = ("cu13", "cudnn", "cusparselt", "nvshmem")  # below `NVIDIA`: libraries that the machine has
+OMITTED = (
+    *(f"{NVIDIA}{name}/lib/*" for name in MACHINES),
+    *(f"{NVIDIA}cu13/{name}/*" for name in ("bin", "nvvm")),
+    *(
+        PACKAGES + name
+        for name in (
+            *("tilelang/*", "tokenspeed_triton/*", "nvidia_cutlass_dsl*", "cudnn/*", "bitsandbytes/*.so"),
+            *("cv2/*", "opencv_python_headless.libs/*", "torchcodec*", "z3/*", "wandb/bin/*", "pip/*"),
+            *("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "ray/jars/*", "ray/rllib/*"),
+            *("triton/backends/amd/lib/*", "triton/backends/nvidia/lib/cupti/*", "triton/_C/libproton.so"),
+            *("torch/include/*", "torch/bin/[!t]*", "torch/test/*"),
+        )
+    ),
+    *("*/__pycache__/*", "usr/share/doc/*", "usr/share/locale/*", "usr/share/man/*"),
+    *("dev/*", "proc/*", "sys/*"),
+)
+COMPRESS = "xz -4 -T0 --block-size=24MiB"  # blocks are unpacked by all cores
+SMALLEST = 1_000_000  # bytes of a library whose device code is worth a search
+RUN = """\
+#!/usr/bin/env bash
+# run.sh OUT [COMMAND...]: enter the image whose pieces are in this folder, or in $PIECES, and run a command
+# in it as its user, by default certify; it finds the folder OUT as /out. It needs root, bash, tar, xz, a
+# driver, and a python3 with the nvidia-* packages of CUDA 13. Mounts remain below $KIT_ROOT.
+set -euo pipefail
+out=$(realpath -m "$1")
+shift
+here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+pieces=${PIECES:-$here}
+root=${KIT_ROOT:-/var/tmp/rlhf-stack-kit}
+packages="$root/@NVIDIA@"
+if [ ! -e "$root/ready" ]; then
+    (cd "$pieces" && sha256sum --check --quiet "$here/pieces.sha256")
+    mkdir -p "$root"/{dev,proc,sys,out,usr/local/nvidia}
+    cat "$pieces"/piece-* | xz -dc -T0 | tar -x -C "$root"
+    mount --rbind /dev "$root/dev"
+    mount -t proc proc "$root/proc"
+    mount --rbind /sys "$root/sys"
+    machine=${NVIDIA_PACKAGES:-$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])')}
+    for name in @MACHINES@; do
+        mkdir -p "$packages/$name/lib"
+        mount --bind "$machine/$name/lib" "$packages/$name/lib"
+    done
+    for name in bin nvvm; do
+        mkdir -p "$packages/cu13/$name"
+        mount --bind "${CUDA_HOME:-/usr/local/cuda}/$name" "$packages/cu13/$name"
+    done
+    ldconfig -p | awk '/libcuda\\.so|libnvidia-(ml|ptxjitcompiler|nvvm|gpucomp)\\.so/ {print $NF}' |
+        xargs -r -I {} cp -L {} "$root/usr/local/nvidia/"
+    echo /usr/local/nvidia > "$root/etc/ld.so.conf.d/nvidia.conf"
+    chroot "$root" /sbin/ldconfig
+    cp /etc/hosts "$root/etc/hosts"
+    echo "127.0.0.1 $(hostname)" >> "$root/etc/hosts"
+    chmod 1777 "$root/tmp"
+    touch "$root/ready"
+fi
+mkdir -p "$out"
+chown @USER@ "$out"
+mountpoint -q "$root/out" && umount "$root/out"
+mount --bind "$out" "$root/out"
+[ $# -gt 0 ] || set -- rlhf-stack certify --out /out/certificate
+exec chroot --userspec=@USER@:0 "$root" /usr/bin/env -i -C /home/rlhf @ENVIRONMENT@ @ENTRYPOINT@ "$@"
+"""
+
+
+def is_omitted(name: str) -> bool:
+    """Whether the kit lacks the file ``name`` of the image; static libraries are kept below gcc alone."""
+    if name.endswith(".a"):
+        return "usr/lib/gcc/" not in name and not name.endswith("_nonshared.a")
+    return any(fnmatchcase(name, pattern) for pattern in OMITTED)
+
+
+def keep_device_code(content: bytearray, architecture: int) -> int:
+    """Zero the code of other architectures in the fat binaries of a library; return how many bytes.
+
+    PTX of older ones stays, as a GPU can compile it. Entries keep their headers, by which CUDA selects one.
+    """
+    zeroed, start = 0, content.find(FATBIN)
+    while start >= 0:
+        at = start + len(FATBIN)
+        if start + HEADER.size <= len(content):
+            _, version, header, size = HEADER.unpack_from(content, start)
+            end = start + header + size
+            if version == 1 and header >= HEADER.size and end <= len(content):
+                zeroed += _keep_entries(content, start + header, end, architecture)
+                at = end
+        start = content.find(FATBIN, at)
+    return zeroed
+
+
+def _keep_entries(content: bytearray, start: int, end: int, architecture: int) -> int:
+    zeroed = 0
+    while start + ENTRY.size <= end:
+        kind, _, header, size, number = ENTRY.unpack_from(content, start)
+        if header < ENTRY.size or start + header + size > end:
+            break
+        if (kind == ELF and number != architecture) or (kind == PTX and number > architecture):
+            content[start + header : start + header + size] = bytes(size)
+            zeroed += size
+        start += header + size
+    return zeroed
+
+
+def thinned(content: bytes, architecture: int) -> bytes:
+    """A shared object with the device code of one ``architecture`` and without debug information."""
+    changed = bytearray(content)
+    keep_device_code(changed, architecture)
+    if b".debug_info\0" not in changed:
+        return bytes(changed)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "library.so")
+        file.write_bytes(changed)
+        done = captured(["strip", "--strip-debug", str(file)])
+        if done.returncode:
+            raise UserError(f"strip: {done.stderr.strip()}")
+        return file.read_bytes()
+
+
+def copy(source: tarfile.TarFile, target: tarfile.TarFile, architecture: int) -> None:
+    """Copy what is not omitted from the archive of an image's files, with libraries `thinned`."""
+    for entry in source:
+        if is_omitted(entry.name) or (entry.islnk() and is_omitted(entry.linkname)):
+            continue
+        content = source.extractfile(entry) if entry.isreg() else None
+        if content and entry.size >= SMALLEST and SHARED.search(entry.name):
+            data = thinned(content.read(), architecture)
+            entry.size = len(data)
+            content = io.BytesIO(data)
+        target.addfile(entry, content)
+
+
+def run_script(image: Image) -> str:
+    """The text of ``run.sh`` for an image, with its user, environment and entrypoint."""
+    config = image.attrs["Config"]
+    values = {
+        "NVIDIA": NVIDIA.rstrip("/"),
+        "MACHINES": " ".join(MACHINES),
+        "USER": config["User"],
+        "ENVIRONMENT": shlex.join(config["Env"]),
+        "ENTRYPOINT": shlex.quote(config["Entrypoint"][-1]),
+    }
+    text = RUN
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def pack(client: DockerClient, image: Image, folder: Path, piece: int, architecture: int) -> list[Path]:
+    """Write the kit of an image to ``folder``, which must be new, in pieces of at most ``piece`` bytes."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder} exists already") from None
+    container = client.containers.create(image)
+    try:
+        _export(str(container.id), folder, piece, architecture)
+    finally:
+        container.remove(force=True)
+    pieces = sorted(folder.glob("piece-*"))
+    lines = (f"{sha256(path.read_bytes())}  {path.name}\n" for path in pieces)
+    (folder / "pieces.sha256").write_text("".join(lines), encoding="utf-8")
+    (folder / "run.sh").write_text(run_script(image), encoding="utf-8")
+    return pieces
+
+
+def _export(container: str, folder: Path, piece: int, architecture: int) -> None:
+    compress = f"{COMPRESS} | split -b {piece} -d -a 3 - {shlex.quote(str(folder))}/piece-"
+    exporting = subprocess.Popen([*docker_command(), "export", container], stdout=subprocess.PIPE)
+    writing = subprocess.Popen(["bash", "-o", "pipefail", "-c", compress], stdin=subprocess.PIPE)
+    with (
+        cast(BinaryIO, exporting.stdout) as files,
+        cast(BinaryIO, writing.stdin) as packed,
+        tarfile.open(fileobj=files, mode="r|") as source,
+        tarfile.open(fileobj=packed, mode="w|") as target,
+    ):
+        copy(source, target, architecture)
+    if exporting.wait() or writing.wait():
+        raise UserError(f"{folder}: the kit could not be written")
