@@ -308,14 +308,19 @@ def test_an_exception_that_python_ignores_is_a_note_if_no_error_follows(prefix: 
     assert (found.line, found.severity) == (6, "error")
 
 
+def test_a_cause_that_python_ignores_is_an_error() -> None:
+    log = Path(__file__).with_name("logs") / "shm-removed-at-logout.1.log"
+    assert [one.severity for one in known_bad.explain(ROWS, read_log(log)[1])] == ["error"]
+
+
 @pytest.mark.parametrize(
-    "head", ["(raylet) [2026-03-03 13:07:48,113 E 52 52] main.cc:1032: ", '(A pid=1) {"levelname":"E","message":"']
+    "head", ["(raylet) [2026-03-03 13:07:48,113 E 52 52] main.cc:1032: ", '(A pid=1) {"levelname":"E",']
 )
 def test_metrics_that_ray_does_not_export_are_no_error(head: str) -> None:
     """ray-project/ray#59665, NovaSky-AI/SkyRL#1103."""
     line = head + (
         "Failed to establish connection to the metrics exporter agent. Metrics will not be exported. "
-        "Exporter agent status: RpcError: Running out of retries to initialize the metrics agent. rpc_code: 14\n"
+        "Exporter agent status: RpcError: Running out of retries to initialize the metrics agent.\n"
     )
     assert known_bad.explain(ROWS, line) == []
     assert known_bad.last_error(line) is None
