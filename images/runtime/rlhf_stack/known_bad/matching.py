@@ -31,6 +31,13 @@ RETRIED = re.compile(
 )
 # What huggingface_hub logs of each attempt; an error that it raises in the end has a line without it.
 ATTEMPT = re.compile("thrown while requesting")
+# What Ray logs on each node and in each worker if its metrics agent does not run.
+UNNEEDED = re.compile("Metrics will not be exported")
+# A traceback that Python prints and ignores, up to its exception: of a finalizer, often at the end of a run.
+FINALIZER = re.compile(
+    r"Exception ignored in[^\n]*\n(?P<prefix>(?:\(\w+ pid=[^()\n]{1,60}\) |\[rank ?\d+\]: ?)?)"
+    r"Traceback [^\n]*\n(?:(?P=prefix)[ \t][^\n]*\n){1,60}(?P=prefix)(?=\S)"
+)
 # A line that only passes on the error of another process.
 PASSED_ON = re.compile(
     r"RayTaskError|RayActorError|Actor(?:Died|Unavailable)Error|WorkerCrashedError|OwnerDiedError|"
@@ -81,11 +88,13 @@ def explain(
     those whose last match is nearest to the end. If no row matches the last error, a consequence before it is
     only a note: what it followed is not known. Rows that ``versions`` exclude, those that a more specific row
     replaces, and general rows whose line another row matches, are omitted. If the text is only the end of a
-    log, not ``complete``, lines count from its end. What was tried again is a note if no error follows.
+    log, not ``complete``, lines count from its end. What was tried again, or a consequence that Python or Ray
+    ignored, is a note if no error follows.
     """
     known = canonical_names(versions or {})
     text = COLOURS.sub("", text)
     retried = _retried_lines(text)
+    ignored = {_line_start(text, hit) for hit in FINALIZER.finditer(text)}
     likely = [row for row in rows if not _excluded(row, known)]
     hits = [(row, hit) for row in likely if (hit := _last_symptom(row, text, retried))]
     hits = list(_most_specific(hits, text))
@@ -95,6 +104,7 @@ def explain(
     seen = []
     for row, hit in hits:
         overcome = (start := _line_start(text, hit)) in retried and (last is None or last.start() < start)
+        overcome = overcome and (row.consequence or start not in ignored)
         severity = NOTE if overcome or (row.consequence and hit.end() < end) else row.severity
         confirmed = any(name in known for name in row.packages)
         seen.append(((-SEVERITIES.index(severity), row.consequence, not confirmed, -hit.start()), row, hit))
@@ -127,7 +137,7 @@ def last_error(text: str, complete: bool = True) -> LastError | None:
 def _last_error(text: str) -> re.Match[str] | None:
     """`ERROR_LINE` in its last line that does not only pass an error on, or else in its last line at all.
 
-    Lines about what is tried again are omitted.
+    Lines about what is tried again or ignored are omitted.
     """
     passed_on, end, retried = None, len(text), _retried_lines(text)
     while end >= 0:
@@ -168,10 +178,10 @@ def _most_specific(
 
 
 def _retried_lines(text: str) -> set[int]:
-    """Where the lines of `RETRIED` and `ATTEMPT` start."""
+    """Where the lines of `RETRIED`, `ATTEMPT` and `UNNEEDED` and the exceptions of `FINALIZER` start."""
     return {
-        text.rfind("\n", 0, hit.start()) + 1
-        for pattern in (RETRIED, ATTEMPT)
+        _line_start(text, hit)
+        for pattern in (RETRIED, ATTEMPT, UNNEEDED, FINALIZER)
         for hit in pattern.finditer(text)
     }
 

@@ -287,6 +287,45 @@ def test_what_no_row_explains_is_named_as_the_last_error(text: str) -> None:
     assert known_bad.last_error(text) == known_bad.LastError(1, text.strip(), "")
 
 
+FINALIZER = (
+    "{0}Exception ignored in: <function AsyncLLM.__del__ at 0x7f3d2c1b5ee0>\n"
+    "{0}Traceback (most recent call last):\n"
+    '{0}  File "/venv/vllm/v1/engine/async_llm.py", line 250, in __del__\n'
+    "{0}    self.shutdown()\n"
+    "{0}TypeError: 'NoneType' object is not callable\n"
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "(LLMRayActor pid=7, ip=10.0.0.3) ", "[rank0]: "])
+def test_an_exception_that_python_ignores_is_a_note_if_no_error_follows(prefix: str) -> None:
+    """HiThink-Research/GAGE#138: it is printed after the run was written."""
+    text = FINALIZER.format(prefix)
+    (found,) = known_bad.explain(ROWS, text)
+    assert (found.line, found.severity) == (5, "note")
+    assert known_bad.last_error(text) is None
+    assert known_bad.explain(ROWS, text + NO_ROOM)[0].id == "vllm-no-cache-memory"
+    found = known_bad.explain(ROWS, text + "TypeError: 'NoneType' object is not callable\n")[0]
+    assert (found.line, found.severity) == (6, "error")
+
+
+def test_a_cause_that_python_ignores_is_an_error() -> None:
+    log = Path(__file__).with_name("logs") / "shm-removed-at-logout.1.log"
+    assert [one.severity for one in known_bad.explain(ROWS, read_log(log)[1])] == ["error"]
+
+
+@pytest.mark.parametrize(
+    "head", ["(raylet) [2026-03-03 13:07:48,113 E 52 52] main.cc:1032: ", '(A pid=1) {"levelname":"E",']
+)
+def test_metrics_that_ray_does_not_export_are_no_error(head: str) -> None:
+    """ray-project/ray#59665, NovaSky-AI/SkyRL#1103."""
+    line = head + (
+        "Failed to establish connection to the metrics exporter agent. Metrics will not be exported. "
+        "Exporter agent status: RpcError: Running out of retries to initialize the metrics agent.\n"
+    )
+    assert known_bad.explain(ROWS, line) == []
+    assert known_bad.last_error(line) is None
+
+
 UNSUPPORTED = "ValueError: a is not supported with b\n"
 
 
