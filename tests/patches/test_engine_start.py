@@ -39,6 +39,33 @@ finally:
 """
 )
 
+# An engine that shares the trainer's GPU, does not sleep, and takes long to start.
+SHARED = """
+import time
+
+import ray
+from openrlhf.trainer.ray import vllm_engine
+
+own_ray(num_cpus=2, num_gpus=1)
+
+
+@stub("an engine, which starts after some seconds")
+@ray.remote
+class Slow:
+    def __init__(self, **_):
+        time.sleep(8)
+
+
+replace(vllm_engine, RolloutRayActor=Slow)
+group = ray.util.placement_group([{"GPU": 1, "CPU": 1}])
+ray.get(group.ready())
+made = vllm_engine.create_vllm_engines(1, 1, "m", 0, False, False, True, 64, group, 0.5)
+ready, _ = ray.wait([made[0].__ray_ready__.remote()], timeout=2)
+ray.shutdown()
+assert ready, "the trainer takes memory while an engine on its GPU measures what is free"
+print("an engine on the trainer's GPU is up before the trainer is created")
+"""
+
 # An engine that never starts, while the trained models wait for it in the rendezvous of the weight sync.
 FLAT = (
     """
@@ -113,6 +140,12 @@ print("a worker reports its startup for its engine")
 @pytest.mark.timeout(400)
 def test_an_engine_that_dies_ends_the_trainer_with_its_reason(proves):
     proves(SECTIONS, "does not detect that an engine is dead")
+
+
+@pytest.mark.patch("openrlhf/0.11.2/0033-report-engine-startup")
+@pytest.mark.timeout(400)
+def test_an_engine_on_the_trainers_gpu_is_up_before_the_trainer_takes_memory(proves):
+    proves(SHARED, "takes memory while an engine on its GPU measures what is free")
 
 
 @pytest.mark.patch("openrlhf/0.5.1/0032-report-engine-startup")

@@ -167,8 +167,11 @@ def _engine_settings(run: Run) -> Iterator[Setting]:
         yield Setting(flag(run, "sync", "nccl"), "weights are sent from GPU to GPU")
     elif env_vars.accelerator() is not None:
         yield Setting(flag(run, "sync", "gloo"), "works on every network with this accelerator")
-    if not run.engine_sleeps and env_vars.accelerator() == "cuda":
-        yield Setting(ALLOCATOR, "less memory fragmentation; incompatible with sleep mode")
+    # vLLM's custom all-reduce exports buffers of CUDA graphs with cudaIpcGetMemHandle, which refuses segments
+    if not run.engine_sleeps and engines.size == 1 and env_vars.accelerator() == "cuda":
+        yield Setting(
+            ALLOCATOR, "less memory fragmentation; incompatible with sleep mode and engines of several GPUs"
+        )
 
 
 def _attention_settings(before: Run, run: Run) -> Iterator[Setting]:

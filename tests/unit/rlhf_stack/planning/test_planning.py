@@ -376,7 +376,8 @@ def test_engines_and_trainer_on_shared_gpus_sleep_alternately() -> None:
 @pytest.mark.parametrize(
     ("accelerator", "engines", "expected"),
     [
-        ("cuda", Engines(2, 2), {"--vllm.sync_backend nccl", ALLOCATOR}),
+        ("cuda", Engines(4, 1), {"--vllm.sync_backend nccl", ALLOCATOR}),
+        ("cuda", Engines(2, 2), {"--vllm.sync_backend nccl"}),
         ("rocm", Engines(2, 2), {"--vllm.sync_backend gloo"}),
         ("cuda", Engines(2, 4, "actor"), set()),
     ],
