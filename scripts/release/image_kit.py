@@ -1,15 +1,14 @@
 """A kit of a whole image, for root on a machine that has an NVIDIA GPU and neither Docker nor a network.
 
 An archive of the image's files in pieces, and ``run.sh``, which enters them with chroot and by default climbs
-all rungs of certify. So that it can be carried, it has device code for one architecture, no debug
-information, and none of what `OMITTED` names; NVIDIA's CUDA libraries are those of the machine's own torch.
+all rungs of certify. So that it can be carried, it has device code for one architecture, and none of what
+`OMITTED` names; NVIDIA's CUDA libraries are those of the machine's own torch.
 """
 
 import io
 import shlex
 import subprocess
 import tarfile
-import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -20,7 +19,6 @@ from docker.models.images import Image
 from scripts.digests import sha256
 from scripts.docker.client import docker_command
 from scripts.errors import UserError
-from scripts.processes import captured
 from scripts.release.image_probe import ELF, ENTRY, FATBIN, HEADER, PTX, SHARED
 
 PACKAGES = "opt/venv/lib/python3.11/site-packages/"
@@ -128,30 +126,15 @@ def _keep_entries(content: bytearray, start: int, end: int, architecture: int) -
     return zeroed
 
 
-def thinned(content: bytes, architecture: int) -> bytes:
-    """A shared object with the device code of one ``architecture`` and without debug information."""
-    changed = bytearray(content)
-    keep_device_code(changed, architecture)
-    if b".debug_info\0" not in changed:
-        return bytes(changed)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "library.so")
-        file.write_bytes(changed)
-        done = captured(["strip", "--strip-debug", str(file)])
-        if done.returncode:
-            raise UserError(f"strip: {done.stderr.strip()}")
-        return file.read_bytes()
-
-
 def copy(source: tarfile.TarFile, target: tarfile.TarFile, architecture: int) -> None:
-    """Copy what is not omitted from the archive of an image's files, with libraries `thinned`."""
+    """Copy what is not omitted from the archive of an image's files."""
     for entry in source:
         if is_omitted(entry.name) or (entry.islnk() and is_omitted(entry.linkname)):
             continue
         content = source.extractfile(entry) if entry.isreg() else None
         if content and entry.size >= SMALLEST and SHARED.search(entry.name):
-            data = thinned(content.read(), architecture)
-            entry.size = len(data)
+            data = bytearray(content.read())
+            keep_device_code(data, architecture)
             content = io.BytesIO(data)
         target.addfile(entry, content)
 

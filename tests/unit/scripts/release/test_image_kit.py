@@ -1,13 +1,10 @@
 """The kit of an image has the files that a GPU of one architecture needs, and a script that enters them."""
 
 import io
-import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from scripts.release import image_kit
 from scripts.release.image_probe import ELF, ENTRY, FATBIN, HEADER, PTX, architectures
@@ -41,14 +38,6 @@ def test_a_size_beyond_the_library_is_not_followed() -> None:
     header = HEADER.pack(int.from_bytes(FATBIN, "little"), 1, HEADER.size, 1 << 40)
     content = bytearray(header + bytes(ENTRY.size))
     assert image_kit.keep_device_code(content, 90) == 0
-
-
-@pytest.mark.skipif(not shutil.which("gcc"), reason="no compiler")
-def test_debug_information_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "a.c").write_text("int answer(void) { return 42; }")
-    library = tmp_path / "a.so"
-    subprocess.run(["gcc", "-g", "-shared", "-fPIC", "-o", library, tmp_path / "a.c"], check=True)
-    assert len(image_kit.thinned(library.read_bytes(), 90)) < library.stat().st_size
 
 
 def test_files_of_the_image_are_copied_and_links_to_omitted_ones_are_not() -> None:
