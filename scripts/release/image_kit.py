@@ -25,20 +25,20 @@ PACKAGES = "opt/venv/lib/python3.11/site-packages/"
 NVIDIA = f"{PACKAGES}nvidia/"
 MACHINES = ("cu13", "cudnn", "cusparselt", "nvshmem")  # below `NVIDIA`: libraries that the machine has
 OMITTED = (
-    *(f"{NVIDIA}{name}/lib/*" for name in MACHINES),
-    *(f"{NVIDIA}cu13/{name}/*" for name in ("bin", "nvvm")),
+    *(f"{NVIDIA}{name}/lib" for name in MACHINES),
+    *(f"{NVIDIA}cu13/{name}" for name in ("bin", "nvvm")),
     *(
         PACKAGES + name
         for name in (
-            *("tilelang/*", "tokenspeed_triton/*", "nvidia_cutlass_dsl*", "cudnn/*", "bitsandbytes/*.so"),
-            *("cv2/*", "opencv_python_headless.libs/*", "torchcodec*", "z3/*", "wandb/bin/*", "pip/*"),
-            *("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "ray/jars/*", "ray/rllib/*"),
-            *("triton/backends/amd/lib/*", "triton/backends/nvidia/lib/cupti/*", "triton/_C/libproton.so"),
-            *("torch/include/*", "torch/bin/[!t]*", "torch/test/*"),
+            *("tilelang", "tokenspeed_triton", "nvidia_cutlass_dsl*", "cudnn", "bitsandbytes/*.so"),
+            *("cv2", "opencv_python_headless.libs", "torchcodec*", "z3", "wandb/bin", "pip"),
+            *("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "ray/jars", "ray/rllib"),
+            *("triton/backends/amd/lib", "triton/backends/nvidia/lib/cupti", "triton/_C/libproton.so"),
+            *("torch/include", "torch/bin/[!t]*", "torch/test"),
         )
     ),
-    *("*/__pycache__/*", "usr/share/doc/*", "usr/share/locale/*", "usr/share/man/*"),
-    *("dev/*", "proc/*", "sys/*"),
+    *("*/__pycache__", "usr/share/doc", "usr/share/locale", "usr/share/man"),
+    *("dev", "proc", "sys"),
 )
 COMPRESS = "xz -4 -T0 --block-size=24MiB"  # blocks are unpacked by all cores
 SMALLEST = 1_000_000  # bytes of a library whose device code is worth a search
@@ -89,10 +89,10 @@ exec chroot --userspec=@USER@:0 "$root" /usr/bin/env -i -C /home/rlhf @ENVIRONME
 
 
 def is_omitted(name: str) -> bool:
-    """Whether the kit lacks the file ``name`` of the image; static libraries are kept below gcc alone."""
+    """Whether the kit lacks the file or folder ``name``; static libraries are kept below gcc alone."""
     if name.endswith(".a"):
         return "usr/lib/gcc/" not in name and not name.endswith("_nonshared.a")
-    return any(fnmatchcase(name, pattern) for pattern in OMITTED)
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*") for pattern in OMITTED)
 
 
 def keep_device_code(content: bytearray, architecture: int) -> int:

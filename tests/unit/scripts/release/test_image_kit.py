@@ -55,6 +55,9 @@ def test_files_of_the_image_are_copied_and_links_to_omitted_ones_are_not() -> No
     }
     source, target = io.BytesIO(), io.BytesIO()
     with tarfile.open(fileobj=source, mode="w") as tar:
+        folder = tarfile.TarInfo(f"{packages}cv2")  # left empty, it could be imported
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
         for name in names:
             entry = tarfile.TarInfo(name)
             entry.size = len(PAYLOAD)
