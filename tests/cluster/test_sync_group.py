@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -260,6 +261,14 @@ def test_an_unreachable_trainer_is_named_within_the_deadline(monkeypatch):
         sync.create_group("127.0.0.1", port, 1, WORLD, torch.device("cpu"), "gloo")
 
 
+def freeze(process):
+    """Stop a process, and wait until no thread of it runs: until then its store still answers."""
+    os.kill(process, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{process}/task").glob("*/stat"))
+    while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads):
+        time.sleep(0.01)
+
+
 @pytest.mark.timeout(120)
 def test_a_frozen_trainer_is_named_within_the_deadline(monkeypatch):
     """Its store accepts connections and answers nothing, which no timeout of the store ends."""
@@ -277,7 +286,7 @@ def test_a_frozen_trainer_is_named_within_the_deadline(monkeypatch):
         if rank == 0:
             return [], 0
         time.sleep(1)  # rank 0 returns
-        os.kill(int(trainer), signal.SIGSTOP)
+        freeze(int(trainer))
         errors, begun = [], time.monotonic()
         for action in (
             begin_sync,
