@@ -85,16 +85,26 @@ def pack(folder: Path, piece: int, wheels: Sequence[Path] = ()) -> list[Path]:
     name = json.dumps({"digest": digest(own)}).encode()
     needed = files(Path(packaging.__file__).parent)
     packed = archive(wheel_files(wheels) | needed | own | {DIGEST_FILE: name})
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder} exists already") from None
+    make(folder)
     parts = [packed[start : start + piece] for start in range(0, len(packed), piece)]
     digits = len(str(len(parts)))
     pieces = [folder / f"piece-{number:0{digits}}" for number in range(len(parts))]
     for path, data in zip(pieces, parts, strict=True):
         path.write_bytes(data)
-    lines = (f"{sha256(data)}  {path.name}\n" for path, data in zip(pieces, parts, strict=True))
-    (folder / "pieces.sha256").write_text("".join(lines), encoding="utf-8")
-    (folder / "run.sh").write_text(RUN, encoding="utf-8")
+    complete(folder, pieces, RUN)
     return pieces
+
+
+def make(folder: Path) -> None:
+    """Make the ``folder`` of a kit, which must be new."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder} exists already") from None
+
+
+def complete(folder: Path, pieces: Sequence[Path], script: str) -> None:
+    """Write the digests of the pieces of a kit, and ``script`` as its ``run.sh``."""
+    lines = (f"{sha256(path.read_bytes())}  {path.name}\n" for path in pieces)
+    (folder / "pieces.sha256").write_text("".join(lines), encoding="utf-8")
+    (folder / "run.sh").write_text(script, encoding="utf-8")

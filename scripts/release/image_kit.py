@@ -16,10 +16,10 @@ from typing import BinaryIO, cast
 from docker import DockerClient
 from docker.models.images import Image
 
-from scripts.digests import sha256
 from scripts.docker.client import docker_command
 from scripts.errors import UserError
-from scripts.release.image_probe import ELF, ENTRY, FATBIN, HEADER, PTX, SHARED
+from scripts.release import gpu_kit
+from scripts.release.image_probe import ELF, FATBIN, HEADER, SHARED, entries
 
 PACKAGES = "opt/venv/lib/python3.11/site-packages/"
 NVIDIA = f"{PACKAGES}nvidia/"
@@ -107,22 +107,13 @@ def keep_device_code(content: bytearray, architecture: int) -> int:
             _, version, header, size = HEADER.unpack_from(content, start)
             end = start + header + size
             if version == 1 and header >= HEADER.size and end <= len(content):
-                zeroed += _keep_entries(content, start + header, end, architecture)
+                for kind, number, code, length in entries(content, start + header, end):
+                    other = number != architecture if kind == ELF else number > architecture
+                    if other and code + length <= end:
+                        content[code : code + length] = bytes(length)
+                        zeroed += length
                 at = end
         start = content.find(FATBIN, at)
-    return zeroed
-
-
-def _keep_entries(content: bytearray, start: int, end: int, architecture: int) -> int:
-    zeroed = 0
-    while start + ENTRY.size <= end:
-        kind, _, header, size, number = ENTRY.unpack_from(content, start)
-        if header < ENTRY.size or start + header + size > end:
-            break
-        if (kind == ELF and number != architecture) or (kind == PTX and number > architecture):
-            content[start + header : start + header + size] = bytes(size)
-            zeroed += size
-        start += header + size
     return zeroed
 
 
@@ -157,19 +148,14 @@ def run_script(image: Image) -> str:
 
 def pack(client: DockerClient, image: Image, folder: Path, piece: int, architecture: int) -> list[Path]:
     """Write the kit of an image to ``folder``, which must be new, in pieces of at most ``piece`` bytes."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder} exists already") from None
+    gpu_kit.make(folder)
     container = client.containers.create(image)
     try:
         _export(str(container.id), folder, piece, architecture)
     finally:
         container.remove(force=True)
     pieces = sorted(folder.glob("piece-*"))
-    lines = (f"{sha256(path.read_bytes())}  {path.name}\n" for path in pieces)
-    (folder / "pieces.sha256").write_text("".join(lines), encoding="utf-8")
-    (folder / "run.sh").write_text(run_script(image), encoding="utf-8")
+    gpu_kit.complete(folder, pieces, run_script(image))
     return pieces
 
 

@@ -39,6 +39,8 @@ MACHINES = {0x30: "gfx908", 0x3F: "gfx90a", 0x4C: "gfx942", 0x4F: "gfx950"}
 FLAGS_AT = 48
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     Content: TypeAlias = bytes | mmap.mmap
 
 
@@ -57,7 +59,9 @@ def architectures(content: "Content") -> set[str]:
     while start >= 0:
         if start + HEADER.size <= len(content):
             _, _, header, size = HEADER.unpack_from(content, start)
-            found |= _entries(content, start + header, min(start + header + size, len(content)))
+            end = min(start + header + size, len(content))
+            for kind, number, _, _ in entries(content, start + header, end):
+                found.add(f"{'sm' if kind == ELF else 'compute'}_{number}")
         start = content.find(FATBIN, start + len(FATBIN))
     start = content.find(BUNDLE)
     while start >= 0:
@@ -71,15 +75,14 @@ def architectures(content: "Content") -> set[str]:
     return found
 
 
-def _entries(content: "Content", start: int, end: int) -> set[str]:
-    found = set()
+def entries(content: "Content | bytearray", start: int, end: int) -> "Iterator[tuple[int, int, int, int]]":
+    """Yield kind, architecture, offset and size of the code of each entry of a fat binary."""
     while start + ENTRY.size <= end:
         kind, _, header, size, number = ENTRY.unpack_from(content, start)
         if kind not in (PTX, ELF) or header < ENTRY.size:
             break
-        found.add(f"{'sm' if kind == ELF else 'compute'}_{number}")
+        yield kind, number, start + header, size
         start += header + size
-    return found
 
 
 def _targets(content: "Content", start: int) -> set[str]:
