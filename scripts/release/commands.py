@@ -144,8 +144,11 @@ def pack_gpu_kit(
     if cell:
         if wheels:
             raise UserError("--wheel: an image has all packages")
+        chosen = find(load(), cell)
+        if not chosen.accelerator.name.startswith("cuda13"):
+            raise UserError(f"--cell {cell}: a kit takes the libraries of CUDA 13 from the other machine")
         client = connect()
-        image = client.images.get(local_image(client, find(load(), cell)))
+        image = client.images.get(local_image(client, chosen))
         pieces = image_kit.pack(client, image, out, piece * 10**6, architecture)
     else:
         pieces = gpu_kit.pack(out, piece * 10**6, wheels or ())
