@@ -66,14 +66,15 @@ def own_ray(**resources):
 
 
 def patiently(start):
-    """Return what ``start`` starts, at its second try if Ray's own limit of 30 s was too short."""
-    try:
-        return start()
-    except Exception as error:  # Ray's has no class of its own
-        if "timed out during startup" not in str(error):
-            raise
-        importlib.import_module("ray").shutdown()
-        return start()
+    """Return what ``start`` starts, with up to four tries: a busy machine exceeds Ray's limit of 30 s."""
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:  # Ray's has no class of its own
+            if "timed out during startup" not in str(error):
+                raise
+            importlib.import_module("ray").shutdown()
+    return start()
 
 
 def recorded(event):
