@@ -1,4 +1,4 @@
-"""Certificates of `rlhf-stack certify` on somebody's GPUs: checked, kept in ``images/certificates/``, shown.
+"""Certificates of `rlhf-stack certify` on users' GPUs: checked, kept in ``images/certificates/``, shown.
 
 A certificate is believed about an image only if a measurement of an image with these inputs is committed. Its
 raw records, with host names and logs, stay with who made it.
@@ -6,6 +6,7 @@ raw records, with host names and logs, stay with who made it.
 
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -25,6 +26,7 @@ from rlhf_stack.certify.model import (
     digest_of,
     result,
 )
+from rlhf_stack.known_bad.matching import COLOURS
 
 from scripts.digests import sha256
 from scripts.errors import UserError
@@ -40,6 +42,7 @@ NOTE = ".txt"  # of who added it: what a reader must know about the run
 MOST_BYTES = 16 << 20
 NAMESPACE = "rlhf-stack-certificate"  # of ssh-keygen -Y
 DIGITS = 12
+REASON = 160  # characters of a reason in the table
 TIMES = "\N{MULTIPLICATION SIGN}"
 COLUMNS = ("run on", "cell", "passed", "failed", "not climbed", "signed by", "certificate")
 
@@ -202,10 +205,11 @@ def rows(found: Sequence[Certificate], folder: Path = FOLDER) -> list[tuple[str,
 
 
 def row(certificate: Certificate, folder: Path) -> tuple[str, ...]:
-    """One row: names of rungs that passed, and why the others did not."""
+    """One row: names of rungs that passed, and why the others did not; long reasons are cut."""
     by_state: dict[str, list[str]] = {PASSED: [], FAILED: [], NOT_CLIMBED: []}
     for rung in certificate.rungs:
-        by_state[rung.state].append(f"{rung.name}: {rung.reason}" if rung.reason else rung.name)
+        reason = textwrap.shorten(COLOURS.sub("", rung.reason), REASON, placeholder=" …")
+        by_state[rung.state].append(f"{rung.name}: {reason}" if reason else rung.name)
     file = folder / f"{certificate.begun[:10]}-{certificate.digest[:DIGITS]}.json"
     signature = file.with_name(file.name + SIGNATURE)
     note = file.with_suffix(NOTE)

@@ -29,7 +29,7 @@ FAULT_COLUMNS = (
     "during",
     "attempts",
     "the run",
-    "goes on by itself after",
+    "continues by itself after",
     "steps lost",
     "prompts generated again",
     "equal to the undisturbed run",
@@ -144,7 +144,7 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
 
 
 def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, Any]:
-    """Return the rows of a cell's table of faults, with the counts above it.
+    """Return the rows of a cell's table of faults, the counts above it, and the cases that were not run.
 
     ``image`` is the id of the image with the inputs that this checkout gives, if it was measured.
     """
@@ -153,6 +153,12 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
         if case.cell == cell:
             own.setdefault(case_key(case), []).append(case)
     layouts = [one for one in (SEPARATE, HYBRID) if any(one == key[1] for key in own)]
+    every = [
+        (cell, layout, fault, phase)
+        for layout in layouts
+        for fault, phases in FAULTS.items()
+        for phase in phases
+    ]
     images = {case.image for attempts in own.values() for case in attempts}
     return {
         "id": cell,
@@ -161,13 +167,21 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
         "hung": sum(any(case.outcome == "hangs" for case in attempts) for attempts in own.values()),
         "outdated": images != {image},
         "left": sum(any(case.left for case in attempts) for attempts in own.values()),
-        "rows": [
-            (layout, fault, *_case(phase, own.get((cell, layout, fault, phase), [])))
-            for layout in layouts
-            for fault, phases in FAULTS.items()
-            for phase in phases
+        "cases": len(every),
+        "rows": [(*key[1:3], *_case(key[3], own[key])) for key in every if key in own],
+        "absent": [
+            f"{fault} ({layout}: {', '.join(phases)})"
+            for (layout, fault), phases in _phases(key for key in every if key not in own).items()
         ],
     }
+
+
+def _phases(keys: Iterable[tuple[str, ...]]) -> dict[tuple[str, str], list[str]]:
+    """The phases of each layout and fault."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for _, layout, fault, phase in keys:
+        found.setdefault((layout, fault), []).append(phase)
+    return found
 
 
 def megabytes(size: int) -> str:
@@ -271,8 +285,6 @@ def _short(digest: str) -> str:
 
 def _case(phase: str, attempts: Sequence[Case]) -> tuple[str, ...]:
     """Return the last of the attempts at a case, with their number and the worst outcome of all."""
-    if not attempts:
-        return phase, "0", "not run on this image", *[""] * (len(FAULT_COLUMNS) - 5)
     case = attempts[-1]
     worst = min((one.outcome for one in attempts), key=WORST_FIRST.index)
     note = f", worst: {worst}" if worst != case.outcome else ""
@@ -284,7 +296,7 @@ def _outcome(case: Case) -> tuple[str, ...]:
     again = f", submitted again {case.submissions} times" if case.submissions else ""
     outcome = {
         "ended": f"ends after {case.seconds:.0f} s",
-        "goes on": f"goes on{again}",
+        "goes on": f"continues{again}",
         "hangs": f"**hangs** (stopped after {case.seconds:.0f} s)",
     }[case.outcome]
     goes_on = case.outcome == "goes on"
@@ -302,7 +314,7 @@ def _outcome(case: Case) -> tuple[str, ...]:
 
 
 def _recovery(case: Case) -> tuple[str, ...]:
-    """Return how a run went on: seconds, steps lost, prompts generated again, equality."""
+    """Return how a run continued: seconds, steps lost, prompts generated again, equality."""
     if case.after is None:
         return (UNKNOWN,) * 4
     equal = {True: "yes", False: "**no**", None: "not compared"}[case.equal]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,16 @@ def test_a_kit_is_known_by_its_digest(tmp_path: Path) -> None:
     other = made(tmp_path / "other", Subject("", "", "", "3" * 64))
     with pytest.raises(UserError, match="a kit of inputs 333333333333 is unknown"):
         certificates.add(other, KNOWN, tmp_path / "kept")
+
+
+def test_a_long_reason_is_cut_and_its_colours_removed(tmp_path: Path) -> None:
+    long = f"RuntimeError: \x1b[36mray::engine\x1b[39m {'gave up ' * 50}"
+    found = msgspec.json.decode(made(tmp_path / "made").read_bytes(), type=Certificate)
+    rungs = [replace(rung, reason=long) if rung.reason else rung for rung in found.rungs]
+    failed = certificates.row(replace(found, rungs=rungs), tmp_path)[3]
+    assert failed.startswith("sleep: RuntimeError: ray::engine gave up")
+    assert failed.endswith("gave …")
+    assert len(failed) < len(long)
 
 
 def test_committed_measurements_are_known_with_their_cells(tmp_path: Path) -> None:
