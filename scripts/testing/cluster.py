@@ -36,6 +36,7 @@ STARTED = b"Ray runtime started"
 POLL_SECONDS = 0.5
 MEBIBYTE = 1 << 20
 KILLED = 137
+NOT_STARTED = "OCI runtime exec failed"  # Docker's message about a command that it did not start
 END_SECONDS = 5
 SHARES, SHARES_AT_START = 1024, 32768  # of the CPUs, against containers that have Docker's own 1024
 
@@ -294,7 +295,10 @@ class Cluster:
             time.sleep(POLL_SECONDS)
 
     def wait_for_nodes(self, timeout: float) -> None:
-        """Wait until all nodes have joined; a `UserError` names what is missing after ``timeout`` seconds."""
+        """Wait until all nodes have joined; a `UserError` names what is missing after ``timeout`` seconds.
+
+        A busy Docker sometimes does not start a command in a container that runs: it is started again.
+        """
         gpus = sum(node.gpus for node in self._nodes)
         command = [
             "python",
@@ -303,10 +307,13 @@ class Cluster:
             f"--nodes={len(self._nodes)}",
             f"--gpus={gpus}",
         ]
+        deadline = time.monotonic() + timeout
         output: list[str] = []
-        code = self.follow([*command, f"--timeout={timeout}"], output.append, timeout=timeout + 60)
-        if code:
-            raise UserError(f"the cluster did not start: {output[-1] if output else 'no reason was given'}")
+        while self.follow([*command, f"--timeout={timeout}"], output.append, timeout=timeout + 60):
+            reason = output[-1] if output else "no reason was given"
+            if not reason.startswith(NOT_STARTED) or time.monotonic() > deadline:
+                raise UserError(f"the cluster did not start: {reason}")
+            time.sleep(POLL_SECONDS)
         self.addresses = json.loads(output[-1])
 
 

@@ -4,10 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from unittest.mock import create_autospec
 
+import docker
 import pytest
 
-from scripts.testing.cluster import ContainerNode, is_orphan, owner_label, ray_start, remove_on_exit
+from scripts.errors import UserError
+from scripts.testing import cluster
+from scripts.testing.cluster import Cluster, ContainerNode, is_orphan, owner_label, ray_start, remove_on_exit
 
 
 def test_head_and_worker_are_started_as_on_two_machines() -> None:
@@ -62,3 +67,24 @@ def test_signals_remove_everything_and_do_not_interrupt_the_removal(number: sign
         os.kill(os.getpid(), number)
     assert (container.removed, network.removed) == (True, True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_command_that_docker_did_not_start_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an error of the command itself ends the wait, with its last line."""
+    client = create_autospec(docker.DockerClient)
+    nodes = Cluster(client, "an-image", [ContainerNode("head", gpus=1)])
+    answers = [(126, f"{cluster.NOT_STARTED}: error executing setns process"), (0, '[{"host": "head"}]')]
+
+    def follow(_: object, line: Callable[[str], None], timeout: float) -> int:
+        code, text = answers.pop(0)
+        assert timeout > 1
+        line(text)
+        return code
+
+    monkeypatch.setattr(nodes, "follow", follow)
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0.0)
+    nodes.wait_for_nodes(60)
+    assert nodes.addresses == [{"host": "head"}]
+    answers.append((1, "1 of 2 nodes has joined"))
+    with pytest.raises(UserError, match="did not start: 1 of 2 nodes has joined"):
+        nodes.wait_for_nodes(60)
