@@ -71,10 +71,11 @@ def uncached(dockerfile: str) -> str:
 
 def without_downloads(dockerfile: str) -> str:
     """Return our Dockerfile without its caches of downloaded packages and of wheels built from source."""
-    lines = [line for line in dockerfile.splitlines() if "type=cache,id=rlhf-stacks-" not in line]
-    return re.sub(
+    lines = [line for line in dockerfile.splitlines() if "type=cache,id=rlhf-stacks-uv" not in line]
+    text = re.sub(
         r"(?m)^( +(?:UV_OFFLINE=1 )?)(/opt/tools/install-layer)$", r"\1UV_NO_CACHE=1 \2", "\n".join(lines)
     )
+    return text.replace("type=cache,id=rlhf-stacks-wheels,", "type=tmpfs,")
 
 
 def requirements(cell: Cell) -> tuple[list[str], str]:
