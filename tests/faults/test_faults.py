@@ -22,7 +22,7 @@ from tests.faults.runs import run_of
 from tests.faults.trial import STEPS, Job, end, left_behind
 
 REFUSED_SECONDS = 120.0
-KNOWN_STEPS, KNOWN_SECONDS = 24, 600.0  # of the undisturbed run
+KNOWN_STEPS, KNOWN_SECONDS = 24, 1200.0  # of the undisturbed run
 ERROR_LENGTH = 220  # characters of an error in the table
 
 
