@@ -293,7 +293,8 @@ def _case(phase: str, attempts: Sequence[Case]) -> tuple[str, ...]:
 
 
 def _outcome(case: Case) -> tuple[str, ...]:
-    again = f", submitted again {case.submissions} times" if case.submissions else ""
+    times = "once" if case.submissions == 1 else f"{case.submissions} times"
+    again = f", submitted again {times}" if case.submissions else ""
     outcome = {
         "ended": f"ends after {case.seconds:.0f} s",
         "goes on": f"continues{again}",
@@ -302,7 +303,7 @@ def _outcome(case: Case) -> tuple[str, ...]:
     goes_on = case.outcome == "goes on"
     named = "" if goes_on else "yes" if case.node_named else "no"
     error = f"`{case.said.replace('`', chr(39))}`" if case.said else ""
-    refused = f" ({case.refused} submissions were refused before)" if case.refused else ""
+    refused = f" (submissions refused before: {case.refused})" if case.refused else ""
     return (
         outcome,
         *(_recovery(case) if goes_on else ("no", *[""] * 3)),

@@ -74,8 +74,10 @@ def test_a_run_that_goes_on_has_no_error() -> None:
     (line,) = rows(measured)
     assert line.endswith(
         "| continues, submitted again 2 times | 42 s, when the fault was removed | 1 | 16 | yes |  |  "
-        "| nothing | is not needed (1 submissions were refused before) |"
+        "| nothing | is not needed (submissions refused before: 1) |"
     )
+    (line,) = rows(msgspec.structs.replace(measured, submissions=1))
+    assert "| continues, submitted again once |" in line
     different = msgspec.structs.replace(measured, equal=False)
     assert "| **no** |" in "".join(rows(different))
 
