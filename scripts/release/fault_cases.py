@@ -34,6 +34,13 @@ FAULTS = {
     "shared memory full": PHASES,
     "memory limit hit": PHASES,
 }
+# Layout, fault and phase of every case of a cell.
+ORDER = [
+    (layout, fault, phase)
+    for layout in (SEPARATE, HYBRID)
+    for fault, phases in FAULTS.items()
+    for phase in phases
+]
 
 
 class Case(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,14 +127,8 @@ def merge(known: Iterable[Case], new: Iterable[Case]) -> list[Case]:
     test recorded later about the same attempt replaces it.
     """
     attempts = {(case_key(case), case.when): case for case in of_one_image((*known, *new))}
-    order = [
-        (layout, fault, phase)
-        for layout in (SEPARATE, HYBRID)
-        for fault, phases in FAULTS.items()
-        for phase in phases
-    ]
-    kept = (case for case in attempts.values() if case_key(case)[1:] in order)
-    return sorted(kept, key=lambda case: (case.cell, order.index(case_key(case)[1:]), case.when))
+    kept = (case for case in attempts.values() if case_key(case)[1:] in ORDER)
+    return sorted(kept, key=lambda case: (case.cell, ORDER.index(case_key(case)[1:]), case.when))
 
 
 def case_key(case: Case) -> tuple[str, str, str, str]:

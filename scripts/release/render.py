@@ -1,5 +1,6 @@
 """The generated pages: ``images/README.md``, and the README's table of cells."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import FAULTS, HYBRID, SEPARATE, WORST_FIRST, Case, case_key, of_one_image
+from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_one_image
 from scripts.testing import proofs, records
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
@@ -151,14 +152,10 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
     own: dict[tuple[str, ...], list[Case]] = {}
     for case in of_one_image(cases):
         if case.cell == cell:
-            own.setdefault(case_key(case), []).append(case)
-    layouts = [one for one in (SEPARATE, HYBRID) if any(one == key[1] for key in own)]
-    every = [
-        (cell, layout, fault, phase)
-        for layout in layouts
-        for fault, phases in FAULTS.items()
-        for phase in phases
-    ]
+            own.setdefault(case_key(case)[1:], []).append(case)
+    layouts = {key[0] for key in own}
+    every = [key for key in ORDER if key[0] in layouts]
+    absent = itertools.groupby((key for key in every if key not in own), key=lambda key: key[:2])
     images = {case.image for attempts in own.values() for case in attempts}
     return {
         "id": cell,
@@ -168,20 +165,12 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
         "outdated": images != {image},
         "left": sum(any(case.left for case in attempts) for attempts in own.values()),
         "cases": len(every),
-        "rows": [(*key[1:3], *_case(key[3], own[key])) for key in every if key in own],
+        "rows": [(*key[:2], *_case(key[2], own[key])) for key in every if key in own],
         "absent": [
-            f"{fault} ({layout}: {', '.join(phases)})"
-            for (layout, fault), phases in _phases(key for key in every if key not in own).items()
+            f"{fault} ({layout}: {', '.join(phase for _, _, phase in keys)})"
+            for (layout, fault), keys in absent
         ],
     }
-
-
-def _phases(keys: Iterable[tuple[str, ...]]) -> dict[tuple[str, str], list[str]]:
-    """The phases of each layout and fault."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for _, layout, fault, phase in keys:
-        found.setdefault((layout, fault), []).append(phase)
-    return found
 
 
 def megabytes(size: int) -> str:
