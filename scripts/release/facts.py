@@ -56,9 +56,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SuiteResult(msgspec.Struct, frozen=True):
-    """The last result of a suite on the image, and its attempts on images of the same inputs."""
+    """The last result of a suite on an image of the same inputs, and its attempts on these images."""
 
     record: str
+    image: str
     revision: str
     outcome: str
     passed: int
@@ -136,7 +137,7 @@ def measurements(cell_id: str, root: Path = COMMITTED) -> list[Measured]:
 
 
 def _facts(cell: Cell, root: Path) -> Facts | None:
-    """Return the facts about the cell's last measured image that has records, else about the last one."""
+    """Return the facts about the cell's last measured image with records of its inputs, else the last."""
     known = [(measured, _results(measured, root)) for measured in measurements(cell.id, root)]
     if not known:
         return None
@@ -150,21 +151,32 @@ def _facts(cell: Cell, root: Path) -> Facts | None:
         **msgspec.structs.asdict(measured),
         proofs=proofs,
         executed=executed,
-        suites={name: _result(measured.image, attempts) for name, attempts in results.items()},
+        suites={name: _result(attempts) for name, attempts in results.items()},
     )
 
 
 def _results(measured: Measured, root: Path) -> dict[str, list[Record]]:
-    """Return all attempts on the same inputs of each suite that ran on the image."""
+    """Return all attempts of each suite on images of the same inputs.
+
+    Each machine builds them again, and they differ in timestamps, so that one machine's results stay valid on
+    the next. An image that is published needs results of its own (`requirements.suites`).
+    """
     found = records.read(measured.cell, measured.inputs, (root,))
-    ran = {record.suite for record in found if record.image == measured.image}
+    ran = {record.suite for record in found}
     return {name: [record for record in found if record.suite == name] for name in SUITES if name in ran}
 
 
-def _result(image: str, attempts: Sequence[Record]) -> SuiteResult:
-    last = [record for record in attempts if record.image == image][-1]
+def inputs_of_images(root: Path = COMMITTED) -> dict[str, str]:
+    """Return the inputs digest of each image that was measured, by its id."""
+    files = sorted(root.glob(f"*/*/{MEASURED}/*.json"))
+    return {measured.image: measured.inputs for measured in map(_measurement, files)}
+
+
+def _result(attempts: Sequence[Record]) -> SuiteResult:
+    last = attempts[-1]
     return SuiteResult(
         record=records.file_name(last),
+        image=last.image,
         revision=last.revision,
         outcome=last.outcome,
         passed=last.passed,

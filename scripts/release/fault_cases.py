@@ -5,7 +5,7 @@
 """
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ import msgspec
 from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.paths import ROOT
+from scripts.release import facts
 from scripts.testing.records import encode
 
 MERGED = ROOT / "images" / "faults.json"
@@ -120,13 +121,13 @@ def _merged(cases: Iterable[Case]) -> Merged:
     return Merged(sha256(msgspec.json.encode(cases)), cases)
 
 
-def merge(known: Iterable[Case], new: Iterable[Case]) -> list[Case]:
+def merge(known: Iterable[Case], new: Iterable[Case], built: Mapping[str, str]) -> list[Case]:
     """Return all attempts of each `case_key`, by time, in the order of `FAULTS`; drop other faults.
 
-    All cases of a cell are of one image, that of its newest case; those of other images are dropped. What a
-    test recorded later about the same attempt replaces it.
+    All cases of a cell are of the same inputs, those of its newest case; others are dropped. ``built`` has
+    the inputs of images, by their ids. What a test recorded later about the same attempt replaces it.
     """
-    attempts = {(case_key(case), case.when): case for case in of_one_image((*known, *new))}
+    attempts = {(case_key(case), case.when): case for case in of_same_inputs((*known, *new), built)}
     kept = (case for case in attempts.values() if case_key(case)[1:] in ORDER)
     return sorted(kept, key=lambda case: (case.cell, ORDER.index(case_key(case)[1:]), case.when))
 
@@ -136,16 +137,27 @@ def case_key(case: Case) -> tuple[str, str, str, str]:
     return case.cell, case.layout, case.fault, case.phase
 
 
-def of_one_image(cases: Iterable[Case]) -> list[Case]:
-    """Return the cases, by time, of each cell's newest image."""
+def of_same_inputs(cases: Iterable[Case], built: Mapping[str, str]) -> list[Case]:
+    """Return the cases, by time, of each cell's newest image and of images that have its inputs.
+
+    ``built`` has the inputs of images, by their ids; one that it lacks has inputs of its own.
+    """
     ordered = sorted(cases, key=lambda case: case.when)
-    images = {case.cell: case.image for case in ordered}
-    return [case for case in ordered if case.image == images[case.cell]]
+    newest = {case.cell: built.get(case.image, case.image) for case in ordered}
+    return [case for case in ordered if built.get(case.image, case.image) == newest[case.cell]]
 
 
 def update() -> int:
-    """Merge the new cases into `MERGED` and return the number of cases."""
+    """Merge the new cases into `MERGED` and return the number of cases.
+
+    A `UserError` names a cell whose image was not measured: which cases it replaces is unknown.
+    """
     new = [msgspec.json.decode(file.read_bytes(), type=Case) for file in sorted(CASES.glob("*/*.json"))]
-    cases = merge(load(), new)
+    built = facts.inputs_of_images()
+    if unknown := {case.cell for case in new if case.image not in built}:
+        raise UserError(
+            f"{', '.join(sorted(unknown))}: not measured yet: run python -m scripts catalogue first"
+        )
+    cases = merge(load(), new, built)
     save(cases)
     return len(cases)

@@ -16,14 +16,14 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_one_image
+from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_same_inputs
 from scripts.testing import proofs, records
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
 END = "<!-- cells: end -->"
 COLUMNS = ("GPU", "driver", "tag", "status")
 OVERVIEW_COLUMNS = ("cell", "image", "state", "size", "shared", "own", "architectures", "supported")
-SUITE_COLUMNS = ("suite", "outcome", "passed", "failed", "skipped", "seconds", "attempts", "commit")
+SUITE_COLUMNS = ("suite", "outcome", "passed", "failed", "skipped", "seconds", "attempts", "commit", "image")
 FAULT_COLUMNS = (
     "layout",
     "fault",
@@ -118,7 +118,7 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         keep_trailing_newline=True,
     )
     current = {
-        cell.id: known[cell.id].image
+        cell.id: known[cell.id].inputs
         for cell in cells
         if cell.id in known and facts.is_current(cell, known[cell.id])
     }
@@ -130,7 +130,7 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         suite_columns=SUITE_COLUMNS,
         fault_columns=FAULT_COLUMNS,
         faults=[
-            fault_table(cell, cases, current.get(cell, ""))
+            fault_table(cell, cases, current.get(cell, ""), facts.inputs_of_images())
             for cell in dict.fromkeys(case.cell for case in cases)
         ],
         certificate_columns=certificates.COLUMNS,
@@ -144,13 +144,17 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
     return f"{text.rstrip()}\n"
 
 
-def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, Any]:
+def fault_table(
+    cell: str, cases: Iterable[Case], inputs: str = "", built: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the rows of a cell's table of faults, the counts above it, and the cases that were not run.
 
-    ``image`` is the id of the image with the inputs that this checkout gives, if it was measured.
+    ``inputs`` is the digest of those that this checkout gives, if such an image was measured, ``built`` that
+    of each measured image, by its id.
     """
+    built = built or {}
     own: dict[tuple[str, ...], list[Case]] = {}
-    for case in of_one_image(cases):
+    for case in of_same_inputs(cases, built):
         if case.cell == cell:
             own.setdefault(case_key(case)[1:], []).append(case)
     layouts = {key[0] for key in own}
@@ -162,7 +166,7 @@ def fault_table(cell: str, cases: Iterable[Case], image: str = "") -> dict[str, 
         "images": ", ".join(sorted(f"`{_short(one)}`" for one in images)),
         "tested": len(own),
         "hung": sum(any(case.outcome == "hangs" for case in attempts) for attempts in own.values()),
-        "outdated": images != {image},
+        "outdated": {built.get(image, image) for image in images} != {inputs},
         "left": sum(any(case.left for case in attempts) for attempts in own.values()),
         "cases": len(every),
         "rows": [(*key[:2], *_case(key[2], own[key])) for key in every if key in own],
@@ -233,7 +237,7 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
 def _counts(suite: SuiteResult) -> tuple[str, ...]:
     attempts = f"{suite.attempts}{f', {suite.failed_attempts} failed' if suite.failed_attempts else ''}"
     counts = (suite.passed, suite.failed, sum(suite.skips.values()), round(suite.seconds))
-    return suite.outcome, *map(str, counts), attempts, _commit(suite.revision)
+    return suite.outcome, *map(str, counts), attempts, _commit(suite.revision), f"`{_short(suite.image)}`"
 
 
 def _commit(revision: str) -> str:

@@ -160,7 +160,7 @@ def test_the_page_has_the_facts_of_each_image(store: Store) -> None:
     ):
         assert expected in text
     absent = [suite for suite in required(CELL) if suite not in ("image", "patches")]
-    assert f"Not run on this image: {', '.join(absent)}." in text
+    assert f"Not run on an image of these inputs: {', '.join(absent)}." in text
     text = render.page([CELL], store.keep(later(stand_in="torch")))
     assert "**A stand-in**" in text
 
@@ -320,9 +320,17 @@ def test_a_removed_failure_is_an_error(store: Store) -> None:
         store.facts()
 
 
-def test_a_record_of_another_image_gives_no_figure(store: Store) -> None:
-    """Not even of one with the same inputs."""
-    store.run(msgspec.structs.replace(measured(CELL), image="sha256:2"), "image")
+def test_a_record_of_another_machine_s_image_of_the_same_inputs_is_shown_with_that_image(
+    store: Store,
+) -> None:
+    store.run(msgspec.structs.replace(measured(CELL), image="sha256:" + "2" * 64), "image")
+    known = store.keep(measured(CELL))
+    [line] = (line for line in render.page([CELL], known).splitlines() if line.startswith("| image | passed"))
+    assert line.endswith("| `222222222222` |")
+
+
+def test_a_record_of_other_inputs_gives_no_figure(store: Store) -> None:
+    store.run(msgspec.structs.replace(measured(CELL), inputs="e" * 64), "image")
     assert store.keep(measured(CELL))[CELL.id].suites == {}
 
 

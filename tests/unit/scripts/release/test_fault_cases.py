@@ -10,6 +10,7 @@ from scripts.errors import UserError
 from scripts.matrix.load import expand, load
 from scripts.release import catalogue, fault_cases, render
 from scripts.release.fault_cases import FAULTS, Case
+from scripts.testing.records import encode
 from tests.faults import injecting, trial
 from tests.faults.runs import CHECKPOINTS, run_of
 
@@ -44,7 +45,7 @@ def test_cases_that_were_not_run_are_reported() -> None:
     assert len(found["absent"]) == len(FAULTS)
     page = render.page(expand(load()), {}, [CASE])
     assert f"1 of {found['cases']} cases were run" in page
-    assert f"Not run on this image: {'; '.join(found['absent'])}." in page
+    assert f"Not run on an image of these inputs: {'; '.join(found['absent'])}." in page
     for expected in ("node killed | sync", "ends after 21 s", "| yes |", "nothing", "resumes at step 3"):
         assert expected in run
     assert run.replace("\\|", "").count("|") == len(render.FAULT_COLUMNS) + 1, (
@@ -87,9 +88,9 @@ def test_all_attempts_are_kept_and_an_unknown_fault_dropped() -> None:
     other = msgspec.structs.replace(CASE, fault="meteorite")
     first = msgspec.structs.replace(CASE, phase="engine start")
     shared = msgspec.structs.replace(CASE, layout=fault_cases.HYBRID)
-    assert fault_cases.merge([newer, other, shared], [CASE, first]) == [first, CASE, newer, shared]
+    assert fault_cases.merge([newer, other, shared], [CASE, first], {}) == [first, CASE, newer, shared]
     later = msgspec.structs.replace(newer, afterwards="starts from step 1")
-    assert fault_cases.merge([CASE, newer], [later, CASE]) == [CASE, later]
+    assert fault_cases.merge([CASE, newer], [later, CASE], {}) == [CASE, later]
     lines = render.fault_table(CASE.cell, [first, newer, shared])["rows"]
     assert [line[0] for line in lines] == ["separate"] * 2 + ["hybrid"]
 
@@ -103,12 +104,30 @@ def test_a_failed_attempt_stays_visible_after_a_better_one() -> None:
     assert (table["tested"], table["hung"], table["left"]) == (1, 1, 1)
 
 
-def test_the_cases_of_a_cell_are_of_one_image() -> None:
+def test_the_cases_of_a_cell_are_of_the_same_inputs() -> None:
+    """Also of another machine's image of these inputs."""
     older = msgspec.structs.replace(CASE, image="sha256:" + "2" * 64, phase="training")
     newer = msgspec.structs.replace(CASE, when=WHEN + datetime.timedelta(1))
-    assert fault_cases.merge([older], [newer]) == [newer]
+    assert fault_cases.merge([older], [newer], {}) == [newer]
     table = render.fault_table("a-cell", [older, newer])
     assert (table["tested"], table["images"]) == (1, "`111111111111`")
+    built = {older.image: "a" * 64, newer.image: "a" * 64}
+    assert fault_cases.merge([older], [newer], built) == [newer, older]
+    table = render.fault_table("a-cell", [older, newer], "a" * 64, built)
+    assert (table["tested"], table["images"]) == (2, "`111111111111`, `222222222222`")
+    assert not table["outdated"]
+
+
+def test_cases_of_an_image_that_was_not_measured_replace_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    merged = tmp_path / "faults.json"
+    monkeypatch.setattr(fault_cases, "CASES", tmp_path)
+    (tmp_path / CASE.cell).mkdir()
+    (tmp_path / CASE.cell / "case.json").write_bytes(encode(CASE))
+    with pytest.raises(UserError, match="not measured yet: run python -m scripts catalogue first"):
+        fault_cases.update()
+    assert not merged.exists()
 
 
 def test_cases_have_different_file_names(tmp_path: Path) -> None:
