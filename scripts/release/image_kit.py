@@ -72,6 +72,7 @@ if [ ! -e "$root/ready" ]; then
     done
     ldconfig -p | awk '/libcuda\\.so|libnvidia-(ml|ptxjitcompiler|nvvm|gpucomp)\\.so/ {print $NF}' |
         xargs -r -I {} cp -L {} "$root/usr/local/nvidia/"
+    { command -v nvidia-smi || true; } | xargs -r -I {} cp -L {} "$root/usr/local/bin/"
     echo /usr/local/nvidia > "$root/etc/ld.so.conf.d/nvidia.conf"
     chroot "$root" /sbin/ldconfig
     cp /etc/hosts "$root/etc/hosts"

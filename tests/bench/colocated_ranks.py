@@ -1,6 +1,7 @@
 """The part of `tests.bench.colocated` inside an image: trainer ranks and engines are Ray actors.
 
-In an image for GPUs each trainer rank shares its GPU with an engine; it was run with one GPU alone.
+In an image for GPUs each trainer rank shares a GPU with an engine; ``--gpus`` above their number lets several
+such pairs share one.
 """
 
 import argparse
@@ -47,7 +48,19 @@ def lora() -> Weights:
     ]
 
 
-MODELS = {"0.5B": half_billion, "LoRA": lora}
+def experts() -> Weights:
+    """Return the experts of a small mixture: 8 layers of 64, of three matrices each."""
+    device = devices.torch_device()
+    sizes = {"gate": (256, 512), "up": (256, 512), "down": (512, 256)}
+    return [
+        (f"{layer}.{expert}.{name}", torch.ones(size, dtype=DTYPE, device=device))
+        for layer in range(8)
+        for expert in range(64)
+        for name, size in sizes.items()
+    ]
+
+
+MODELS = {"0.5B": half_billion, "LoRA": lora, "experts": experts}
 
 
 class Engine:
@@ -149,9 +162,10 @@ def main() -> None:
     options = parser.parse_args()
     ray.init(num_cpus=2 * options.gpus, include_dashboard=False, log_to_driver=False)
     port, gpus = free_port("127.0.0.1"), range(options.gpus)
-    half = {"num_gpus": 0.5 if devices.is_gpu() else 0}
-    engines = [ray.remote(Engine).options(**half).remote(gpu) for gpu in gpus]
-    trainers = [ray.remote(Trainer).options(**half).remote(gpu, engines, port) for gpu in gpus]
+    total = torch.cuda.device_count() if devices.is_gpu() else 0
+    part = {"num_gpus": total / (2 * options.gpus)}
+    engines = [ray.remote(Engine).options(**part).remote(gpu) for gpu in gpus]
+    trainers = [ray.remote(Trainer).options(**part).remote(gpu, engines, port) for gpu in gpus]
     addresses = ray.get([trainer.address.remote() for trainer in trainers])
     offers = {str(gpu): address for gpu, address in zip(gpus, addresses, strict=True)}
     joining = [engine.join.remote(offers) for engine in engines]
