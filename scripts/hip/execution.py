@@ -22,6 +22,8 @@ TESTED = "a9069c177a9da9cca18593edf55acd2e6073cca6"
 EMULATOR = Path("test", "mockgpu", "amd", "emu.py")
 USED = ("def _decode_at(", "def _init_wave(", "ENDPGM_PC", "_BARRIER_OPS", "irc.")
 SCRIPT = ROOT / "scripts" / "hip" / "emulate.py"
+GET = f"clone tinygrad/tinygrad at {TESTED[:12]} and name its folder"
+NOT_SET = f"{CHECKOUT} is not set: {GET}"
 MEMORY = "8g"
 RUN = "CC=$(ls /usr/bin/clang-[0-9]*) exec nice -n 19 python3 /emulate.py"
 
@@ -44,9 +46,7 @@ def checkout() -> Path:
     """Return the folder of the emulator; `UserError` with what to get if there is none."""
     named = os.environ.get(CHECKOUT, "")
     if not named:
-        raise UserError(
-            f"{CHECKOUT} is not set: clone tinygrad/tinygrad at {TESTED[:12]} and name its folder"
-        )
+        raise UserError(NOT_SET)
     source = Path(named).expanduser() / EMULATOR
     if not source.is_file():
         raise UserError(f"{CHECKOUT}: {source} is missing: clone tinygrad/tinygrad at {TESTED[:12]}")

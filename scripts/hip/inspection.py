@@ -20,6 +20,13 @@ from scripts.release.kernels import Kernel
 # Device objects and kernels of each package for each architecture. Nine of the ten CUDA sources in the
 # CMakeLists.txt of vLLM 0.4.2 have kernels; the tenth, cuda_utils_kernels.cu, queries the device.
 EXPECTED = {"vllm_rocm_ops": (9, 351), "deepspeed": (1, 8), "vllm_rocm": (33, 6158)}
+# What the sources without kernels define, by which it is seen that they are in.
+DEFINED = {
+    "vllm_rocm_ops": {
+        "PyInit__C": "csrc/pybind.cpp",
+        "_Z20get_device_attributeii": "csrc/cuda_utils_kernels.cu",
+    }
+}
 COPIED = "amdsmi/"  # of a wheel: the compiler's root has this library, no recipe compiles it
 OF_TORCH = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
 CUDA, TWIN = "libc10_cuda.so", "libc10_hip.so, by its name in libc10_cuda.so"
@@ -93,6 +100,7 @@ def inspect(
     owners = {symbol: owner(symbol, providers) for symbol in set().union(*(one.undefined for one in linked))}
     left = {symbol for symbol, owned in owners.items() if not owned}
     needed = {library for one in linked for library in one.needed}
+    defined = set().union(*(one.defined for one in linked))
     expected = dict.fromkeys(architectures, EXPECTED[name]) if name in EXPECTED else {}
     explained = EXPLAINED[name]
     return Package(
@@ -111,6 +119,11 @@ def inspect(
                 f"{gpu}: {objects[gpu]} device objects and {counts[gpu]} kernels, expected {wanted}"
                 for gpu, wanted in expected.items()
                 if (objects[gpu], counts[gpu]) != wanted
+            ),
+            *(
+                f"{source} is not in it: {symbol} is not defined"
+                for symbol, source in DEFINED.get(name, {}).items()
+                if symbol not in defined
             ),
             *(f"undefined and unexplained: {symbol}" for symbol in sorted(left - explained.keys())),
             *(f"explained, but not undefined: {symbol}" for symbol in sorted(explained.keys() - left)),

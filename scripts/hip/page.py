@@ -19,7 +19,8 @@ PAGE = ROOT / "docs" / "amd.md"
 BEGIN = "<!-- hip: begin, written by python -m scripts hip -->"
 END = "<!-- hip: end -->"
 NOTHING = "There is no record: `bash scripts/nox.sh -s hip` writes one.\n"
-SENTENCE = "Nothing of this was run on an AMD GPU.\n"
+SENTENCE = "Nothing of this was run on an AMD GPU{}.\n"
+NO_KERNEL = ", and no kernel of it on the emulator"
 
 
 def text(matrix: Matrix, page: str, root: Path = COMMITTED) -> str:
@@ -62,6 +63,7 @@ def _tables(matrix: Matrix, cell: Cell, record: Record, tests: str, root: Path) 
         yield f"**Not verified yet**: {names} changed since.\n"
     yield table(("attempt", "outcome", "date", "commit", "failed"), _attempts(record, root))
     yield table(("toolchain", "compiler"), [(name, one.compiler) for name, one in report.toolchains.items()])
+    yield from _what_ran(report)
     if refused := _sources(report):
         yield table(("source", "toolchain", "outcome"), refused)
     header = ("compiled", "toolchain", "GPU", "device objects", "kernels", "most static LDS", "with spills")
@@ -69,8 +71,16 @@ def _tables(matrix: Matrix, cell: Cell, record: Record, tests: str, root: Path) 
         yield table(header, compiled)
     if any(one.executed for one in report.toolchains.values()):
         gpus = sorted({item.architecture for one in report.toolchains.values() for item in one.executed})
-        yield SENTENCE
         yield table(("executed on the emulator", "type", "toolchain", *gpus), _executed(report, gpus))
+
+
+def _what_ran(report: Report) -> Iterator[str]:
+    """Yield where no kernel was run, and how many sources each toolchain compiled if these are all."""
+    executed = any(one.executed for one in report.toolchains.values())
+    yield SENTENCE.format("" if executed else NO_KERNEL)
+    for name, one in report.toolchains.items():
+        if one.sources and one.is_complete:
+            yield f"{name} compiled all {len(one.sources)} sources that vLLM's CMake files list.\n"
 
 
 def _attempts(record: Record, root: Path) -> Iterator[tuple[str, ...]]:
@@ -87,6 +97,7 @@ def _sources(report: Report) -> list[tuple[str, str, str]]:
     return [
         (f"`{source}`", toolchain, "compiled" if outcome == PASSED else reason)
         for toolchain, found in report.toolchains.items()
+        if not found.is_complete
         for source, (outcome, reason) in sorted(found.sources.items())
     ]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from scripts.digests import sha256_file
 from scripts.errors import UserError
 from scripts.hip import cases, execution, inspection, recipes
-from scripts.hip.execution import CHECKOUT, Outcome
+from scripts.hip.execution import CHECKOUT, NOT_SET, Outcome
 from scripts.hip.inspection import Package
 from scripts.images import rootfs
 from scripts.matrix.load import Cell, Matrix
@@ -46,12 +46,17 @@ class Executed(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """What one toolchain gave; outcome and reason of each source if not all were compiled."""
+    """What one toolchain gave; ``sources`` are those of `sources.outcomes`."""
 
     compiler: str
     packages: dict[str, Package]
     executed: tuple[Executed, ...] = ()
     sources: dict[str, tuple[int, str]] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no listed source is left."""
+        return all(outcome == PASSED for outcome, _ in self.sources.values())
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -107,7 +112,7 @@ def _compiled(
     builder = rootfs.image(recipes.toolchain_root(matrix, toolchain))
     print(f"{toolchain}: compiling (minutes; only the first time)", flush=True)
     try:
-        wheels = recipes.compiled(matrix, cell, toolchain, minutes)
+        wheels, sources = recipes.compiled(matrix, cell, toolchain, minutes)
     except recipes.IncompleteError as error:
         print(f"{toolchain}: {error}", flush=True)
         return Compiled(inspection.compiler(builder), {}, sources=error.sources)
@@ -117,7 +122,7 @@ def _compiled(
     if emulator and _has_cases(wheels):
         executor = execution.Executor(builder, recipes.FOLDER / "executed" / toolchain, emulator, wheels)
         executed = tuple(item for gpu in gpus for item in _executed(executor, gpu))
-    return Compiled(inspection.compiler(builder), packages, executed)
+    return Compiled(inspection.compiler(builder), packages, executed, sources)
 
 
 def _has_cases(packages: Container[str]) -> bool:
@@ -151,7 +156,7 @@ def _count(tally: Tally, toolchain: str, found: Compiled, expected: Set[str]) ->
     """Count what is asserted of a toolchain's sources and wheels as tests."""
     for source, (outcome, reason) in found.sources.items():
         tally.count(f"{toolchain} {source}", outcome, reason)
-    if found.sources:
+    if not found.is_complete:
         tally.count(f"{toolchain} all sources", FAILED)
         return
     if missing := expected - found.packages.keys():
@@ -165,7 +170,10 @@ def _count(tally: Tally, toolchain: str, found: Compiled, expected: Set[str]) ->
         test = f"{toolchain} {item.architecture} {item.kernel}{size} {item.type}"
         tally.count(test, item.outcome, item.reason)
     if not found.executed:
-        reason = NO_EMULATOR if _has_cases(found.packages) else NO_CASES
+        reason = NO_CASES
+        if _has_cases(found.packages):
+            reason = NO_EMULATOR
+            print(f"{toolchain}: no kernel was executed: {NOT_SET}", flush=True)
         tally.count(f"{toolchain} executed", SKIPPED, reason)
 
 
@@ -180,7 +188,7 @@ def show(report: Report) -> None:
             table.add_row(toolchain, name, kernels, str(one.lds), str(len(one.spilled)), str(ran), str(equal))
     Console(highlight=False).print(table)
     for toolchain, found in report.toolchains.items():
-        if found.sources:
+        if not found.is_complete:
             compiled = sum(outcome == PASSED for outcome, _ in found.sources.values())
             print(f"{toolchain}: {compiled} of {len(found.sources)} sources compiled")
 

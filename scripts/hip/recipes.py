@@ -50,10 +50,13 @@ class IncompleteError(UserError):
         self.sources = sources
 
 
-def compiled(matrix: Matrix, cell: Cell, toolchain: str, minutes: float | None = None) -> dict[str, Path]:
-    """Return the wheels that the recipes of ``cell`` give with a toolchain, by the name of the package.
+def compiled(
+    matrix: Matrix, cell: Cell, toolchain: str, minutes: float | None = None
+) -> tuple[dict[str, Path], dict[str, tuple[int, str]]]:
+    """Return the wheels that the recipes of ``cell`` give with a toolchain, and `sources.outcomes`.
 
-    Raises `IncompleteError` if not all sources of a recipe were compiled, also after ``minutes``.
+    Wheels are by the names of their packages. Raises `IncompleteError` if not all sources of a recipe were
+    compiled, also after ``minutes``.
     """
     root, proof = toolchain_root(matrix, toolchain), proof_of(matrix, cell)
     builder, runtime = rootfs.image(root), rootfs.image(rootfs.roots(cell)[0])
@@ -63,8 +66,8 @@ def compiled(matrix: Matrix, cell: Cell, toolchain: str, minutes: float | None =
         folder = lay_out(matrix, cell, pinned(torch)[1], work / "context")
         context.place(torch, folder / "wheels" / cell.layers[0].name / torch.name)
         context.normalise_modes(folder)
-        _build(folder, runtime, builder, work / "wheels", minutes)
-    return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}
+        found = _build(folder, runtime, builder, work / "wheels", minutes)
+    return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}, found
 
 
 def proof_of(matrix: Matrix, cell: Cell) -> CompileProof:
@@ -184,10 +187,12 @@ def lay_out(matrix: Matrix, cell: Cell, torch: str, folder: Path) -> Path:
     return folder
 
 
-def _build(folder: Path, runtime: str, builder: str, wheels: Path, minutes: float | None) -> None:
-    """Build the stages that compile, and move the wheels to ``wheels``; a failure leaves none.
+def _build(
+    folder: Path, runtime: str, builder: str, wheels: Path, minutes: float | None
+) -> dict[str, tuple[int, str]]:
+    """Build the stages that compile, move the wheels to ``wheels``, and return `sources.outcomes`.
 
-    After ``minutes`` the build is ended.
+    A failure leaves no wheel. After ``minutes`` the build is ended.
     """
     config = index_config.load()
     log = folder.with_suffix(".log")
@@ -221,10 +226,11 @@ def _build(folder: Path, runtime: str, builder: str, wheels: Path, minutes: floa
             except subprocess.TimeoutExpired:
                 cause = f"not compiled within {minutes:g} minutes"
         shutil.rmtree(wheels, ignore_errors=True)
+        text = log.read_text(encoding="utf-8")
+        found = sources.outcomes(text, cause or "not reached")
         if code != 0:
-            text = log.read_text(encoding="utf-8")
-            found = sources.outcomes(text, cause or "not reached")
             message = f"the recipes do not compile: {cause or build_log.cause(text)}"
             message += f" (full log: {log.relative_to(ROOT)})"
             raise IncompleteError(message, found) if found else UserError(message)
         out.rename(wheels)
+    return found

@@ -1,4 +1,4 @@
-"""Which sources a recipe compiled, from BuildKit's log of a build that did not end well."""
+"""Which sources a recipe compiled, from BuildKit's log."""
 
 import re
 
@@ -12,7 +12,10 @@ ERROR = re.compile(r"^#\d+ [\d.]+ (?:.*/)?(?P<error>[^/ ]+:\d+:\d+: (?:fatal )?e
 
 
 def outcomes(log: str, limit: str) -> dict[str, tuple[int, str]]:
-    """Return outcome and reason of each source that the log of a recipe lists; ``limit`` is how it ended."""
+    """Return outcome and reason of each source that the log of a recipe lists; ``limit`` is how it ended.
+
+    Only vLLM's own CMake lists them; a log has none if BuildKit had the wheel already.
+    """
     found: dict[str, tuple[int, str]] = {}
     refused = ""
     for line in log.splitlines():

@@ -51,13 +51,16 @@ def test_undefined_symbols_are_counted_by_who_defines_them(
 
 
 def test_everything_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Symbols(frozenset(), frozenset({"_ZN4vllm5otherEv"}), ("libcudart.so.12",))
+    found = Symbols(frozenset({"defined"}), frozenset({"_ZN4vllm5otherEv"}), ("libcudart.so.12",))
     monkeypatch.setattr(symbols, "read", lambda _: found)
+    sources = {"host_function": "csrc/host.cu", "defined": "csrc/other.cu"}
+    monkeypatch.setitem(inspection.DEFINED, "deepspeed", sources)
     package = inspection.inspect("deepspeed", wheel(tmp_path, MI200), GPUS, PROVIDERS)
     assert package.problems == (
         "scale: not compiled for gfx942",
         "gfx90a: 1 device objects and 1 kernels, expected (1, 8)",
         "gfx942: 0 device objects and 0 kernels, expected (1, 8)",
+        "csrc/host.cu is not in it: host_function is not defined",
         "undefined and unexplained: _ZN4vllm5otherEv",
         f"explained, but not undefined: {MASQUERADING}",
         "it requires libcudart.so.12, which torch's wheel lacks",

@@ -76,7 +76,7 @@ def test_the_tables_have_each_outcome_and_writing_them_again_changes_nothing(tmp
         "| paged_attention_v1 | float32 | hip5.7 | head sizes 64, 128: equal, error at most 4.0e-07; "
         f"head size 256: not executed, {NO_SCRATCH}; head size 80: wrong, error 5.0e-01 |"
     ) in text
-    assert page.SENTENCE in text
+    assert "\nNothing of this was run on an AMD GPU.\n" in text
     assert "Not verified yet" not in text
     assert page.text(load(), text, tmp_path) == text
 
@@ -87,6 +87,16 @@ def test_an_incomplete_compilation_has_a_row_for_each_source() -> None:
     assert page._sources(report) == [
         ("`csrc/attention.hip`", "hip7.2", "not reached"),
         ("`csrc/topk.hip`", "hip7.2", "compiled"),
+    ]
+
+
+def test_a_complete_compilation_has_the_number_of_its_sources() -> None:
+    outcomes = {"csrc/topk.hip": (1, ""), "csrc/attention.hip": (1, "")}
+    report = Report({"hip7.2": Compiled("HIP version: 7.2", {}, sources=outcomes)})
+    assert page._sources(report) == []
+    assert list(page._what_ran(report)) == [
+        "Nothing of this was run on an AMD GPU, and no kernel of it on the emulator.\n",
+        "hip7.2 compiled all 2 sources that vLLM's CMake files list.\n",
     ]
 
 

@@ -57,7 +57,7 @@ def test_every_case_is_executed_on_every_gpu_but_gfx90a_s_scratch_memory(
 
     wheels = {name: Path(f"{name}.whl") for name in ("vllm_rocm_ops", "deepspeed")}
     monkeypatch.setattr(rootfs, "image", lambda _: "image")
-    monkeypatch.setattr(recipes, "compiled", lambda *_: wheels)
+    monkeypatch.setattr(recipes, "compiled", lambda *_: (wheels, {"a.hip": (PASSED, "")}))
     monkeypatch.setattr(recipes, "torch_released", lambda *_: Path("torch.whl"))
     for name, value in (("providers", {}), ("inspect", PACKAGE), ("compiler", "HIP version: 5.7")):
         monkeypatch.setattr(inspection, name, lambda *_, value=value: value)
