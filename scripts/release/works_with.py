@@ -17,8 +17,8 @@ def rows(data: Path = DATA) -> list[tuple[str, ...]]:
         is_transfer = "family" in row
         defaults = {
             "dtype": "bfloat16",
-            "layout": "one process" if is_transfer else "any",
-            "backend": "ipc (shared memory)" if is_transfer else "any",
+            "layout": "two processes of a node" if is_transfer else "any",
+            "backend": "gloo" if is_transfer else "any",
             "test": TRANSFER,
         }
         merged = defaults | row
