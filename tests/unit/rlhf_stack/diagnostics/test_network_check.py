@@ -3,6 +3,7 @@
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlhf_stack.diagnostics.network_check import (
 from rlhf_stack.diagnostics.network_check.cluster import _Probes
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
+from rlhf_stack.sync.errors import SyncError
 
 SLOW_CARD = Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1000)
 FAST_CARD = Interface("ib0", "10.1.0.1", "10.1.0.0/24", 200_000)
@@ -352,3 +354,18 @@ def test_a_port_is_free_on_an_address_of_either_family(address: str, monkeypatch
         pytest.skip("this machine has no IPv6")
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
     assert probe.Probe(address, "gloo", 1.0).free_port() > 0
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_each_attempt_closes_its_group(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator of NCCL that stays open holds GPU memory and a thread."""
+    group = MagicMock()
+    monkeypatch.setattr(probe.sync, "create_group", lambda *_: group)
+    monkeypatch.setattr(probe.devices, "current_device", lambda: "cpu")
+    measured = MagicMock(side_effect=SyncError("rank 1 does not answer") if failing else [(1.0, 8, True)])
+    monkeypatch.setattr(probe, "_measure", measured)
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
+    with pytest.raises(SyncError) if failing else nullcontext():
+        assert probe.Probe("10.0.0.1", "nccl", 1.0).transfer("10.0.0.1", 1, 0, 2, 8).equal
+    measured.assert_called_once_with(group, 8)
+    group.close.assert_called_once_with()
