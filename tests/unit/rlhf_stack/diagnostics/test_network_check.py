@@ -360,8 +360,8 @@ def test_a_port_is_free_on_an_address_of_either_family(address: str, monkeypatch
 def test_each_attempt_closes_its_group(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator of NCCL that stays open holds GPU memory and a thread."""
     group = MagicMock()
-    monkeypatch.setattr(probe.sync, "create_group", lambda *_: group)
-    monkeypatch.setattr(probe.devices, "current_device", lambda: "cpu")
+    monkeypatch.setattr("rlhf_stack.sync.create_group", lambda *_: group)
+    monkeypatch.setattr("rlhf_stack.accelerator.devices.current_device", lambda: "cpu")
     measured = MagicMock(side_effect=SyncError("rank 1 does not answer") if failing else [(1.0, 8, True)])
     monkeypatch.setattr(probe, "_measure", measured)
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
