@@ -87,12 +87,12 @@ def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> lis
 
 
 def contradicted(known: Mapping[str, Facts], roots: Sequence[Path] = records.ROOTS) -> list[str]:
-    """Return a line for each record of a figure whose evidence was altered; a clone has none, and no line."""
+    """Return a line for each record of this machine whose evidence was altered; others have it elsewhere."""
     return [
         f"{record.cell}: the record {records.file_name(record)}: {altered}"
         for measured in known.values()
         for record in records.read(measured.cell, measured.inputs, roots)
-        if (records.folder_of(record.cell, record.inputs, roots[0]) / "evidence").is_dir()
+        if (records.folder_of(record.cell, record.inputs, roots[0]) / records.file_name(record)).exists()
         and (altered := records.altered_evidence(record, roots[0]))
     ]
 

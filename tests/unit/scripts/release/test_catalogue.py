@@ -243,7 +243,11 @@ def test_evidence_that_was_altered_after_the_catalogue_was_written_is_reported(s
     evidence.write_text(FAILED, encoding="utf-8")
     [reason] = catalogue.contradicted(known, (store.local, store.root))
     assert reason.endswith(f"{evidence.name} was changed")
-    assert catalogue.contradicted(known, (store.folder / "clone", store.root)) == []
+    other = Store(store.folder)
+    other.local = store.folder / "clone"  # another machine, with records of its own
+    assert catalogue.contradicted(known, (other.local, store.root)) == []
+    other.run(measured(CELL), "layers")
+    assert catalogue.contradicted(known, (other.local, store.root)) == []
 
 
 def files_of(store: Store, monkeypatch: pytest.MonkeyPatch) -> dict[Path, str]:
