@@ -42,14 +42,17 @@ def hip(
             "--check and --offline exclude each other: one compares the page, the other writes it"
         )
     matrix = load()
-    before = page.PAGE.read_text(encoding="utf-8")
+
+    def derived() -> str:
+        return page.text(matrix, page.PAGE.read_text(encoding="utf-8"))
+
     if check or offline:
-        return written(page.PAGE, page.text(matrix, before), "hip --offline", check)
+        return written(page.PAGE, derived(), "hip --offline", check)
     proved = (one.id for one in expand(matrix) if named(matrix.variants, one.variant).compile_proof)
     chosen = find(matrix, cell or next(proved))
     recipes.proof_of(matrix, chosen)
     code, record = prove.prove(matrix, chosen, again, minutes)
     if record:
         page.keep(record)
-        page.PAGE.write_text(page.text(matrix, before), encoding="utf-8")
+        page.PAGE.write_text(derived(), encoding="utf-8")
     return code

@@ -192,7 +192,8 @@ def _build(
 ) -> dict[str, tuple[int, str]]:
     """Build the stages that compile, move the wheels to ``wheels``, and return `sources.outcomes`.
 
-    A failure leaves no wheel. After ``minutes`` the build is ended.
+    A failure leaves no wheel. After ``minutes`` the build is ended. The log is that of the build that made
+    the wheels.
     """
     config = index_config.load()
     log = folder.with_suffix(".log")
@@ -211,6 +212,7 @@ def _build(
             *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
             str(folder),
         ]
+        known = _digests(wheels), _text(log)
         with log.open("w", encoding="utf-8") as file:
             environment = build_environment(config.environment())
             cause = code = None
@@ -226,7 +228,10 @@ def _build(
             except subprocess.TimeoutExpired:
                 cause = f"not compiled within {minutes:g} minutes"
         shutil.rmtree(wheels, ignore_errors=True)
-        text = log.read_text(encoding="utf-8")
+        text = _text(log)
+        if code == 0 and known[0] == _digests(out):  # which BuildKit had, so that its log lists no source
+            text = known[1]
+            log.write_text(text, encoding="utf-8")
         found = sources.outcomes(text, cause or "not reached")
         if code != 0:
             message = f"the recipes do not compile: {cause or build_log.cause(text)}"
@@ -234,3 +239,11 @@ def _build(
             raise IncompleteError(message, found) if found else UserError(message)
         out.rename(wheels)
     return found
+
+
+def _digests(wheels: Path) -> dict[str, str]:
+    return {wheel.name: sha256_file(wheel) for wheel in wheels.glob("*.whl")}
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8") if log.exists() else ""

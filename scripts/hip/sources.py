@@ -14,7 +14,7 @@ ERROR = re.compile(r"^#\d+ [\d.]+ (?:.*/)?(?P<error>[^/ ]+:\d+:\d+: (?:fatal )?e
 def outcomes(log: str, limit: str) -> dict[str, tuple[int, str]]:
     """Return outcome and reason of each source that the log of a recipe lists; ``limit`` is how it ended.
 
-    Only vLLM's own CMake lists them; a log has none if BuildKit had the wheel already.
+    Only vLLM's own CMake lists them.
     """
     found: dict[str, tuple[int, str]] = {}
     refused = ""

@@ -61,6 +61,25 @@ def test_a_build_that_fails_or_takes_too_long_leaves_outcomes_and_no_wheel(
     assert not wheels.exists()
 
 
+def test_a_build_that_buildkit_had_already_keeps_the_sources_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o"]
+    lines += ["#9 2.0 [1/2] Building HIP object CMakeFiles/_C.dir/csrc/one.hip.o"]
+    script = r"""for word in "$@"; do case $word in --output=*) out=${word##*dest=};; esac; done
+        mkdir "$out"; echo wheel > "$out/a-1.whl"; """
+    monkeypatch.setattr(recipes, "ROOT", tmp_path)
+    for printed in (lines, ["#9 CACHED"]):
+        echo = "; ".join(f"echo '{line}'" for line in printed)
+        monkeypatch.setattr(recipes, "docker_command", lambda echo=echo: ["bash", "-c", script + echo, "x"])
+        found = recipes._build(tmp_path / "context", "runtime", "builder", tmp_path / "wheels", None)
+        assert found == {"csrc/one.hip": (1, "")}
+    monkeypatch.setattr(
+        recipes, "docker_command", lambda: ["bash", "-c", script.replace("echo wheel", "echo other"), "x"]
+    )
+    assert recipes._build(tmp_path / "context", "runtime", "builder", tmp_path / "wheels", None) == {}
+
+
 def test_the_digest_follows_the_recipe_and_the_toolchain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
