@@ -48,7 +48,8 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     """The outcome of one fault in one phase of a run.
 
     ``revision`` is the commit of the tests, ``said`` the error of the run, ``left`` the resources that were
-    left behind. ``in_time`` is False if the phase had ended before the fault was complete.
+    left behind, None while the run went on. ``in_time`` is False if the phase had ended before the fault was
+    complete.
 
     Of a run that goes on: ``after`` are the seconds until its next step ended, ``repaired`` whether the fault
     had been removed by then, as a service manager restarts a node, ``submissions`` how often its `submit`
@@ -66,7 +67,7 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float
     said: str
     node_named: bool
-    left: tuple[str, ...]
+    left: tuple[str, ...] | None
     in_time: bool = True
     afterwards: str = "not tried"
     after: float | None = None

@@ -1,12 +1,13 @@
 """The generated pages: ``images/README.md``, and the README's table of cells."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.version import Version
+from rlhf_stack.demo import tiny_run
 
 from scripts.errors import UserError
 from scripts.git import DIRTY
@@ -16,7 +17,7 @@ from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
 from scripts.release import certificates, facts, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_same_inputs
+from scripts.release.fault_cases import HYBRID, ORDER, SEPARATE, WORST_FIRST, Case, case_key, of_same_inputs
 from scripts.testing import proofs, records
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
@@ -122,6 +123,7 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         for cell in cells
         if cell.id in known and facts.is_current(cell, known[cell.id])
     }
+    layouts = {cell.id: _layouts(cell) for cell in cells}
     text = environment.get_template("images.md.j2").render(
         table=table,
         overview_columns=OVERVIEW_COLUMNS,
@@ -130,7 +132,9 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         suite_columns=SUITE_COLUMNS,
         fault_columns=FAULT_COLUMNS,
         faults=[
-            fault_table(cell, cases, current.get(cell, ""), facts.inputs_of_images())
+            fault_table(
+                cell, cases, current.get(cell, ""), facts.inputs_of_images(), layouts.get(cell, (SEPARATE,))
+            )
             for cell in dict.fromkeys(case.cell for case in cases)
         ],
         certificate_columns=certificates.COLUMNS,
@@ -145,20 +149,23 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
 
 
 def fault_table(
-    cell: str, cases: Iterable[Case], inputs: str = "", built: Mapping[str, str] | None = None
+    cell: str,
+    cases: Iterable[Case],
+    inputs: str = "",
+    built: Mapping[str, str] | None = None,
+    layouts: Collection[str] = (SEPARATE,),
 ) -> dict[str, Any]:
     """Return the rows of a cell's table of faults, the counts above it, and the cases that were not run.
 
     ``inputs`` is the digest of those that this checkout gives, if such an image was measured, ``built`` that
-    of each measured image, by its id.
+    of each measured image, by its id. ``layouts`` are those that the cell's release has.
     """
     built = built or {}
     own: dict[tuple[str, ...], list[Case]] = {}
     for case in of_same_inputs(cases, built):
         if case.cell == cell:
             own.setdefault(case_key(case)[1:], []).append(case)
-    layouts = {key[0] for key in own}
-    every = [key for key in ORDER if key[0] in layouts]
+    every = [key for key in ORDER if key[0] in {*layouts, *(key[0] for key in own)}]
     absent = itertools.groupby((key for key in every if key not in own), key=lambda key: key[:2])
     images = {case.image for attempts in own.values() for case in attempts}
     return {
@@ -175,6 +182,12 @@ def fault_table(
             for (layout, fault), keys in absent
         ],
     }
+
+
+def _layouts(cell: Cell) -> tuple[str, ...]:
+    """The layouts that the faults of a cell are injected into."""
+    has_hybrid = HYBRID in tiny_run.installed(cell.package("openrlhf").version).layouts
+    return (SEPARATE, HYBRID) if has_hybrid else (SEPARATE,)
 
 
 def megabytes(size: int) -> str:
@@ -302,7 +315,7 @@ def _outcome(case: Case) -> tuple[str, ...]:
         *(_recovery(case) if goes_on else ("no", *[""] * 3)),
         error,
         named,
-        "; ".join(case.left) or "nothing",
+        "" if case.left is None else "; ".join(case.left) or "nothing",
         case.afterwards + refused,
     )
 

@@ -108,12 +108,11 @@ class Trial:
         outcome, seconds, repaired = job.outcome(repair)
         if not repaired:
             fault.remove(site)
-        error, named, left = "", False, []
+        error, named, left = "", False, None
         if outcome != "goes on":
             error, named = job.error(printed, fault.expected_nodes(site))
             rejoin(self._cluster)
-            job.stop()
-            left = self._left()
+            left = self._left_after(job)
         case = Case(
             cell=self._cell,
             image=self._image,
@@ -127,7 +126,7 @@ class Trial:
             seconds=round(seconds, 1),
             said=error[:ERROR_LENGTH],
             node_named=named,
-            left=tuple(left),
+            left=left,
             repaired=repaired and fault.lasts,
             refused=self._refused,
             **(self._recovery(job, phase, since, last, submissions) if outcome == "goes on" else {}),
@@ -156,17 +155,26 @@ class Trial:
             "equal": rewards.items() <= self._undisturbed.items() if is_known else None,
         }
 
-    def _left(self) -> list[str]:
-        """Return the resources that are left; a node that Ray declared dead may end meanwhile."""
+    def _left_after(self, job: Job) -> tuple[str, ...]:
+        """End ``job`` and return what it left; a node that Ray declared dead may end meanwhile."""
+        job.stop()
+        job.wait_until(lambda: False, REFUSED_SECONDS)  # until it has ended
         try:
-            return left_behind(self._cluster)
+            return tuple(left_behind(self._cluster))
         except UserError:
             rejoin(self._cluster)
-            return left_behind(self._cluster)
+            return tuple(left_behind(self._cluster))
+
+    def finish(self, job: Job) -> None:
+        """End ``job``, which the last case did not end, and record with that case what it left too."""
+        self._record(left=(*(self.cases[-1].left or ()), *self._left_after(job)))
 
     def record_afterwards(self, afterwards: str) -> None:
         """Record what the same command did after the last case."""
-        self.cases[-1] = msgspec.structs.replace(self.cases[-1], afterwards=afterwards)
+        self._record(afterwards=afterwards)
+
+    def _record(self, **changes: Any) -> None:
+        self.cases[-1] = msgspec.structs.replace(self.cases[-1], **changes)
         fault_cases.write(self.cases[-1])
 
     def check_resumed(self, job: Job) -> None:
@@ -197,6 +205,8 @@ def test_a_run_ends_with_an_error_or_continues_after_a_fault(
             continue
         job = trial.submit()
         trial.check_resumed(job)
-    job.stop()
+    trial.finish(job)
     assert [case.phase for case in trial.cases if case.outcome == "hangs"] == []
     assert {case.phase: case.left for case in trial.cases if case.left} == {}
+    assert [case.phase for case in trial.cases if case.equal is False] == []
+    assert [case.said for case in trial.cases if case.outcome == "ended" and not case.node_named] == []

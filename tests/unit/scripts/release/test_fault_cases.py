@@ -79,6 +79,8 @@ def test_a_run_that_goes_on_has_no_error() -> None:
     )
     (line,) = rows(msgspec.structs.replace(measured, submissions=1))
     assert "| continues, submitted again once |" in line
+    (line,) = rows(msgspec.structs.replace(measured, left=None))
+    assert "| yes |  |  |  | is not needed" in line, "not looked at while the run went on"
     different = msgspec.structs.replace(measured, equal=False)
     assert "| **no** |" in "".join(rows(different))
 
@@ -128,6 +130,16 @@ def test_cases_of_an_image_that_was_not_measured_replace_none(
     with pytest.raises(UserError, match="not measured yet: run python -m scripts catalogue first"):
         fault_cases.update()
     assert not merged.exists()
+
+
+def test_layouts_without_a_case_are_counted() -> None:
+    table = render.fault_table("a-cell", [CASE])
+    both = render.fault_table("a-cell", [CASE], layouts=(fault_cases.SEPARATE, fault_cases.HYBRID))
+    assert both["cases"] == 2 * table["cases"]
+    assert len(both["absent"]) == len(table["absent"]) + len(FAULTS)
+    assert f"1 of {both['cases']} cases were run" in render.page(
+        expand(load()), {}, [msgspec.structs.replace(CASE, cell="ray2.55.0-vllm0.29.0-cpu")]
+    )
 
 
 def test_cases_have_different_file_names(tmp_path: Path) -> None:
