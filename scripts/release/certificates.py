@@ -105,6 +105,8 @@ def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER, note: str =
 def read_bytes(file: Path) -> bytes:
     """The content of a file that the user named; `UserError` above `MOST_BYTES`."""
     try:
+        if file.exists() and not file.is_file():
+            raise UserError(f"{file}: no file, but a folder, pipe or device")
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
     except OSError as error:

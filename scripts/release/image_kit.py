@@ -54,6 +54,10 @@ here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 pieces=${PIECES:-$here}
 root=${KIT_ROOT:-/var/tmp/rlhf-stack-kit}
 packages="$root/@NVIDIA@"
+if [ -e "$root" ] && [ "$(stat -c %u "$root")" != "$(id -u)" ]; then
+    echo "error: $root belongs to another user: name a folder that does not exist in KIT_ROOT" >&2
+    exit 1
+fi
 if [ ! -e "$root/ready" ]; then
     (cd "$pieces" && sha256sum --check --quiet "$here/pieces.sha256")
     mkdir -p "$root"/{dev,proc,sys,out,usr/local/nvidia}

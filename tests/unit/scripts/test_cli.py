@@ -164,6 +164,18 @@ def test_no_name_of_a_cell_is_taken_or_ends_with_a_traceback(command: list[str],
     refusal([*command, name])
 
 
+# Each is refused with any further word: it is no such suite, file, number, action or argument.
+WITH_WORD = [["suites"], ["test"], ["kernels", load().default], ["certificates"], ["certificates", "add"]]
+WITH_WORD += [["gpu-kit", "--out", "/", *option] for option in (["--piece"], ["--architecture"], ["--wheel"])]
+WITH_WORD += [["patches"], ["docker"], ["matrix"], ["catalogue"], ["fault-table"], ["lint"]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(WITH_WORD), NAMES)
+def test_no_other_command_takes_any_word_or_ends_with_a_traceback(command: list[str], word: str) -> None:
+    refusal([*command, word])
+
+
 @pytest.mark.parametrize("redirect", [">/dev/full", ">&-"])
 def test_an_output_that_cannot_be_written_is_one_line(redirect: str) -> None:
     done = subprocess.run(

@@ -1,6 +1,7 @@
 """A certificate is added only if it is complete, unedited, about a known image, and its records are there."""
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,7 +138,16 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(UserError, match=reason):
             certificates.add(tmp_path / "file", KNOWN, tmp_path / "kept")
-    for file, reason in ((tmp_path / "absent", "No such file"), (Path("/dev/zero"), "more than 16 MiB")):
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(certificates.MOST_BYTES + 1)
+    refused = {
+        "absent": "No such file",
+        "large": "more than 16 MiB",
+        "pipe": "no file, but",
+        "": "no file, but",
+    }
+    for file, reason in ((tmp_path / name, reason) for name, reason in refused.items()):
         with pytest.raises(UserError, match=reason):
             certificates.add(file, KNOWN, tmp_path / "kept")
 
