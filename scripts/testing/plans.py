@@ -110,7 +110,7 @@ def _build(cell: str) -> Command:
 
 def _recorded(lanes: Lanes, command: Command) -> int:
     """Run a command and return its exit code; record lint and the unit tests, as results of the checkout."""
-    name = {LINT: "lint", UNIT: "unit"}.get(command, "build")
+    name = {LINT: "lint", UNIT: "unit"}.get(command, f"build {command[-1]}")
     print(f"{name} | $ {' '.join(command[1:])}", flush=True)
     if command not in CHECKS:
         return lanes.execute(command, name)

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 
-from scripts.docker.client import connect, docker_command, need_space
+from scripts.docker.client import build_environment, connect, docker_command, need_space
 from scripts.errors import UserError, run
 from scripts.images import build_log, rootfs
 from scripts.images.build import build_command, unpacked_size, write_secrets
@@ -134,7 +134,7 @@ def timed(what: str, command: Sequence[str], log: Path) -> float:
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(
             command,
-            env={**os.environ, "DOCKER_BUILDKIT": "1"},
+            env=build_environment(os.environ),
             stdout=subprocess.DEVNULL,
             stderr=file,
             check=False,
