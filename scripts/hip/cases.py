@@ -111,7 +111,11 @@ class Case:
 def cases() -> Iterator[Case]:
     """Yield all cases."""
     for kind in FLOATS:
-        yield Case("silu_and_mul", kind, VLLM, functools.partial(silu_and_mul, kind))
+        for name in GATES:
+            yield Case(f"{name}_and_mul", kind, VLLM, functools.partial(gate_and_mul, name, kind))
+        for name in ACTIVATIONS:
+            yield Case(name, kind, VLLM, functools.partial(activation, name, kind))
+        yield Case("fused_add_rms_norm", kind, VLLM, functools.partial(fused_add_rms_norm, kind))
         yield Case("rms_norm", kind, VLLM, functools.partial(rms_norm, kind))
         yield Case("rotary_embedding", kind, VLLM, functools.partial(rotary_embedding, kind))
         yield Case("reshape_and_cache", kind, VLLM, functools.partial(reshape_and_cache, kind))
@@ -135,17 +139,73 @@ def worst_error(expected: tuple[Type, Numbers], content: bytes) -> float:
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
-def silu_and_mul(kind: Type) -> Work:
-    """``silu(x) * y`` of rows (x, y)."""
+def silu(x: float) -> float:
+    """``x`` times its sigmoid."""
+    return x / (1 + math.exp(-x))
+
+
+def gelu(x: float) -> float:
+    """``x`` times the normal distribution's probability of less."""
+    return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def gelu_by_tanh(x: float) -> float:
+    """The approximation of `gelu` by tanh, of which vLLM has three kernels."""
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+GATES = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_by_tanh}
+ACTIVATIONS = {"gelu_new": gelu_by_tanh, "gelu_fast": gelu_by_tanh}
+
+
+def gate_and_mul(name: str, kind: Type) -> Work:
+    """``f(x) * y`` of rows (x, y), f one of `GATES`."""
     tokens, width = 2, 130
     given = kind.encode(_uniform(tokens * 2 * width, 4))
     rows = _rows(kind.decode(given), 2 * width)
     pairs = (pair for row in rows for pair in zip(row[:width], row[width:], strict=True))
-    wanted = [x / (1 + math.exp(-x)) * y for x, y in pairs]
+    wanted = [GATES[name](x) * y for x, y in pairs]
+    kernel = f"act_and_mul_kernelI{kind.of_torch}.*[0-9]{name}_kernel"
     return Work(
         (bytes(tokens * width * kind.size), given),
-        (_launch(f"act_and_mul_kernelI{kind.of_torch}.*silu_kernel", (tokens, 1, 1), width, [0, 1], width),),
+        (_launch(kernel, (tokens, 1, 1), width, [0, 1], width),),
         {0: (kind, wanted)},
+    )
+
+
+def activation(name: str, kind: Type) -> Work:
+    """``f(x)``, f one of `ACTIVATIONS`."""
+    tokens, width = 2, 130
+    given = kind.encode(_uniform(tokens * width, 2))
+    wanted = [ACTIVATIONS[name](x) for x in kind.decode(given)]
+    kernel = f"17activation_kernelI{kind.of_torch}.*[0-9]{name}_kernel"
+    return Work(
+        (bytes(len(given)), given),
+        (_launch(kernel, (tokens, 1, 1), width, [0, 1], width),),
+        {0: (kind, wanted)},
+    )
+
+
+def fused_add_rms_norm(kind: Type) -> Work:
+    """`rms_norm` of the sum of input and residual, which replaces the residual.
+
+    The width is no multiple of 8, for which vLLM launches the kernel without vectors.
+    """
+    tokens, width, epsilon = 2, 252, 1e-5
+    given, residual = (kind.encode(_normal(tokens * width, seed)) for seed in range(2))
+    weight = kind.encode(_uniform(width, 2))
+    weights = kind.decode(weight)
+    added = [x + y for x, y in zip(kind.decode(given), kind.decode(residual), strict=True)]
+    wanted = []
+    for row in _rows(added, width):
+        scale = 1 / math.sqrt(sum(x * x for x in row) / width + epsilon)
+        wanted += [x * scale * w for x, w in zip(row, weights, strict=True)]
+    values = (*_buffers(0, 1, 2), _float(epsilon), _integer(tokens), _integer(width))
+    kernel = f"25fused_add_rms_norm_kernelI{kind.of_torch}Li0E"
+    return Work(
+        (given, residual, weight),
+        (Launch(kernel, (tokens, 1, 1), width, values),),
+        {0: (kind, wanted), 1: (kind, added)},
     )
 
 

@@ -11,6 +11,7 @@ from rlhf_stack.demo import tiny_run
 
 from scripts.errors import UserError
 from scripts.git import DIRTY
+from scripts.images.source import source_digest
 from scripts.matrix.load import Cell
 from scripts.matrix.model import Accelerator
 from scripts.matrix.suites import SUITES
@@ -236,6 +237,7 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
         "commit": _commit(measured.revision),
         "inputs": _short(measured.inputs),
         "source": _short(measured.source),
+        "own_source": _short(source_digest(cell)),
         "results": [(name, *_counts(result)) for name, result in measured.suites.items()],
         "skips": [
             (name, reason, str(tests))

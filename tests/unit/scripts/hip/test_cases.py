@@ -26,6 +26,11 @@ def test_exactly_these_kernels_types_and_head_sizes_are_executed() -> None:
     floats = ("float32", "float16", "bfloat16")
     plain = {
         "silu_and_mul": floats,
+        "gelu_and_mul": floats,
+        "gelu_tanh_and_mul": floats,
+        "gelu_new": floats,
+        "gelu_fast": floats,
+        "fused_add_rms_norm": floats,
         "rms_norm": floats,
         "rotary_embedding": floats,
         "reshape_and_cache": floats,
@@ -51,6 +56,11 @@ INSTANTIATED = (
     *(f"_ZN4vllm18copy_blocks_kernelI{kind}EEvPlS1_PKli" for kind in "fh"),
     *(f"_ZN4vllm18copy_blocks_kernelIN3c10{kind}EEEvPlS3_PKli" for kind in ("4Half", "8BFloat16")),
 )
+
+
+def test_the_approximation_by_tanh_is_near_the_function() -> None:
+    for number in range(-40, 41):
+        assert cases.gelu_by_tanh(number / 8) == pytest.approx(cases.gelu(number / 8), abs=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_facts_of_other_sources_are_shown_as_not_verified_yet(store: Store) -> N
     tests = "4 tests passed on a CPU on an image of commit aaaaaaaaaaaa"
     assert render.status(CELL, known) == f"not verified yet: its sources changed after {tests}"
     text = render.page([CELL], known)
-    assert "This checkout has other sources: not verified yet." in text
+    assert f"This checkout has the sources `{source_digest(CELL)[:12]}`: not verified yet." in text
     assert "**not verified yet**" in text
     assert "sources `eeeeeeeeeeee`" in text
     assert "\nVerified: " not in text
