@@ -7,6 +7,7 @@ import pytest
 
 from scripts.errors import UserError
 from scripts.patches import pristine
+from scripts.patches.wheel_files import WheelFile, write_wheel
 from tests.unit.scripts.patches.test_apply import make_wheel, sha256
 
 LOCK = """\
@@ -75,3 +76,21 @@ def test_a_download_is_checked_by_pip_and_cached(tmp_path: Path, monkeypatch: py
 )
 def test_the_cause_of_a_failed_download_is_named(errors: str, cause: str) -> None:
     assert cause in pristine.explain_download_error(errors)
+
+
+def test_another_wheel_of_the_same_name_has_a_tree_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index may offer a wheel again with other content; the lock then names its hash."""
+    monkeypatch.setattr(pristine, "UNPACKED", tmp_path / "unpacked")
+    (tmp_path / "unpacked").mkdir()
+    wheel = tmp_path / "pkg-1.0-py3-none-any.whl"
+    folders = []
+    for content in (b"one", b"two", b"one"):
+        write_wheel({"pkg/__init__.py": WheelFile(content, 0o755)}, "pkg-1.0.dist-info", wheel)
+        folder = pristine.unpack_pristine(wheel)
+        unpacked = folder / "pkg" / "__init__.py"
+        assert (folder.name, unpacked.read_bytes()) == (sha256(wheel), content)
+        assert unpacked.stat().st_mode & 0o777 == 0o755
+        folders.append(folder)
+    assert folders[0] == folders[2] != folders[1]
