@@ -16,7 +16,7 @@ from scripts.errors import UserError
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.testing import demo, records
-from scripts.testing.cluster import LABEL, Cluster, sweep
+from scripts.testing.cluster import LABEL, Cluster, owner_label, sweep
 from tests.network import diagnosis
 from tests.network.remote import SERVER, reachable
 from tests.network.waiting import TEST_SECONDS, WAIT_SECONDS, until
@@ -79,8 +79,11 @@ def test_a_lost_head_is_reported_to_the_follower_of_a_job(client: docker.DockerC
     """On another machine, one line names the restarted head and the job."""
     with Cluster(client, cell.tag, demo.NODES, start=reachable) as cluster:
         submit = ["rlhf-stack", "submit", "--address", SERVER, "--", "sh", "-c", "echo begun; sleep 600"]
+        # No node of the cluster: one of Ray 2.12 ends with the head, and with it what runs there.
+        (network,) = cluster.head.attrs["NetworkSettings"]["Networks"]
+        machine = ["--rm", "--network", network, "--label", f"{LABEL}={owner_label()}", cell.tag]
         following = subprocess.Popen(
-            ["docker", "exec", str(cluster.containers[1].id), *submit],
+            ["docker", "run", *machine, *submit],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
