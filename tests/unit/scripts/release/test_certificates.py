@@ -27,7 +27,7 @@ from rlhf_stack.certify.model import (
 )
 
 from scripts.errors import UserError
-from scripts.matrix.load import expand_all, load
+from scripts.matrix.load import expand, expand_all, load
 from scripts.release import certificates, render
 
 INPUTS, CELL = "1" * 64, "ray2.55.0-vllm0.29.0-cuda13.0"
