@@ -17,6 +17,7 @@ Triple = tuple[int, int, int]
 VLLM, DEEPSPEED = "vllm_rocm_ops", "deepspeed"
 HEAD_SIZES = (64, 80, 96, 112, 128, 256)
 PARTITION, THREADS, WAVE = 512, 128, 64
+TOKENS, EPSILON = 2, 1e-5  # of activations and norms
 
 
 @dataclass(frozen=True)
@@ -160,28 +161,27 @@ ACTIVATIONS = {"gelu_new": gelu_by_tanh, "gelu_fast": gelu_by_tanh}
 
 def gate_and_mul(name: str, kind: Type) -> Work:
     """``f(x) * y`` of rows (x, y), f one of `GATES`."""
-    tokens, width = 2, 130
-    given = kind.encode(_uniform(tokens * 2 * width, 4))
+    width = 130
+    given = kind.encode(_uniform(TOKENS * 2 * width, 4))
     rows = _rows(kind.decode(given), 2 * width)
     pairs = (pair for row in rows for pair in zip(row[:width], row[width:], strict=True))
     wanted = [GATES[name](x) * y for x, y in pairs]
-    kernel = f"act_and_mul_kernelI{kind.of_torch}.*[0-9]{name}_kernel"
-    return Work(
-        (bytes(tokens * width * kind.size), given),
-        (_launch(kernel, (tokens, 1, 1), width, [0, 1], width),),
-        {0: (kind, wanted)},
-    )
+    return _activated(f"act_and_mul_kernelI{kind.of_torch}.*[0-9]{name}_kernel", kind, given, wanted)
 
 
 def activation(name: str, kind: Type) -> Work:
     """``f(x)``, f one of `ACTIVATIONS`."""
-    tokens, width = 2, 130
-    given = kind.encode(_uniform(tokens * width, 2))
+    given = kind.encode(_uniform(TOKENS * 130, 2))
     wanted = [ACTIVATIONS[name](x) for x in kind.decode(given)]
-    kernel = f"17activation_kernelI{kind.of_torch}.*[0-9]{name}_kernel"
+    return _activated(f"17activation_kernelI{kind.of_torch}.*[0-9]{name}_kernel", kind, given, wanted)
+
+
+def _activated(kernel: str, kind: Type, given: bytes, wanted: Numbers) -> Work:
+    """A launch of a block for each of `TOKENS` rows, whose results are ``wanted``."""
+    width = len(wanted) // TOKENS
     return Work(
-        (bytes(len(given)), given),
-        (_launch(kernel, (tokens, 1, 1), width, [0, 1], width),),
+        (bytes(len(wanted) * kind.size), given),
+        (_launch(kernel, (TOKENS, 1, 1), width, [0, 1], width),),
         {0: (kind, wanted)},
     )
 
@@ -191,40 +191,39 @@ def fused_add_rms_norm(kind: Type) -> Work:
 
     The width is no multiple of 8, for which vLLM launches the kernel without vectors.
     """
-    tokens, width, epsilon = 2, 252, 1e-5
-    given, residual = (kind.encode(_normal(tokens * width, seed)) for seed in range(2))
+    width = 252
+    given, residual = (kind.encode(_normal(TOKENS * width, seed)) for seed in range(2))
     weight = kind.encode(_uniform(width, 2))
-    weights = kind.decode(weight)
     added = [x + y for x, y in zip(kind.decode(given), kind.decode(residual), strict=True)]
-    wanted = []
-    for row in _rows(added, width):
-        scale = 1 / math.sqrt(sum(x * x for x in row) / width + epsilon)
-        wanted += [x * scale * w for x, w in zip(row, weights, strict=True)]
-    values = (*_buffers(0, 1, 2), _float(epsilon), _integer(tokens), _integer(width))
-    kernel = f"25fused_add_rms_norm_kernelI{kind.of_torch}Li0E"
     return Work(
         (given, residual, weight),
-        (Launch(kernel, (tokens, 1, 1), width, values),),
-        {0: (kind, wanted), 1: (kind, added)},
+        (_norm(f"25fused_add_rms_norm_kernelI{kind.of_torch}Li0E", width),),
+        {0: (kind, _normalized(added, kind.decode(weight))), 1: (kind, added)},
     )
 
 
 def rms_norm(kind: Type) -> Work:
     """Rows divided by their root mean square, times a weight."""
-    tokens, width, epsilon = 2, 256, 1e-5
-    given, weight = kind.encode(_normal(tokens * width)), kind.encode(_uniform(width, 2))
-    weights = kind.decode(weight)
-    wanted = []
-    for row in _rows(kind.decode(given), width):
-        scale = 1 / math.sqrt(sum(x * x for x in row) / width + epsilon)
-        wanted += [x * scale * w for x, w in zip(row, weights, strict=True)]
-    values = (*_buffers(0, 1, 2), _float(epsilon), _integer(tokens), _integer(width))
-    kernel = f"15rms_norm_kernelI{kind.of_torch}E"
+    width = 256
+    given, weight = kind.encode(_normal(TOKENS * width)), kind.encode(_uniform(width, 2))
     return Work(
         (bytes(len(given)), given, weight),
-        (Launch(kernel, (tokens, 1, 1), width, values),),
-        {0: (kind, wanted)},
+        (_norm(f"15rms_norm_kernelI{kind.of_torch}E", width),),
+        {0: (kind, _normalized(kind.decode(given), kind.decode(weight)))},
     )
+
+
+def _norm(kernel: str, width: int) -> Launch:
+    values = (*_buffers(0, 1, 2), _float(EPSILON), _integer(TOKENS), _integer(width))
+    return Launch(kernel, (TOKENS, 1, 1), width, values)
+
+
+def _normalized(values: Numbers, weights: Numbers) -> list[float]:
+    wanted = []
+    for row in _rows(values, len(weights)):
+        scale = 1 / math.sqrt(sum(x * x for x in row) / len(weights) + EPSILON)
+        wanted += [x * scale * w for x, w in zip(row, weights, strict=True)]
+    return wanted
 
 
 def rotary_embedding(kind: Type) -> Work:

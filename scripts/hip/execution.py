@@ -22,8 +22,8 @@ TESTED = "a9069c177a9da9cca18593edf55acd2e6073cca6"
 EMULATOR = Path("test", "mockgpu", "amd", "emu.py")
 USED = ("def _decode_at(", "def _init_wave(", "ENDPGM_PC", "_BARRIER_OPS", "irc.")
 SCRIPT = ROOT / "scripts" / "hip" / "emulate.py"
-GET = f"clone tinygrad/tinygrad at {TESTED[:12]} and name its folder"
-NOT_SET = f"{CHECKOUT} is not set: {GET}"
+GET = f"clone tinygrad/tinygrad at {TESTED[:12]}"
+NOT_SET = f"{CHECKOUT} is not set: {GET} and name its folder"
 MEMORY = "8g"
 RUN = "CC=$(ls /usr/bin/clang-[0-9]*) exec nice -n 19 python3 /emulate.py"
 
@@ -49,7 +49,7 @@ def checkout() -> Path:
         raise UserError(NOT_SET)
     source = Path(named).expanduser() / EMULATOR
     if not source.is_file():
-        raise UserError(f"{CHECKOUT}: {source} is missing: clone tinygrad/tinygrad at {TESTED[:12]}")
+        raise UserError(f"{CHECKOUT}: {source} is missing: {GET}")
     text = source.read_text(encoding="utf-8", errors="replace")
     if missing := [name for name in USED if name not in text]:
         raise UserError(f"{CHECKOUT}: {source} has no {missing[0]!r}: use tinygrad at {TESTED[:12]}")

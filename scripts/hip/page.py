@@ -69,15 +69,13 @@ def _tables(matrix: Matrix, cell: Cell, record: Record, tests: str, root: Path) 
     header = ("compiled", "toolchain", "GPU", "device objects", "kernels", "most static LDS", "with spills")
     if compiled := list(_compiled(report)):
         yield table(header, compiled)
-    if any(one.executed for one in report.toolchains.values()):
-        gpus = sorted({item.architecture for one in report.toolchains.values() for item in one.executed})
+    if gpus := report.gpus:
         yield table(("executed on the emulator", "type", "toolchain", *gpus), _executed(report, gpus))
 
 
 def _what_ran(report: Report) -> Iterator[str]:
     """Yield where no kernel was run, and how many sources each toolchain compiled if these are all."""
-    executed = any(one.executed for one in report.toolchains.values())
-    yield SENTENCE.format("" if executed else NO_KERNEL)
+    yield SENTENCE.format("" if report.gpus else NO_KERNEL)
     for name, one in report.toolchains.items():
         if one.sources and one.is_complete:
             yield f"{name} compiled all {len(one.sources)} sources that vLLM's CMake files list.\n"

@@ -65,6 +65,11 @@ class Report(msgspec.Struct, frozen=True):
     toolchains: dict[str, Compiled]
     emulator: str = ""
 
+    @property
+    def gpus(self) -> list[str]:
+        """The architectures whose kernels were executed."""
+        return sorted({item.architecture for one in self.toolchains.values() for item in one.executed})
+
 
 def prove(
     matrix: Matrix, cell: Cell, again: bool, minutes: float | None = None

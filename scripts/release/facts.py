@@ -162,8 +162,8 @@ def _results(measured: Measured, root: Path) -> dict[str, list[Record]]:
     the next. An image that is published needs results of its own (`requirements.suites`).
     """
     found = records.read(measured.cell, measured.inputs, (root,))
-    ran = {record.suite for record in found}
-    return {name: [record for record in found if record.suite == name] for name in SUITES if name in ran}
+    by_suite = {name: [record for record in found if record.suite == name] for name in SUITES}
+    return {name: attempts for name, attempts in by_suite.items() if attempts}
 
 
 def inputs_of_images(root: Path = COMMITTED) -> dict[str, str]:

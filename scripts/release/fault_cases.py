@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from rlhf_stack.demo import tiny_run
 
 from scripts.digests import sha256
 from scripts.errors import UserError
+from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.release import facts
 from scripts.testing.records import encode
@@ -136,6 +138,12 @@ def merge(known: Iterable[Case], new: Iterable[Case], built: Mapping[str, str]) 
 def case_key(case: Case) -> tuple[str, str, str, str]:
     """Return what identifies a case in the table: cell, layout, fault and phase."""
     return case.cell, case.layout, case.fault, case.phase
+
+
+def layouts(cell: Cell) -> tuple[str, ...]:
+    """The layouts in which faults hit the runs of a cell; OpenRLHF 0.5 has no hybrid one."""
+    has_hybrid = HYBRID in tiny_run.installed(cell.package("openrlhf").version).layouts
+    return (SEPARATE, HYBRID) if has_hybrid else (SEPARATE,)
 
 
 def of_same_inputs(cases: Iterable[Case], built: Mapping[str, str]) -> list[Case]:

@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.version import Version
-from rlhf_stack.demo import tiny_run
 
 from scripts.errors import UserError
 from scripts.git import DIRTY
@@ -16,9 +16,9 @@ from scripts.matrix.load import Cell
 from scripts.matrix.model import Accelerator
 from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
-from scripts.release import certificates, facts, published_scripts, works_with
+from scripts.release import certificates, facts, fault_cases, published_scripts, works_with
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import HYBRID, ORDER, SEPARATE, WORST_FIRST, Case, case_key, of_same_inputs
+from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_same_inputs
 from scripts.testing import proofs, records
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
@@ -124,7 +124,8 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         for cell in cells
         if cell.id in known and facts.is_current(cell, known[cell.id])
     }
-    layouts = {cell.id: _layouts(cell) for cell in cells}
+    built = facts.inputs_of_images()
+    layouts = {cell.id: fault_cases.layouts(cell) for cell in cells}
     text = environment.get_template("images.md.j2").render(
         table=table,
         overview_columns=OVERVIEW_COLUMNS,
@@ -133,9 +134,7 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
         suite_columns=SUITE_COLUMNS,
         fault_columns=FAULT_COLUMNS,
         faults=[
-            fault_table(
-                cell, cases, current.get(cell, ""), facts.inputs_of_images(), layouts.get(cell, (SEPARATE,))
-            )
+            fault_table(cell, cases, current.get(cell, ""), built, layouts.get(cell, ()))
             for cell in dict.fromkeys(case.cell for case in cases)
         ],
         certificate_columns=certificates.COLUMNS,
@@ -153,15 +152,14 @@ def fault_table(
     cell: str,
     cases: Iterable[Case],
     inputs: str = "",
-    built: Mapping[str, str] | None = None,
-    layouts: Collection[str] = (SEPARATE,),
+    built: Mapping[str, str] = MappingProxyType({}),
+    layouts: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the rows of a cell's table of faults, the counts above it, and the cases that were not run.
 
     ``inputs`` is the digest of those that this checkout gives, if such an image was measured, ``built`` that
-    of each measured image, by its id. ``layouts`` are those that the cell's release has.
+    of each measured image, by its id. ``layouts`` are counted also if no case was run in them.
     """
-    built = built or {}
     own: dict[tuple[str, ...], list[Case]] = {}
     for case in of_same_inputs(cases, built):
         if case.cell == cell:
@@ -183,12 +181,6 @@ def fault_table(
             for (layout, fault), keys in absent
         ],
     }
-
-
-def _layouts(cell: Cell) -> tuple[str, ...]:
-    """The layouts that the faults of a cell are injected into."""
-    has_hybrid = HYBRID in tiny_run.installed(cell.package("openrlhf").version).layouts
-    return (SEPARATE, HYBRID) if has_hybrid else (SEPARATE,)
 
 
 def megabytes(size: int) -> str:

@@ -44,13 +44,14 @@ class Size:
     layers: int
     heads: int
     kv_heads: int
+    head: int
     vocabulary: int
     prompts: int
     response: int
 
 
-LARGE = Size(2048, 6144, 28, 16, 8, 151936, prompts=32, response=512)
-SMALL = Size(64, 128, 2, 2, 2, 512, prompts=8, response=16)
+LARGE = Size(2048, 6144, 28, 16, 8, 128, 151936, prompts=32, response=512)
+SMALL = Size(64, 128, 2, 2, 2, 32, 512, prompts=8, response=16)
 
 
 def make(folder: Path, size: Size) -> None:
@@ -67,7 +68,7 @@ def make(folder: Path, size: Size) -> None:
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
-        head_dim=128 if size is LARGE else 32,
+        head_dim=size.head,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         pad_token_id=0,
@@ -119,19 +120,14 @@ def planned(flags: Sequence[str]) -> Mapping[str, Any]:
     return {"fits": found["fits"], "problems": found["problems"], "gpu": found["nodes"][0]["gpus"][0]}
 
 
-def used() -> int:
-    """Bytes of the GPU that all processes use, by its driver; 0 without a GPU."""
-    if not devices.is_gpu():
-        return 0
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(GPU)).used)
-
-
 def watch(ended: threading.Event, readings: list[tuple[float, int]]) -> None:
-    """Append the time and `used` to ``readings`` until ``ended`` is set."""
-    if devices.is_gpu():
-        pynvml.nvmlInit()
+    """Append the time and the bytes of the GPU in use, by its driver, until ``ended`` is set."""
+    if not devices.is_gpu():
+        return
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(GPU)
     while not ended.wait(PERIOD):
-        readings.append((time.time(), used()))
+        readings.append((time.time(), int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)))
 
 
 def windows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, float]]:

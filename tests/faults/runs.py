@@ -15,7 +15,7 @@ class Run:
     ``layout`` is a layout of the image; ``arguments`` save a checkpoint after every step, from which the same
     command resumes, and make phases long enough to be hit. ``gpus`` is the number of nodes with a GPU;
     ``engine`` and ``trainer`` are prefixes of process command lines, and ``trains`` appears in the output
-    when training begins. ``has_hybrid``: two ranks and two engines can share two nodes.
+    when training begins.
     """
 
     layout: str
@@ -25,7 +25,6 @@ class Run:
     trainer: str
     trains: str
     keeps_nothing: Sequence[str]  # arguments with which it saves no checkpoint
-    has_hybrid: bool
 
 
 RUNS = {
@@ -42,7 +41,6 @@ RUNS = {
         trainer="ray::PolicyModelActor",
         trains="Sample: [",
         keeps_nothing=("--ckpt.path", "/tmp/none", "--ckpt.save_steps", "-1"),
-        has_hybrid=True,
     ),
     "0.5": Run(
         layout="spread",
@@ -55,7 +53,6 @@ RUNS = {
         trainer="ray::ActorModelRayActor",
         trains="Train epoch [1/1]:   0%",
         keeps_nothing=("--ckpt_path", "/tmp/none", "--save_steps", "-1"),
-        has_hybrid=False,
     ),
 }
 

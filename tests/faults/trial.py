@@ -23,6 +23,7 @@ POLL_SECONDS = 0.05
 REACH_SECONDS = 300.0
 HANG_SECONDS = 240.0
 LEFT_SECONDS = 30.0
+STOP_SECONDS = 120.0
 STEPS_TO_GO_ON = 2
 LASTS_SECONDS = 100.0  # a fault during which the run does not go on; Ray finds a node dead after a minute
 WHY_DEAD = "The actor died because"
@@ -182,10 +183,11 @@ class Job:
         return error, names_one(error, nodes)
 
     def stop(self) -> None:
-        """Stop the job if it runs."""
+        """Stop the job if it runs, and wait until it has ended."""
         if not self.ended:
             stop = ["ray", "job", "stop", "--address", demo.DASHBOARD, self._submitted[-1]]
             self._cluster.output(self._cluster.head, stop)
+            self.wait_until(lambda: False, STOP_SECONDS)
 
     @property
     def _placed(self) -> dict[str, Any]:
