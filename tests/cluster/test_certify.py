@@ -72,18 +72,6 @@ def test_a_part_of_the_ladder(certify):
     assert sorted(machine["fake_gpus"] for machine in content["machines"]) == [1, 2]
 
 
-@pytest.mark.timeout(SECONDS + 60)
-def test_an_image_for_gpus_says_that_it_climbed_nothing_without_one(certify):
-    if not devices.is_gpu():
-        pytest.skip("this image is for a CPU")
-    rungs, code, _ = certify()
-    assert code == 0
-    assert set(reasons(rungs, "passed")) == {"facts"}
-    assert set(reasons(rungs, "not climbed").values()) == {
-        "this image is for GPUs, and no node has one that its driver shows"
-    }
-
-
 @pytest.mark.integration
 @pytest.mark.timeout(ALL_SECONDS + 60)
 def test_the_whole_ladder(certify):

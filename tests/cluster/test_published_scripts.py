@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from rlhf_stack.cli.main import main
+from rlhf_stack.compat.deepspeed_ops import missing_for_offload
 from scripts_of_openrlhf import PPO, STEPS, gpus_of_roles, make_files, published, small
 from trained import SECTIONS
 
@@ -51,6 +52,11 @@ def commands(wanted=lambda _: True):
     return [pytest.param(each, id=each.name) for each in published() if wanted(each)]
 
 
+def offloads(command):
+    """Whether the command runs its optimiser on the CPU, which not every image can."""
+    return any(word.endswith("adam_offload") for word in command.words)
+
+
 def planned(command, capsys):
     """The exit code and the output of `rlhf-stack plan` for the command on two nodes of eight GPUs."""
     words = command.words
@@ -73,6 +79,10 @@ def test_script_is_planned_or_refused_with_the_reason(command, capsys):
             assert old in printed
             assert new in printed
         code, printed = planned(command.corrected(), capsys)
+    if not command.unsupported and offloads(command) and missing_for_offload():
+        assert code == REFUSED, printed
+        assert "adam_offload needs DeepSpeed's cpu_adam" in printed
+        return
     expected = REFUSED if command.unsupported else TOO_LARGE if command.too_large else FITS
     assert code == expected, printed
     assert command.unsupported in printed

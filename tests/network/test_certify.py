@@ -139,6 +139,17 @@ def test_the_trainer_sends_its_weights_to_another_node(climb: Climb) -> None:
     assert all(event["equal"] and event["parameters"] for event in verified)
 
 
+def test_the_record_has_pairs_the_selected_backend_and_tuned_settings(climb: Climb) -> None:
+    """Every pair of four GPUs is measured, `auto` selects gloo without a GPU, and the run fits."""
+    assert climb.details("collectives")["pairs"] == "all 6"
+    selected = climb.details("sync")["auto"]
+    assert (selected["selected"], selected["why"].endswith("has no GPU")) == ("gloo", True)
+    chosen = climb.details("train-separate")["tune"]
+    assert chosen["problems"] == []
+    assert chosen["settings"]
+    assert set(chosen["gpu_memory"]) == climb.gpus
+
+
 def test_nothing_is_left_on_the_nodes(climb: Climb) -> None:
     """The files of model and prompts were removed on all nodes."""
     assert [name for name in climb.left if name.startswith("rlhf-stack-certify")] == []

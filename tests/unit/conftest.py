@@ -1,5 +1,6 @@
 """Settings of property tests, and a GPU that the tests of GPU code share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,10 @@ from tests.unit import fake_cuda
 # Property tests may take their time: the machine is shared, and a slow one is no mistake of the code.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+# A shell without job control starts what it puts in the background with SIGINT ignored.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["newest", "oldest"])

@@ -260,6 +260,14 @@ class Store:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """See torch; with an ``expected`` of "" it sets a key that is absent."""
+        assert not expected
+        with self._changed:
+            if self._prefix + key not in self._values:
+                self.set(key, value)
+            return self._values[self._prefix + key]
+
     def delete_key(self, key: str) -> None:
         self._values.pop(self._prefix + key, None)
 

@@ -1,9 +1,14 @@
 """The NVIDIA GPUs that the processes of this machine or container can use."""
 
 import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+MODEL = re.compile(r"^Model:\s*(\S.*?)\s*$", re.MULTILINE)
 
 
 def count() -> int:
@@ -12,12 +17,40 @@ def count() -> int:
     NVML counts the GPUs of a container. The driver's files, which are the fallback, are those of the machine
     where the container toolkit works by CDI.
     """
+    with _nvml() as nvml:
+        if nvml is not None:
+            return int(nvml.nvmlDeviceGetCount())
+    return sum(1 for _ in DRIVER_GPUS.glob("*"))
+
+
+def models() -> tuple[str, ...]:
+    """Return the model of each GPU without nvidia-smi: by NVML, otherwise from the driver's files."""
+    with _nvml() as nvml, suppress(Exception):  # NVML's own error: a GPU has fallen off the bus
+        if nvml is not None:
+            handles = map(nvml.nvmlDeviceGetHandleByIndex, range(int(nvml.nvmlDeviceGetCount())))
+            return tuple(_text(nvml.nvmlDeviceGetName(handle)) for handle in handles)
+    found = []
+    for file in sorted(DRIVER_GPUS.glob("*/information")):
+        with suppress(OSError):
+            found += MODEL.findall(file.read_text(encoding="utf-8", errors="replace"))
+    return tuple(found)
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVML, initialized; None if pynvml is missing, or NVML has no driver or no access to it."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # pynvml is missing, or NVML's own error: no driver, or no access to it
-        return sum(1 for _ in DRIVER_GPUS.glob("*"))
+    except Exception:  # NVML's own errors
+        yield None
+        return
     try:
-        return int(nvml.nvmlDeviceGetCount())
+        yield nvml
     finally:
         nvml.nvmlShutdown()
+
+
+def _text(name: str | bytes) -> str:
+    """Return a name of NVML, which is bytes in older releases of pynvml."""
+    return name if isinstance(name, str) else name.decode(errors="replace")

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import platform
 import re
 import subprocess
 from pathlib import Path
@@ -20,6 +21,8 @@ from rlhf_stack.lazy import ray
 
 SMI_SECONDS = 30.0
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+MODULE = Path("/sys/module/amdgpu")
+CARDS = Path("/sys/class/drm")
 COMPUTES = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 CARD = re.compile(r"^card\d+,", re.MULTILINE)
 GPU = re.compile(r"^\d+,[0-9a-fA-F]{4,}:", re.MULTILINE)  # its number and PCI address
@@ -109,6 +112,27 @@ def kernel_count() -> int:
         with contextlib.suppress(OSError):
             found += bool(COMPUTES.search(file.read_text(encoding="ascii", errors="replace")))
     return found
+
+
+def driver() -> str:
+    """Return the version of the amdgpu driver, "" if it is not loaded.
+
+    Only AMD's own package of it has a version; that of Linux has the version of its kernel.
+    """
+    if not MODULE.is_dir():
+        return ""
+    with contextlib.suppress(OSError):
+        return (MODULE / "version").read_text(encoding="utf-8").strip()
+    return f"Linux {platform.release()}"
+
+
+def product_names() -> tuple[str, ...]:
+    """Return the names that the amdgpu driver reads from its cards; () if they have none."""
+    found = []
+    for file in sorted(CARDS.glob("card[0-9]*/device/product_name")):
+        with contextlib.suppress(OSError):
+            found.append(file.read_text(encoding="utf-8", errors="replace").strip())
+    return tuple(filter(None, found))
 
 
 def _output(command: list[str]) -> str:

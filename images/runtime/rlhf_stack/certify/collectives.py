@@ -1,7 +1,8 @@
 """The rung ``collectives``: all-reduce, as the trainer's ranks call it, between GPUs."""
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,15 @@ from rlhf_stack.certify.on_cluster import (
     join_group,
     nodes_with_gpus,
 )
-from rlhf_stack.diagnostics.network_check.sampling import ring
+from rlhf_stack.diagnostics.network_check.model import round_robin
+from rlhf_stack.diagnostics.network_check.sampling import Pairs, ring
 from rlhf_stack.lazy import ray, torch
 
 SECONDS = 60
 REPEATS = 3  # of which the best counts
 ELEMENTS, SMALL_ELEMENTS = 1 << 26, 1 << 20
+ALL_PAIRS = 8  # GPUs up to which every pair is measured, in 7 rounds
+PAIR_SECONDS = 60.0  # in which random pairs of more GPUs are measured, after those that are neighbours
 
 
 class Member:
@@ -50,19 +54,21 @@ class Member:
 
 
 def climb(place: Place) -> Found:
-    """Measure every GPU with the next one, pairs without a common GPU at the same time, then all together."""
+    """Measure pairs, those without a common GPU at the same time, then all GPUs together.
+
+    Every pair of `ALL_PAIRS` GPUs; of more every GPU with the next one, and random pairs for a minute.
+    """
     with nodes_with_gpus(place) as nodes:
         addresses = gpus_of(nodes)
         if len(addresses) < 2:
             raise NotClimbedError("one GPU: there is no other to exchange data with")
         elements = SMALL_ELEMENTS if place.small else ELEMENTS
         with actors(Member, addresses) as members:
-            pairs = {}
-            for pairs_at_once in ring(len(addresses)) if len(addresses) > 2 else [[(0, 1)]]:
-                for pair, result in zip(
-                    pairs_at_once, _reduce(members, addresses, pairs_at_once, elements), strict=True
-                ):
-                    pairs[pair] = result
+
+            def measure(several: Pairs) -> list[tuple[float, bool]]:
+                return _reduce(members, addresses, several, elements)
+
+            pairs = measured(*rounds(len(addresses)), measure)
             (whole,) = _reduce(members, addresses, [range(len(addresses))], elements)
     names = {pair: f"GPU {pair[0]} and {pair[1]}" for pair in pairs}
     wrong = [names[pair] for pair, (_, correct) in pairs.items() if not correct]
@@ -74,9 +80,51 @@ def climb(place: Place) -> Found:
             Measurement("fastest pair", max(rates.values()), "GB/s"),
             Measurement(f"all {len(addresses)} GPUs", whole[0], "GB/s"),
         ],
-        {"nodes": addresses, "GB/s": rates},
+        {"nodes": addresses, "pairs": chosen(len(addresses), len(pairs)), "GB/s": rates},
         f"wrong sums: {', '.join(wrong)}" if wrong else "",
     )
+
+
+def rounds(count: int) -> tuple[list[Pairs], list[Pairs]]:
+    """Rounds of pairs of ``count`` GPUs that are measured, and further ones in random order."""
+    if count <= ALL_PAIRS:
+        return round_robin(count), []
+    neighbours = ring(count)
+    known = {pair for pairs in neighbours for pair in pairs}
+    generator = random.Random(count)  # noqa: S311
+    order = generator.sample(range(count), count)
+    further: list[Pairs] = []
+    for pairs in round_robin(count):
+        others = [_sorted(order[first], order[second]) for first, second in pairs]
+        further.append([pair for pair in others if pair not in known])
+    generator.shuffle(further)
+    return neighbours, [pairs for pairs in further if pairs]
+
+
+def _sorted(first: int, second: int) -> tuple[int, int]:
+    return min(first, second), max(first, second)
+
+
+def measured(
+    required: Sequence[Pairs], further: Sequence[Pairs], measure: Callable[[Pairs], list[tuple[float, bool]]]
+) -> dict[tuple[int, int], tuple[float, bool]]:
+    """What ``measure`` returns for each pair: of ``further`` rounds those that a minute has room for."""
+    start, longest = time.monotonic(), 0.0
+    found: dict[tuple[int, int], tuple[float, bool]] = {}
+    for number, pairs in enumerate([*required, *further]):
+        begun = time.monotonic()
+        if number >= len(required) and begun - start + longest > PAIR_SECONDS:
+            break
+        found |= dict(zip(pairs, measure(pairs), strict=True))
+        longest = max(longest, time.monotonic() - begun)
+    return found
+
+
+def chosen(gpus: int, pairs: int) -> str:
+    """Which of the pairs of so many GPUs were measured."""
+    if (total := gpus * (gpus - 1) // 2) == pairs:
+        return f"all {total}"
+    return f"{gpus} of neighbours and {pairs - gpus} at random, of {total}"
 
 
 def _reduce(

@@ -46,6 +46,7 @@ class _Loopback:
         self.device, self.buffers = device, Buffers(device, pinned=False)
         self.answers: dict[int, dict[str, Any]] = {}
         self.kept: Kept | None = None
+        self.selection = ""
         self.encodings = Encodings(Reach(0, 0), "off")
         self.sent: list[list[torch.Tensor]] = []
         self.receiving = False

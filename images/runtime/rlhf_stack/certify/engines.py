@@ -25,6 +25,7 @@ DEADLINE = 600.0
 REQUESTS, TOKENS, ROUNDS, LAYERS = 8, 64, 6, 8
 SMALL_ROUNDS = 2
 BEFORE, WAITING, AFTER = "before the first training step", "a rank waits", "no rank waits"
+PHASES = (BEFORE, WAITING, AFTER)
 CORES = 2  # of a CPU, on which an engine computes next to a rank
 GIGABYTE = 1e9
 
@@ -54,7 +55,10 @@ def free_memory(_: object) -> int:
 
 
 def throughput(place: Place) -> Found:
-    """Measure each engine alone, and while a trainer rank on the first one's GPU waits in a collective."""
+    """Measure each engine; of several also while a trainer rank on the first one's GPU waits in a collective.
+
+    The rank waits for one on another GPU: NCCL refuses two on the same one, and over gloo none would use it.
+    """
     if version("openrlhf").startswith("0.5"):
         raise NotClimbedError("the engine of OpenRLHF 0.5 generates in batches alone")
     number = SMALL_ROUNDS if place.small else ROUNDS
@@ -73,6 +77,7 @@ def throughput(place: Place) -> Found:
         for phase, values in rates.items()
         for index, rate in enumerate(values)
     ]
+    measured.append(Measurement("ranks that waited", 1 if WAITING in rates else 0))
     return Found(measured, {"rounds": found, "nodes": addresses})
 
 
@@ -165,7 +170,7 @@ def rounds(engines: Sequence[Any], addresses: Sequence[str], number: int) -> lis
             port = _call(ranks[0].__ray_call__, free_endpoint)
             _all([rank.join.remote(port, index, len(ranks)) for index, rank in enumerate(ranks)])
         generate(engines)  # warm-up, not measured
-        for phase in (BEFORE, WAITING, AFTER) if len(engines) > 1 else (BEFORE,):
+        for phase in PHASES if len(engines) > 1 else (BEFORE,):
             for _ in range(number):
                 if phase != BEFORE:
                     _all([rank.reduce.remote(1 << 20) for rank in ranks])

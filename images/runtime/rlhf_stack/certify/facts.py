@@ -5,6 +5,7 @@ from typing import Any
 
 from rlhf_stack.certify.ladder import Found, Place
 from rlhf_stack.certify.model import Machine, Measurement
+from rlhf_stack.inputs.text import first_names
 
 SECONDS = 60.0
 
@@ -28,9 +29,24 @@ def differences(nodes: Sequence[Mapping[str, Any]]) -> str:
     with_gpus = [node for node in nodes if node["gpus"]]
     compared = {"driver": with_gpus, "versions": nodes, "patches": nodes}
     found = [name for name, several in compared.items() if len({str(node[name]) for node in several}) > 1]
-    if not found:
+    problems = [different_images(nodes)]
+    if found:
+        problems.append(f"nodes differ in {' and '.join(found)}: `rlhf-stack doctor` lists the differences")
+    return "; ".join(filter(None, problems))
+
+
+def different_images(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The inputs digest of each image and its nodes if they are several, otherwise ""."""
+    by_digest: dict[str, list[str]] = {}
+    for node in nodes:
+        by_digest.setdefault(str(node["inputs"]), []).append(str(node["address"]))
+    if len(by_digest) < 2:
         return ""
-    return f"nodes differ in {' and '.join(found)}: `rlhf-stack doctor` lists the differences"
+    named = (
+        f"{f'sha256:{inputs}' if inputs else 'an unknown one'} on {first_names(addresses)}"
+        for inputs, addresses in by_digest.items()
+    )
+    return f"nodes run different images, by the digests of their inputs: {', '.join(named)}"
 
 
 def machines(nodes: Sequence[Mapping[str, Any]]) -> list[Machine]:
@@ -38,7 +54,7 @@ def machines(nodes: Sequence[Mapping[str, Any]]) -> list[Machine]:
     return [
         Machine(
             int(node["gpus"]),
-            ", ".join(sorted({gpu["name"] for gpu in node["gpu_report"]["gpus"]})),
+            ", ".join(sorted(set(node["gpu_models"]))),
             str(node["driver"]),
             max((adapter["megabits"] for adapter in node["rdma"]["adapters"]), default=0) / 1000,
             0 if node["gpus"] else int(node["ray_gpus"]),

@@ -31,6 +31,7 @@ def report(step: "Step", record: "Record | None") -> None:
 
 def main() -> int:
     """Climb, write the certificate to FOLDER, which must be new, and return 1 if a rung failed."""
+    from rlhf_stack.accelerator import devices, rocm
     from rlhf_stack.certify.certificate import certify
     from rlhf_stack.certify.climb import INTERRUPTED
     from rlhf_stack.certify.ladder import NAMES, Place
@@ -46,7 +47,8 @@ def main() -> int:
     count = torch.cuda.device_count()
     model = torch.cuda.get_device_name() if count else ""
     print(f"torch {torch.__version__}, {count} GPUs {model}".rstrip(), flush=True)
-    machine = Machine(count, model, nvidia_driver())
+    driver = rocm.driver() if devices.kind() == "rocm" else nvidia_driver()
+    machine = Machine(count, model, driver)
     with tempfile.TemporaryDirectory() as temporary:
         place = Place("", temporary, small=not count)
         found = certify(place, NAMES, Subject("", "", "", digest), [machine], folder, report)

@@ -64,7 +64,7 @@ LADDER = (
     ),
     Step(
         "collectives",
-        "all-reduce between GPUs next to each other, and of all",
+        "all-reduce between pairs of GPUs, every one of up to eight GPUs, and of all",
         "cluster",
         HERE + "collectives",
         400,
@@ -86,10 +86,10 @@ LADDER = (
     ),
     Step(
         "sync",
-        "weights arrive bit by bit on all ranks over each backend of the image",
+        "weights arrive bit by bit on all ranks over each backend of the image and what `auto` selects",
         "cluster",
         HERE + "weight_sync",
-        400,
+        600,
     ),
     Step("ipc", "another process on the same GPU opens a tensor by its handle", "gpu", HERE + "ipc", 180),
     Step(
@@ -118,7 +118,7 @@ LADDER = (
     ),
     Step(
         "throughput",
-        "tokens per second of each engine, alone and next to a waiting trainer",
+        "tokens per second of each engine; of several also while a rank on the GPU of the first one waits",
         "cluster",
         HERE + "engines:throughput",
         900,

@@ -151,11 +151,13 @@ def remove(place: Place) -> None:
         on_every_node(free_nodes(), shutil.rmtree, place.folder, True)
 
 
-def on_every_node(nodes: Sequence[FreeNode], function: Any, *arguments: Any) -> list[Any]:
-    """What ``function`` returns on each node."""
+def on_every_node(
+    nodes: Sequence[FreeNode], function: Any, *arguments: Any, seconds: float = START_SECONDS
+) -> list[Any]:
+    """What ``function`` returns on each node within ``seconds``."""
     addresses = [node.address for node in nodes]
     with actors(Hand, addresses, gpus=0) as hands:
-        return answers([hand.run.remote(function, *arguments) for hand in hands], addresses, START_SECONDS)
+        return answers([hand.run.remote(function, *arguments) for hand in hands], addresses, seconds)
 
 
 def make_files(place: Place, nodes: Sequence[FreeNode], steps: int, layers: int = 2) -> Path:

@@ -15,6 +15,7 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.certify.on_cluster import make_files, nodes_with_gpus, on_every_node
+from rlhf_stack.certify.tuning import choose
 from rlhf_stack.config import env_vars
 from rlhf_stack.demo import tiny_run
 from rlhf_stack.lazy import ray
@@ -24,6 +25,8 @@ from rlhf_stack.telemetry import events
 STEPS = 2
 HEADS = 2  # of the demo's model: the largest tensor parallelism of its engines
 MICRO_BATCH = 16
+COLOCATED = "hybrid"  # the demo's layout
+SIDES = ("trainer", "engine")
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ def separate(place: Place) -> Found:
 
 
 def colocated(place: Place) -> Found:
-    """Train with engines on the trainer's GPUs, which sleep meanwhile."""
-    return _train(place, "hybrid")
+    """Train with engines on the trainer's GPUs, which sleep meanwhile, and check that no rank waits then."""
+    return _train(place, COLOCATED)
 
 
 def _train(place: Place, name: str) -> Found:
@@ -92,6 +95,9 @@ def _train(place: Place, name: str) -> Found:
         arguments = [*tiny_run.train_arguments(name, folder, STEPS, seed=0), *changes]
         written = Path(place.folder, f"events-{name}")
         variables = {env_vars.VERIFY_SYNC: "1", env_vars.EVENTS: str(written), "HF_HUB_OFFLINE": "1"}
+        if name == COLOCATED:
+            variables[env_vars.CHECK_COTENANCY] = "1"
+        chosen = choose(nodes, arguments)
         start = time.monotonic()
         code = subprocess.call(
             [
@@ -104,16 +110,57 @@ def _train(place: Place, name: str) -> Found:
             ]
         )
         seconds = time.monotonic() - start
-        if code:
-            raise RuntimeError(f"the trainer ended with exit code {code}: see the log")
         everywhere = free_nodes()  # the driver, here, may be on a node without GPUs
         found = distinct(on_every_node(everywhere, events.read, written))
-    return judged(found, seconds, arguments)
+    if code:
+        problems = [f"the trainer ended with exit code {code}: see the log", *violations(found)]
+        raise RuntimeError("; ".join(problems))
+    run = judged(found, seconds, arguments)
+    watched = contention(found) if name == COLOCATED else Found([])
+    problems = [run.problem, watched.problem, *(f"tune: {problem}" for problem in chosen["problems"])]
+    return Found(
+        [*run.measurements, *watched.measurements],
+        run.details | watched.details | {"tune": chosen},
+        "; ".join(filter(None, problems)),
+    )
+
+
+def contention(found: Sequence[Mapping[str, Any]]) -> Found:
+    """What the events show of the check for GPU contention: it was active on both sides, and found none."""
+    watched = {
+        side: sorted({str(event["gpu"]) for event in found if _is_check(event, side)}) for side in SIDES
+    }
+    problems = [f"no {side} checked its GPU for contention" for side, gpus in watched.items() if not gpus]
+    shared = set(watched["trainer"]) & set(watched["engine"])
+    if not problems and not shared:
+        problems = ["no GPU was checked for contention by the trainer and by an engine"]
+    return Found(
+        [Measurement("GPUs checked for contention", len(shared))],
+        {"contention": watched},
+        "; ".join([*problems, *violations(found)]),
+    )
+
+
+def _is_check(event: Mapping[str, Any], side: str) -> bool:
+    return (event["event"], event.get("side")) == ("cotenancy", side)
+
+
+def violations(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each GPU on which an engine generated while the trainer waited, with the first collectives."""
+    first = {
+        str(event["gpu"]): ", ".join(event["collectives"])
+        for event in reversed(found)
+        if event["event"] == "cotenancy violated"
+    }
+    return [
+        f"an engine generated on GPU {gpu} while the trainer waited there: {what}"
+        for gpu, what in first.items()
+    ]
 
 
 def _changes(name: str, gpus: Sequence[int], is_flat: bool) -> list[str]:
     """Flags in addition to those of the demo, for this cluster; `NotClimbedError` if it is too small."""
-    colocated = name == "hybrid"
+    colocated = name == COLOCATED
     if is_flat:
         roles = 2  # actor with reference, critic with reward model: a GPU each
         if sum(gpus) <= roles:

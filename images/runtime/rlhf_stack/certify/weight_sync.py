@@ -27,6 +27,7 @@ JOIN_SECONDS, SYNC_SECONDS = 120.0, 120.0
 LOST_TIMEOUT = 12.0  # the deadline of the sync in which a rank is killed
 SLACK = 20.0  # beyond it: the diagnosis, and a busy machine
 SYNCS = 3  # of which the best counts
+AUTO = "auto"
 
 
 class Rank:
@@ -34,7 +35,7 @@ class Rank:
 
     def prepare(self, is_trainer: bool, backend: str, small: bool) -> None:
         """Import libraries and make the parameters, which may take longer than ranks wait for each other."""
-        if backend == "nccl":
+        if backend != "gloo" and devices.is_gpu():
             import_module("vllm.distributed")
         self._limit = SMALL_BUCKET if small else BUCKET
         made = parameters(small)
@@ -51,6 +52,10 @@ class Rank:
         os.environ[env_vars.SYNC_TIMEOUT] = str(timeout)
         self._group = sync.create_group(host, port, rank, world, devices.current_device(), backend)
         return self._group.describe(rank)
+
+    def selection(self) -> tuple[str, str]:
+        """The backend of the group, and why `auto` selected it."""
+        return self._group.name, self._group.selection
 
     def sync(self) -> tuple[float, int, list[str]]:
         """Send or receive all parameters once; the seconds, the bytes, and which parameters differ."""
@@ -83,12 +88,16 @@ class Rank:
 
 
 def climb(place: Place) -> Found:
-    """Sync a few times over each backend between all GPUs, and compare every parameter on every rank."""
+    """Sync a few times over each backend between all GPUs, and compare every parameter on every rank.
+
+    Last over the one that `auto` selects, which must be the fastest that the image has.
+    """
     measurements: list[Measurement] = []
     details: dict[str, Any] = {}
     problems = []
-    for backend in backends():
+    for backend in (*backends(), AUTO):
         with _joined(place, backend, SYNC_SECONDS) as (ranks, names):
+            selected = answers([rank.selection.remote() for rank in ranks], names, JOIN_SECONDS)
             runs = [
                 answers([rank.sync.remote() for rank in ranks], names, SYNC_SECONDS) for _ in range(SYNCS)
             ]
@@ -100,6 +109,9 @@ def climb(place: Place) -> Found:
             "bytes": size,
             "seconds": [[one[0] for one in run] for run in runs],
         }
+        if backend == AUTO:
+            details[backend] |= {"selected": selected[0][0], "why": selected[0][1]}
+            problems += wrong_selection(selected, names)
         problems += [
             f"{backend}, {name}: other bytes in {', '.join(different)}"
             for run in runs
@@ -107,6 +119,15 @@ def climb(place: Place) -> Found:
             if different
         ]
     return Found(measurements, details, "; ".join(problems))
+
+
+def wrong_selection(selected: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]:
+    """What is wrong with the backends that `auto` selected on the ranks; all of the image have worked."""
+    if len({name for name, _ in selected}) > 1:
+        ranks = (f"{name} on {rank}" for rank, (name, _) in zip(names, selected, strict=True))
+        return [f"auto selects {', '.join(ranks)}"]
+    name, why = selected[0]
+    return [f"auto selects {name}, and {best} works: {why}" for best in backends()[:1] if name != best]
 
 
 def lost_rank(place: Place) -> Found:

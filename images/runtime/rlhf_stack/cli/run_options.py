@@ -2,7 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_stack.cli.option_types import (
     gibibytes,
@@ -14,12 +16,13 @@ from rlhf_stack.cli.option_types import (
     refuse_without_effect,
 )
 from rlhf_stack.cluster.connect import connected
+from rlhf_stack.compat.deepspeed_ops import missing_for_offload
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, requirements, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
-from rlhf_stack.openrlhf.trainer_command import trainer_command
+from rlhf_stack.openrlhf.trainer_command import openrlhf_trainer, trainer_command
 from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
@@ -98,8 +101,28 @@ def parse_run(
         gpus = trainer.gpus or min((machine.gpus for machine in machines), default=0)
         nodes = trainer.nodes or len(machines)
         run = run_spec.trainer_run(parsed.release, trainer.program, parsed.values, nodes, gpus)
-    requirements.refuse_missing_packages(parsed.values)
-    return run, parsed.notes
+    _refuse_missing(parsed.values)
+    return replace(run, can_offload=not missing_for_offload()), parsed.notes
+
+
+def check_trainer(words: Sequence[str], folder: Path) -> Sequence[str]:
+    """Check the arguments of OpenRLHF's SFT, DPO or RM, started in ``folder``; return its parser's messages.
+
+    `UserError` if OpenRLHF rejects them, or if they need what is not installed. Another program has none.
+    """
+    found = openrlhf_trainer(words, folder)
+    if found is None:
+        return ()
+    program, arguments = found
+    parsed = command_line.parse(arguments, program)
+    _refuse_missing(parsed.values)
+    return parsed.notes
+
+
+def _refuse_missing(values: Any) -> None:
+    """`UserError` if the parsed arguments need what is not in this image."""
+    requirements.refuse_missing_packages(values)
+    requirements.refuse_missing_operators(values)
 
 
 def read_machines(options: argparse.Namespace) -> list[Machine]:

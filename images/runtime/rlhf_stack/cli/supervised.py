@@ -34,7 +34,10 @@ from rlhf_stack.recovery.supervisor import (
 from rlhf_stack.telemetry.run_log import messages
 
 TERMINATED = 128 + signal.SIGTERM
-COLUMNS = ("attempt", "job", "ended", "after", "from step", "saved step", "lost nodes", "error")
+COLUMNS = (
+    *("attempt", "job", "waited before", "changed", "ended", "after", "from step", "saved step"),
+    *("lost nodes", "error"),
+)
 STOP_SECONDS = 3.0  # of the grace time, for stopping the job
 
 
@@ -67,6 +70,12 @@ class Supervision:
             messages.warning(
                 "the run saves no checkpoints, so each restart repeats all of it: "
                 f"set {'--save_steps' if run.flat else '--ckpt.save_steps'}"
+            )
+
+        if limits.restarts and checkpoints.every and checkpoints.unsaved:
+            messages.warning(
+                f"the checkpoints of this run lack {', '.join(checkpoints.unsaved)}: each restart begins "
+                "with the initial value, and its results differ from those of a run without a fault"
             )
 
     @property
@@ -185,6 +194,8 @@ def _show(attempts: Sequence[Attempt]) -> None:
         (
             str(number),
             one.job,
+            f"{one.waited:.0f} s" if one.waited >= 1 else "",
+            "; ".join(one.changed),
             one.status.lower(),
             f"{one.seconds:.0f} s",
             str(one.resumed + 1),

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_stack.cluster import gcs_kv
 from rlhf_stack.compat import ray_private
 from rlhf_stack.lazy import ray
+from rlhf_stack.telemetry import run_log
 
 # What gloo, NCCL and sockets report when the other end of a collective was lost.
 CUT_OFF = re.compile(r"(?i)connection (closed|reset|refused)|broken pipe|remote process exited|timed out")
@@ -31,7 +32,8 @@ def register_actor(who: str) -> None:
         return
     context = ray.get_runtime_context()
     if (actor := context.get_actor_id()) is not None:
-        gcs_kv.put_record(_key(actor), own_record(who) | {"actor": actor, "job": str(context.get_job_id())})
+        record = own_record(who) | {"actor": actor, "job": str(context.get_job_id())}
+        gcs_kv.report_record(_key(actor), record)
 
 
 def register_rank(actor: Any, rank: int) -> None:
@@ -94,18 +96,33 @@ def describe(record: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _lost_actors() -> list[str]:
-    """Describe the dead actors of this job, as soon as Ray reports one."""
-    job = str(ray.get_runtime_context().get_job_id())
-    records = [record for record in gcs_kv.list_records(_key("")) if record["job"] == job]
+    """Describe the dead actors of this job, as soon as Ray reports one.
+
+    It raises nothing: an error of this lookup must not take the place of the one that it explains.
+    """
+    records: list[dict[str, Any]] = []
     end = time.monotonic() + NOTICE_SECONDS
     while True:
-        states = {
-            record["actor"]: ray_private.actor_state(record["actor"]).get("State") for record in records
-        }
-        dead = [describe(record, []) for record in records if states[record["actor"]] == "DEAD"]
+        dead, problem = [], ""
+        try:
+            records = records or _actors_of_this_job()
+            dead = [describe(record, []) for record in records if _is_dead(record)]
+        except Exception as error:  # of any type: Ray's differ from release to release
+            problem = str(error)
         if dead or time.monotonic() > end:
+            if problem:
+                run_log.warning(f"lost actors cannot be named, because Ray's head does not answer: {problem}")
             return dead
         time.sleep(POLL_SECONDS)
+
+
+def _actors_of_this_job() -> list[dict[str, Any]]:
+    job = str(ray.get_runtime_context().get_job_id())
+    return [record for record in gcs_kv.list_records(_key("")) if record["job"] == job]
+
+
+def _is_dead(record: dict[str, Any]) -> bool:
+    return ray_private.actor_state(record["actor"]).get("State") == "DEAD"
 
 
 def _text(what: str, why: str) -> str:
@@ -126,7 +143,7 @@ def _name(actor: str | None) -> str:
             (record,) = found
             return describe(record, gcs_kv.list_records(f"{record['job']}/{record['who']} rank "))
         return _name_from_ray(actor)
-    except ray.exceptions.RayError as error:  # the head was lost too
+    except Exception as error:  # the head was lost too, and Ray's types differ from release to release
         return f"actor {actor} (Ray's head does not report its name: {error})"
 
 

@@ -69,7 +69,7 @@ def with_port(address: str) -> str:
         return f"[{_node_address('address', address)}]:{PORT}"
     found = ADDRESS.fullmatch(address)
     host = address[: found.start("port") - 1] if found and found["port"] else address
-    is_bad = host.startswith("[") and not is_ipv6(host.strip("[]"))
+    is_bad = not is_ipv6(host.strip("[]")) if host.startswith("[") else not _names_a_host(host)
     if not found or is_bad or not 0 < int(found["port"] or PORT) <= LAST_PORT:
         raise UserError(
             f"{shortened(address, 80)!r}: expected the head's HOST or HOST:PORT, such as 10.0.0.1 or "
@@ -86,11 +86,20 @@ def _node_address(name: str, address: str, any_interface: bool = False) -> str:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
-        if not HOST_NAME.fullmatch(address) or not re.search("[A-Za-z]", address):
+        if not _names_a_host(address):
             raise UserError(f"{shown}: expected an IP address or a host name, such as 10.0.0.1") from None
         return address
     _require_reachable(shown, parsed, any_interface)
     return address
+
+
+def _names_a_host(text: str) -> bool:
+    """Whether ``text`` is an IPv4 address or a host name, which digits and dots alone, 999.1.1.1, are not."""
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return bool(HOST_NAME.fullmatch(text) and re.search("[A-Za-z]", text))
+    return True
 
 
 def _require_reachable(

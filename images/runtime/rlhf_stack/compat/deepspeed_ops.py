@@ -4,9 +4,12 @@ Without this module, the first use compiles silently, and torch waits for ever f
 was killed while it compiled. OpenRLHF's optimiser is selected here before DeepSpeed loads its operator.
 """
 
+import ast
 import contextlib
 import fcntl
 import functools
+import importlib.util
+import io
 import os
 import shutil
 import sys
@@ -21,6 +24,7 @@ from rlhf_stack.lazy import torch
 
 FUSED_ADAM, CPU_ADAM = "fused_adam", "cpu_adam"
 BUILDERS = {FUSED_ADAM: "FusedAdamBuilder", CPU_ADAM: "CPUAdamBuilder"}
+INSTALLED = "git_version_info_installed.py"  # of DeepSpeed: which operators its build has compiled
 TORCH_LOCK_FILE = "lock"  # of torch.utils.cpp_extension: exists during a compilation, or after its kill
 FLOCK_FILE = "rlhf-stack.lock"  # an flock: the kernel releases it when its owner ends
 COMPILE_SECONDS = 1800.0
@@ -63,6 +67,34 @@ def load_adam_operator(offload: bool) -> bool:
     if os.environ.get("RANK", "0") == "0":
         log_line(f"{why}: torch.optim.AdamW is used instead, with equal results")
     return False
+
+
+def missing_for_offload() -> list[str]:
+    """List the tools without which the optimiser cannot run on the CPU here; none if its operator is built.
+
+    Also none without DeepSpeed. Reads files, because DeepSpeed takes seconds to import and selects another
+    accelerator on a machine without GPUs, where a run may be planned.
+    """
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return []
+    file = Path(spec.origin).with_name(INSTALLED)
+    installed = _constants(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    accelerator = "cuda" if devices.is_gpu() else "cpu"  # DeepSpeed's names; ROCm is cuda
+    if installed.get("installed_ops", {}).get(CPU_ADAM) and installed.get("accelerator_name") == accelerator:
+        return []
+    with contextlib.redirect_stderr(io.StringIO()):  # torch prints there that it finds no GPU
+        return missing_build_tools()
+
+
+def _constants(source: str) -> dict[str, Any]:
+    """The names in ``source`` to which constants are assigned, with these."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
 
 
 def load(name: str) -> None:

@@ -47,5 +47,6 @@ except ModuleNotFoundError as error:
         """Refuse ring attention, which only flash_attn and ring_flash_attn compute."""
         raise RuntimeError(
             "--ds.ring_attn_size > 1 needs flash_attn and ring_flash_attn, which are not in this image: "
-            "leave it out, or add them (`python -m scripts build CELL --with flash-attn`)"
+            "leave it out, or build the image with `python -m scripts build CELL --with flash-attn` and add "
+            "the package ring_flash_attn in an image derived from it"
         )

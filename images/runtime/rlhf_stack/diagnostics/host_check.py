@@ -145,7 +145,7 @@ def inspect_machine() -> Machine:
     return Machine(
         architecture=platform.machine(),
         glibc=platform.libc_ver()[1],
-        gpus=(*nvidia_gpus(_nvidia_smi()), *_amd_gpus()),
+        gpus=(*nvidia_gpus(_nvidia_smi()), *amd_gpus()),
         driver=nvidia_driver(),
         runtimes=tuple(name for name in RUNTIMES if shutil.which(name)),
         nvidia_toolkit=any(map(shutil.which, TOOLKIT)) or any(file.exists() for file in CDI),
@@ -178,7 +178,8 @@ def nvidia_driver() -> str:
     return found[1] if found else ""
 
 
-def _amd_gpus() -> tuple[Gpu, ...]:
+def amd_gpus() -> tuple[Gpu, ...]:
+    """The AMD GPUs of this machine by their targets; those of other containers are unreadable."""
     targets = []
     for file in sorted(AMD_NODES.glob("*/properties")):
         try:

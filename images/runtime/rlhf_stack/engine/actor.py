@@ -34,7 +34,7 @@ PROCESS = uuid.uuid4().hex  # of this process: a restarted engine has another
 class _EngineState:
     """State of an engine actor, created on first use: upstream's constructor calls no base constructor.
 
-    ``weight_version`` is the number of the last sync, from 1; 0 is what the engine loaded when it started.
+    ``weight_version`` is that which the last sync has sent; 0 is what the engine loaded when it started.
     """
 
     _meter: Meter

@@ -4,6 +4,7 @@ The process that creates the engines stores a record of each in the GCS. A repla
 name is in the record, by which the other processes find it.
 """
 
+from collections import Counter
 from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
@@ -14,6 +15,8 @@ from rlhf_stack.lazy import ray
 from rlhf_stack.placement import PlacementError, driver_cpus, reserve_engines
 from rlhf_stack.placement.reservation import pinned_addresses, release
 from rlhf_stack.telemetry import run_log
+
+LOSSES_OF_A_NODE = 2  # after which no engine moves to it if there is another place
 
 _recorded: set[int] = set()
 
@@ -69,6 +72,33 @@ def lost_nodes(index: int) -> list[str]:
     return sorted(set(found["addresses"]) - alive) if found else []
 
 
+def note_lost_process(index: int) -> None:
+    """Record that the process of engine ``index``, which Ray restarts in its place, was lost on its node."""
+    if found := load(index):
+        _note_loss_on(found["addresses"][0], f"engine-{index}-{restarted.count(index)}")
+
+
+def _note_lost_nodes(index: int) -> None:
+    """Record the loss of each dead node of engine ``index``, once for all engines that it had."""
+    deaths = Counter(str(node["NodeManagerAddress"]) for node in ray.nodes() if not node["Alive"])
+    for address in lost_nodes(index):
+        _note_loss_on(address, f"node-{deaths[address]}")
+
+
+def _note_loss_on(address: str, cause: str) -> None:
+    gcs_kv.put_record(f"{_losses()}{address}/{cause}", {"address": address})
+
+
+def unreliable_nodes() -> list[str]:
+    """Return the addresses of nodes on which engines of this job were lost too often."""
+    counts = Counter(str(record["address"]) for record in gcs_kv.list_records(_losses()))
+    return sorted(address for address, count in counts.items() if count >= LOSSES_OF_A_NODE)
+
+
+def _losses() -> str:
+    return f"node-losses/{ray.get_runtime_context().get_job_id()}/"
+
+
 def name(index: int) -> str | None:
     """Return the name of the actor that has replaced engine ``index``, None if none has."""
     found = load(index)
@@ -100,10 +130,8 @@ def replace(index: int, former: Any) -> Any | None:
             f"engine {index} was restarted {restarted.count(index)} times, as often as "
             f"{env_vars.ENGINE_RESTARTS} allows, and is lost again"
         )
-    try:
-        (group,) = reserve_engines(1, entry["size"], wait=env_vars.flag(env_vars.AUTOSCALE))
-    except PlacementError as error:
-        run_log.info(f"engine {index} has no other place: {str(error).splitlines()[0]}")
+    _note_lost_nodes(index)
+    if (group := _reserve(index, entry["size"])) is None:
         return None
     arguments, gpus = dict(entry["arguments"]), entry["gpus"]
     bundles = list(range(entry["size"]))
@@ -129,6 +157,26 @@ def replace(index: int, former: Any) -> Any | None:
     release(former_group)
     run_log.warning(f"engine {index} moves to {', '.join(sorted(set(entry['addresses'])))}")
     return handle
+
+
+def _reserve(index: int, size: int) -> Any | None:
+    """Reserve a place for engine ``index``, on unreliable nodes only if there is no other; None if none."""
+    avoided = unreliable_nodes()
+    if avoided:
+        names = f"nodes on which engines were lost {LOSSES_OF_A_NODE} times: {', '.join(avoided)}"
+        try:
+            (group,) = reserve_engines(1, size, wait=False, avoid=avoided)
+        except PlacementError:
+            run_log.warning(f"engine {index} has no place without {names}")
+        else:
+            run_log.info(f"engine {index} avoids {names}")
+            return group
+    try:
+        (group,) = reserve_engines(1, size, wait=env_vars.flag(env_vars.AUTOSCALE))
+    except PlacementError as error:
+        run_log.info(f"engine {index} has no other place: {str(error).splitlines()[0]}")
+        return None
+    return group
 
 
 def _key(index: int) -> str:

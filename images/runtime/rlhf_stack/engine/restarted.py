@@ -19,13 +19,14 @@ from rlhf_stack.telemetry import events, run_log
 BACKOFF_SECONDS = 5.0  # before the second restart of an engine, twice as long before each further one
 LONGEST_BACKOFF = 300.0
 POLL_SECONDS = 0.5
-_PERMITS = "permits"
+_PERMITS, _OUTAGES = "permits", "outages"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Restart ``number`` (from 1) of engine ``engine``; ``begun`` is a time on the monotonic clock."""
+    """Restart ``number`` (from 1) of engine ``engine`` of Ray job ``job``; ``begun`` is a unix time."""
 
+    job: str
     engine: int
     number: int
     begun: float
@@ -40,7 +41,7 @@ def begin(job: str, engine: int, sleeps: bool = False) -> None:
     If the engine ``sleeps`` while the trainer trains on its GPUs, it then waits until `permit` is called: the
     trainer calls it where it would wake the engine up. Ray ends this process if the run ends before.
     """
-    restart = Restart(engine, 1 + _restarts(job, engine), time.monotonic())
+    restart = Restart(job, engine, 1 + _restarts(job, engine), time.time())
     gcs_kv.put_record(f"{_key(job)}{engine}", {"engine": engine, "restarts": restart.number})
     _pending.append(restart)
     pause = backoff(restart.number)
@@ -88,10 +89,45 @@ def weights_received() -> None:
     if not _pending:
         return
     restart = _pending.pop()
-    seconds = time.monotonic() - restart.begun
-    events.emit("engine restored", engine=restart.engine, restarts=restart.number, seconds=seconds)
+    now = time.time()
+    # The clocks of two nodes can differ, and a loss is noticed late while nothing calls the engine.
+    detected = min(_detected(restart.job, restart.engine) or restart.begun, restart.begun)
+    seconds, of_process = now - detected, now - restart.begun
+    _record_outage(restart.job, restart.engine, 0.0)
+    events.emit(
+        "engine restored",
+        engine=restart.engine,
+        restarts=restart.number,
+        seconds=seconds,
+        detected=detected,
+        process_seconds=of_process,
+    )
     report.set_metric("rlhf_stack_engine_restart_seconds", seconds, str(restart.engine))
-    run_log.info(f"engine {restart.engine} has the trainer's weights {seconds:.0f} s after its restart")
+    run_log.info(
+        f"engine {restart.engine} has the trainer's weights {seconds:.0f} s after its loss was detected, "
+        f"{of_process:.0f} s after its process was started again"
+    )
+
+
+def note_loss(engine: int) -> None:
+    """Record that the loss of ``engine`` of this job is detected now, unless that of its outage is already.
+
+    An outage ends when the engine has the trainer's weights.
+    """
+    job = str(ray.get_runtime_context().get_job_id())
+    if not _detected(job, engine):
+        _record_outage(job, engine, time.time())
+
+
+def _record_outage(job: str, engine: int, since: float) -> None:
+    """Record the unix time ``since`` which ``engine`` is lost, 0 if it is not."""
+    gcs_kv.put_record(f"{_OUTAGES}/{job}/{engine}", {"engine": engine, "since": since})
+
+
+def _detected(job: str, engine: int) -> float:
+    """Return the unix time at which the loss of ``engine`` was detected, 0 if it is not lost."""
+    outages = gcs_kv.list_records(f"{_OUTAGES}/{job}/")
+    return next((float(one["since"]) for one in outages if one["engine"] == engine), 0.0)
 
 
 def number() -> int:

@@ -118,8 +118,12 @@ def _start_again(engines: Sequence[Any], missing: Sequence[int], seen: dict[int,
     for index in missing:
         restarted.permit(index)
         if nodes := recipes.lost_nodes(index):
+            restarted.note_loss(index)
             if (replacement := recipes.replace(index, engines[index])) is None:
-                raise PeerError(f"{_no_place(index, nodes)}; it has not started")
+                raise PeerError(
+                    f"{_no_place(index, nodes)}; it has not started, and a run begins with all its engines, "
+                    f"whatever {env_vars.MIN_ENGINES} is (see submit --restarts --min-nodes)"
+                )
             replaced[index] = replacement
     return replaced
 
@@ -257,10 +261,12 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
     An engine that is lost meanwhile is one more to bring back.
     """
     begun = time.monotonic()
+    detected = begun
     lost: set[int] = set()
     back: set[int] = set()
     while True:
         lost |= set(team.lost)
+        detected = min([detected, *team.lost.values()])
         for index in sorted(team.lost):
             with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
                 if handle := _bring_back(team, index):
@@ -274,7 +280,14 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
     seconds = time.monotonic() - begun
     _lost_seconds.append(seconds)
     back -= set(team.lost)
-    events.emit("recovered", lost=sorted(lost), back=sorted(back), engines=len(team.engines), seconds=seconds)
+    events.emit(
+        "recovered",
+        lost=sorted(lost),
+        back=sorted(back),
+        engines=len(team.engines),
+        seconds=seconds,
+        detected=time.time() - (time.monotonic() - detected),
+    )
     sync_report.set_metric("rlhf_stack_recovery_seconds", sum(_lost_seconds), "run")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry, gcs_kv
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import recipes
+from rlhf_stack.engine import recipes, restarted
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync import SyncError, wait_for_engine_results
 from rlhf_stack.telemetry import events, run_log
@@ -52,6 +52,7 @@ class Roster:
         self.lost[index] = time.monotonic()
         self._update()
         if _note_loss(index, handle):
+            restarted.note_loss(index)
             events.emit("engine lost", engine=index, reason=why)
         run_log.warning(f"engine {index} is not used: {why}")
 

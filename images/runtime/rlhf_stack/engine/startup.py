@@ -47,6 +47,8 @@ def begin(index: int | None) -> str | None:
     recipe = recipes.load(index)
     if context.was_current_actor_reconstructed or (recipe and recipe["moved"]):  # or it replaces another one
         restarted.end_former_processes({ENGINE: key})
+        if context.was_current_actor_reconstructed:
+            recipes.note_lost_process(index)
         restarted.begin(str(context.get_job_id()), index, bool(recipe and recipe["sleeps"]))
     report_step("actor started", None, 0.0)
     return key
@@ -111,7 +113,7 @@ def report_step(name: str, rank: int | None, seconds: float) -> None:
     record = {"engine": int(index), "who": who, "rank": rank, "step": name, "host": host, "time": time.time()}
     events.emit("engine start", engine=int(index), rank=rank, step=name, seconds=seconds)
     run_log.info(f"{who} on {host}: {name}" + (f" after {seconds:.1f} s" if seconds else ""))
-    gcs_kv.put_record(f"{job}/{who}", record)
+    gcs_kv.report_record(f"{job}/{who}", record)
 
 
 class InstrumentedStartup:
@@ -178,7 +180,10 @@ def late(engines: Sequence[int]) -> StartError:
 
 def _last_steps(engines: Sequence[int]) -> list[str]:
     """Describe the last reported step of each process of ``engines``."""
-    records = gcs_kv.list_records(f"{ray.get_runtime_context().get_job_id()}/")
+    try:
+        records = gcs_kv.list_records(f"{ray.get_runtime_context().get_job_id()}/")
+    except Exception as error:  # of any type: it must not take the place of the error that this is for
+        return [f"their last steps are unknown, because Ray's head does not report them: {error}"]
     return describe_steps(records, engines, time.time())
 
 

@@ -44,10 +44,12 @@ def decimal(text: str, least: float, most: float, above: bool = False) -> float:
     return number
 
 
-def size(text: str, unit: int = GIB, least: int = 0, most: int = BYTES) -> int:
+def size(
+    text: str, unit: int = GIB, least: int = 0, most: int = BYTES, examples: str = "80, 80GiB or 80GB"
+) -> int:
     """Bytes of a size such as 80, 80GiB or 80GB; a number without a unit counts ``unit`` bytes.
 
-    `UserError` for another unit, and for sizes below ``least`` or above ``most``.
+    `UserError`, with ``examples``, for another unit, and for sizes below ``least`` or above ``most``.
     """
     found = SIZE.fullmatch(text.strip())
     factor = (BY_LOWER_CASE.get(found[2].lower()) if found[2] else unit) if found else None
@@ -59,7 +61,7 @@ def size(text: str, unit: int = GIB, least: int = 0, most: int = BYTES) -> int:
     amount = float(found[1]) * factor if found and factor else -1.0
     if not least <= amount <= most:
         limits = f" from {_shown(least)} to {_shown(most)}" if least else ""
-        raise UserError(f"{_quoted(text)}: expected a size{limits}, such as 80, 80GiB or 80GB")
+        raise UserError(f"{_quoted(text)}: expected a size{limits}, such as {examples}")
     return int(amount)
 
 

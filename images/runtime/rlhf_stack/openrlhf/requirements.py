@@ -1,9 +1,10 @@
-"""Packages that a run needs and that not every image has."""
+"""Packages and compiled operators that a run needs and that not every image has."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, missing_for_offload
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_limits import KERNEL, flags_of
 
@@ -18,6 +19,7 @@ SWITCHES = {  # the end of a flag and the packages that it needs
 }
 RING_ATTENTION = ("flash_attn", "ring_flash_attn")
 FLASH_3 = ("flash_attn_interface",)
+DEEP_GEMM = "deepgemm"
 VISION = ("torchvision",)  # vLLM imports it for each model with images that OpenRLHF trains
 
 
@@ -31,6 +33,17 @@ def refuse_missing_packages(values: Any) -> None:
             )
 
 
+def refuse_missing_operators(values: Any) -> None:
+    """Raise `UserError` if the parsed arguments request the optimiser on the CPU and it is unavailable."""
+    requested = [name for name, value in flags_of(values) if name.endswith("adam_offload") and value]
+    if requested and (missing := missing_for_offload()):
+        raise UserError(
+            f"--{requested[0]} needs DeepSpeed's {CPU_ADAM}, which is not in this image and cannot be "
+            f"compiled (no {', no '.join(missing)}): leave the flag out, or derive an image that has "
+            f"{'it' if len(missing) == 1 else 'these tools'}"
+        )
+
+
 def _needed(values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The flags of ``values`` that need packages, and these."""
     for name, value in flags_of(values):
@@ -41,8 +54,15 @@ def _needed(values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield flag, FLASH_3
         elif name.endswith("max_images_per_prompt") and value > 0:
             yield flag, VISION
-        elif name.endswith("attn_implementation") and KERNEL.fullmatch(str(value)):
+        elif _is_from_a_hub(name, value):
             yield flag, ("kernels",)
         elif value:
             found = next((SWITCHES[end] for end in SWITCHES if name == end or name.endswith(f".{end}")), ())
             yield f"--{name}", found
+
+
+def _is_from_a_hub(name: str, value: Any) -> bool:
+    """Whether a flag requests kernels that transformers loads from a hub."""
+    if name.endswith("experts_implementation"):
+        return bool(value == DEEP_GEMM)
+    return name.endswith("attn_implementation") and KERNEL.fullmatch(str(value)) is not None

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.errors import UserError
-from rlhf_stack.inputs.numbers import GPUS_PER_NODE, NODES
+from rlhf_stack.inputs.numbers import GPUS_PER_NODE, NODES, decimal
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.sync.backend import BACKENDS
 
 MOST = 10**12  # of any number that has no limit of its own
+SUM_TOLERANCE = 1e-8  # of numpy, for probabilities
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ CHOICES: Mapping[str, Sequence[str | None]] = {
         "greedy",
     ),
 }
+PROBABILITIES = "_probs"  # the end of a flag with the probability of each dataset, by commas
 NUMBER = re.compile(r"[+-]?[\d_]+(?:\.[\d_]*)?(?:[eE][+-]?\d+)?")
 
 
@@ -171,9 +173,33 @@ def check_values(values: Any, flat: bool) -> None:
                 raise UserError(f"{shown}: expected one of {', '.join(ATTENTION)}, or a kernel OWNER/NAME")
         elif (choices := CHOICES.get(_known(CHOICES, name, flat))) and value not in choices:
             raise UserError(f"{shown}: expected one of {', '.join(filter(None, choices))}")
+        elif last.endswith(PROBABILITIES) and value is not None:
+            _check_probabilities(shown, str(value), _datasets(flags, name), flat)
         limits = LIMITS.get(_known(LIMITS, name, flat), NOT_NEGATIVE)
         if not all(number in limits for number in filter(_is_number, each)):
             raise UserError(f"{shown}: expected {limits}")
+
+
+def _datasets(flags: Mapping[str, Any], name: str) -> int | None:
+    """The number of datasets to which the probabilities of flag ``name`` belong, None without datasets."""
+    start = name.removesuffix(PROBABILITIES)
+    datasets = flags.get(start) or flags.get(f"{start}_dataset")
+    return len(datasets.split(",")) if isinstance(datasets, str) else None
+
+
+def _check_probabilities(shown: str, text: str, datasets: int | None, flat: bool) -> None:
+    """Raise `UserError` unless ``text`` has a probability for each of ``datasets`` and their sum is 1.
+
+    From OpenRLHF 0.9 on, which reads every dataset to its end, 0 would never end.
+    """
+    try:
+        found = [decimal(part, 0, 1, above=not flat) for part in text.split(",")]
+    except UserError as error:
+        raise UserError(f"{shown}: {error}") from None
+    if datasets is not None and len(found) != datasets:
+        raise UserError(f"{shown}: expected as many numbers as datasets ({datasets}), separated by commas")
+    if abs(math.fsum(found) - 1) > SUM_TOLERANCE:
+        raise UserError(f"{shown}: expected numbers whose sum is 1, and it is {math.fsum(found):g}")
 
 
 def flags_of(values: Any, section: str = "") -> Iterator[tuple[str, Any]]:

@@ -42,7 +42,8 @@ class Run:
     limits the tokens of an answer, None if only ``length`` does. ``quantized``: the linear layers of the
     trainer have 4 bits per weight. ``asynchronous``: engines generate while the trainer trains. ``program``
     is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
-    chosen and rejected answers are compared.
+    chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
+    on the CPU.
     """
 
     release: str
@@ -72,6 +73,7 @@ class Run:
     asynchronous: bool = False
     program: str = PPO
     pairs: int = 1
+    can_offload: bool = True
 
     @property
     def flat(self) -> bool:

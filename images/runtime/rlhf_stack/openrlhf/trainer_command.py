@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.numbers import GPUS_PER_NODE, NODES, whole
@@ -33,14 +33,37 @@ def trainer_command(words: Sequence[str]) -> TrainerCommand | None:
 
     `UserError` for a wrong number, and for a launcher or a flag of it that is not read.
     """
+    index = _program(words)
+    if index is None:
+        return None
+    return TrainerCommand(_name(words[index]), tuple(words[index + 1 :]), *_nodes_and_gpus(words[:index]))
+
+
+def openrlhf_trainer(words: Sequence[str], folder: Path) -> tuple[str, tuple[str, ...]] | None:
+    """Return a trainer of OpenRLHF and its arguments, of any launcher; None for another program.
+
+    A file is OpenRLHF's if it is in ``openrlhf/cli``, relative to the working directory ``folder``.
+    """
+    index = _program(words)
+    if index is None:
+        return None
+    word = words[index]
+    place = (folder / word).resolve().parts[-3:-1] if word.endswith(".py") else tuple(word.split(".")[:-1])
+    return (_name(word), tuple(words[index + 1 :])) if place == ("openrlhf", "cli") else None
+
+
+def _program(words: Sequence[str]) -> int | None:
+    """The index of the trainer in ``words``, None if they start another program."""
     for index, word in enumerate(words):
         is_module = index > 0 and words[index - 1] in ("-m", "--module")
         if (is_module and word not in (*LAUNCHERS, *UNREAD_LAUNCHERS)) or word.endswith(".py"):
-            name = word.removesuffix(".py").replace("/", ".").split(".")[-1]
-            if name not in TRAINERS:
-                return None
-            return TrainerCommand(name, tuple(words[index + 1 :]), *_nodes_and_gpus(words[:index]))
+            return index if _name(word) in TRAINERS else None
     return None
+
+
+def _name(program: str) -> str:
+    """The last part of the name of a module or of a file of Python."""
+    return program.removesuffix(".py").replace("/", ".").split(".")[-1]
 
 
 def _nodes_and_gpus(launcher: Sequence[str]) -> tuple[int | None, int | None]:

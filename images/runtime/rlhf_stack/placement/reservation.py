@@ -7,7 +7,7 @@ respects. A bundle's index is therefore its rank, whatever order Ray uses.
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf_stack.compat import ray_private
@@ -52,18 +52,19 @@ def free_nodes() -> list[FreeNode]:
     return _nodes(free=True)
 
 
-def reserve(request: Request, wait: bool = True) -> dict[str, Any]:
+def reserve(request: Request, wait: bool = True, avoid: Collection[str] = ()) -> dict[str, Any]:
     """Reserve ``request``; return Ray placement groups by name, with bundles in rank order on planned nodes.
 
     Engines with GPUs of their own have a group each, in a list: the place of a lost one can be released, and
     vLLM 0.4 uses all bundles of its group. Raises `PlacementError` if there is no placement; nothing has been
-    started then, and nothing stays reserved. Without ``wait`` only what is free now counts.
+    started then, and nothing stays reserved. Without ``wait`` only what is free now counts. Nothing is placed
+    on the nodes whose addresses are in ``avoid``.
     """
     if not ray.is_initialized():  # OpenRLHF 0.5.1 relies on the implicit initialization
         ray.init()
     end = time.monotonic() + env_vars.placement_timeout()
     while True:
-        nodes, found = _plan_on_free(request, end if wait else 0.0)
+        nodes, found = _plan_on_free(request, end if wait else 0.0, avoid)
         _log_plan(nodes, request, found)
         groups = _create_groups(nodes, found)
         try:
@@ -80,9 +81,9 @@ def reserve(request: Request, wait: bool = True) -> dict[str, Any]:
     return groups
 
 
-def reserve_engines(count: int, size: int, wait: bool = True) -> list[Any]:
-    """Reserve a placement group for each of ``count`` engines of ``size`` GPUs."""
-    groups: list[Any] = reserve(Request(engines=Engines(count, size)), wait)[ENGINES]
+def reserve_engines(count: int, size: int, wait: bool = True, avoid: Collection[str] = ()) -> list[Any]:
+    """Reserve a placement group for each of ``count`` engines of ``size`` GPUs; see `reserve`."""
+    groups: list[Any] = reserve(Request(engines=Engines(count, size)), wait, avoid)[ENGINES]
     return groups
 
 
@@ -234,20 +235,24 @@ def _repeated(nodes: Sequence[FreeNode]) -> list[str]:
     return [address for address, count in Counter(node.address for node in nodes).items() if count > 1]
 
 
-def _plan_on_free(request: Request, end: float) -> tuple[list[FreeNode], Plan]:
+def _plan_on_free(request: Request, end: float, avoid: Collection[str]) -> tuple[list[FreeNode], Plan]:
     """Plan on free resources; wait until ``end`` for those in use, and for new nodes if that is allowed."""
+
+    def usable(free: bool) -> list[FreeNode]:
+        return [node for node in _nodes(free) if node.address not in avoid]
+
     allow = env_vars.flag(env_vars.ALLOW_STRADDLE)
     logged = False
     with Demand(request) as demand:
         while True:
-            nodes = _nodes(free=True)
+            nodes = usable(free=True)
             try:
                 return nodes, plan(nodes, request, allow)
             except PlacementError:
                 if time.monotonic() > end:
                     raise
             try:
-                plan(_nodes(free=False), request, allow)
+                plan(usable(free=False), request, allow)
             except PlacementError:
                 if not env_vars.flag(env_vars.AUTOSCALE):
                     raise

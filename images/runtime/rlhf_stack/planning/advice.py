@@ -205,7 +205,7 @@ def _changes(run: Run) -> Iterator[Change]:
     if run.zero.stage < 3:
         reason = "weights are sharded over the ranks and gathered layer by layer"
         yield from change("stage", reason, replace(run, zero=replace(run.zero, stage=3)), 3)
-    if not run.zero.offload:
+    if run.can_offload and not run.zero.offload:
         reason = "the optimiser runs on the host: slower steps and more host memory"
         yield from change("offload", reason, replace(run, zero=replace(run.zero, offload=True)))
     if shared and run.utilization - STEP >= LOWEST_UTILIZATION:

@@ -14,6 +14,7 @@ from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
 from rlhf_stack.planning.upstream_placement import UpstreamLayout, upstream_layout
 from rlhf_stack.planning.upstream_placement_flat import upstream_layout_flat
+from rlhf_stack.sync import sources
 
 
 @dataclass
@@ -113,7 +114,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         _fill(run, nodes, ours, per_role, engine)
         _add_sync(nodes, _sync_size(run, shapes[run.engine_model]))
         if env_vars.sync_sparse() == "on":
-            _add_kept(nodes, ours, BYTES_16BIT * shapes[run.engine_model].total)
+            _add_kept(run, nodes, ours, BYTES_16BIT * shapes[run.engine_model].total)
         problems += _too_small(nodes)
     if engine and smallest and not engine.fits:
         problems.append(
@@ -223,12 +224,30 @@ def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
             gpu.syncing = gpu.generating + size
 
 
-def _add_kept(nodes: Sequence[PlannedNode], placed: Plan, size: int) -> None:
-    """Add the ``size`` bytes that each node of engines keeps, and the node that sends the weights."""
+def _add_kept(run: Run, nodes: Sequence[PlannedNode], placed: Plan, size: int) -> None:
+    """Add the ``size`` bytes that each node of engines keeps, and on other nodes the shares of the senders.
+
+    A sender on a node of engines uses the memory of these.
+    """
     of_engines = {index for engine in placed.engines for index in engine}
-    senders = {placed.bundles[ACTOR][0]} if of_engines else set()
-    for index in of_engines | senders:
+    if not of_engines:
+        return
+    senders = _senders(run, placed)
+    for index in of_engines:
         nodes[index].memory_running += size
+    for index, count in Counter(senders).items():
+        if index not in of_engines:
+            nodes[index].memory_running += -(-size * count // len(senders))
+
+
+def _senders(run: Run, placed: Plan) -> list[int]:
+    """The node of each rank that sends; the flat releases have one such rank."""
+    number = env_vars.sync_sources()
+    ranks = next(role.ranks for role in run.roles if role.name == ACTOR)
+    of_ranks = placed.bundles[ACTOR][:ranks]
+    if run.flat or (number is not None and number > ranks):  # a sync refuses more senders than ranks
+        return [of_ranks[0]]
+    return [of_ranks[rank] for rank in sources.select([str(node) for node in of_ranks], number)]
 
 
 def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:

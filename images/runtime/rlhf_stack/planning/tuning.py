@@ -101,7 +101,8 @@ def _candidates(run: Run) -> Iterator[Run]:
     shared = run.request.engines is not None and run.request.engines.shares is not None
     small = replace(run, train_batch=1, rollout_batch=1)
     stage = max(2, run.zero.stage)
-    levels = [(stage, False, False), (stage, True, False), (3, True, False), (3, True, True)]
+    levels = [(stage, False, False), (stage, True, False), (3, True, False)]
+    levels += [(3, True, True)] if run.can_offload else []
     for level, checkpointing, offload in dict.fromkeys(levels):
         zero = replace(small.zero, stage=level, offload=offload)
         changed = replace(small, zero=zero, checkpointing=checkpointing)

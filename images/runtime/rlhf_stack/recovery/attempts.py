@@ -18,7 +18,8 @@ class Attempt:
 
     It began at step ``resumed`` + 1 and ended when the checkpoint of step ``saved`` was the last complete one
     (0: none). ``lost`` are the addresses of nodes that did not answer at its end. ``causes`` are known causes
-    in its output that the versions and settings of this image confirm.
+    in its output that the versions and settings of this image confirm. Before it the run was not running for
+    ``waited`` seconds, and ``changed`` is what differs from the attempt before.
     """
 
     job: str
@@ -30,6 +31,8 @@ class Attempt:
     error: str = ""
     lost: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    waited: float = 0.0
+    changed: tuple[str, ...] = ()
 
 
 def why_not_again(attempts: Sequence[Attempt], restarts: int) -> str | None:
@@ -59,7 +62,7 @@ def _permanent_causes(attempts: Sequence[Attempt]) -> Iterator[str]:
         return
     if OUT_OF_MEMORY.search(last.error):
         yield "it ran out of memory before it saved a checkpoint, and would do so again"
-    if before and not before.lost and last.error and _kind(before.error) == _kind(last.error):
+    if before and not before.lost and last.error and kind_of(before.error) == kind_of(last.error):
         yield f"it failed twice with the same error and without progress after step {last.resumed}"
 
 
@@ -69,6 +72,6 @@ def excluded_nodes(attempts: Sequence[Attempt]) -> list[str]:
     return sorted(address for address, count in counts.items() if count >= FAILURES_OF_A_NODE)
 
 
-def _kind(error: str) -> str:
-    """An error without the numbers and addresses that differ between two attempts."""
+def kind_of(error: str) -> str:
+    """Return an error without the numbers and addresses that differ between two attempts."""
     return VARIES.sub("#", error)

@@ -6,7 +6,7 @@ fault ``latest`` may therefore name a checkpoint without the files of other rank
 
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class Checkpoints:
     ``every`` is the number of steps between two of them, 0 if none is saved. ``loads`` is whether the command
     already has ``load_flag``. ``stage`` and ``tensor_parallel`` decide the files of a checkpoint. If
     ``universal``, the command loads checkpoints that were converted into DeepSpeed's universal ones; None if
-    the release of OpenRLHF cannot.
+    the release of OpenRLHF cannot. ``unsaved`` describes state of the run that its checkpoints lack, with the
+    flags that the run has it by.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Checkpoints:
     stage: int
     tensor_parallel: int = 1
     universal: bool | None = None
+    unsaved: tuple[str, ...] = ()
 
     def complete_steps(self, since: float) -> set[int]:
         """Return the steps of which every role has a complete checkpoint, written after ``since``.
@@ -148,7 +150,8 @@ def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
     flag = "--load_checkpoint" if run.flat else "--ckpt.load_enable"
     saved = 0 if without else max(0, every)
     of_zero = run.zero.stage, run.tensor_parallel, is_universal
-    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, *of_zero)
+    unsaved = tuple(_unsaved(run, parsed.values))
+    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, *of_zero, unsaved)
 
 
 def _settings(run: Run, values: Any) -> tuple[str, int, bool, bool]:
@@ -158,6 +161,18 @@ def _settings(run: Run, values: Any) -> tuple[str, int, bool, bool]:
         return values.ckpt_path, values.save_steps, values.load_checkpoint, disabled
     own = values.ckpt
     return own.path, own.save_steps, own.load_enable, own.disable_ds
+
+
+def _unsaved(run: Run, values: Any) -> Iterator[str]:
+    """Describe the state of a run that OpenRLHF writes to no checkpoint."""
+    if values.kl_target if run.flat else values.algo.kl.target:
+        flag = "--kl_target" if run.flat else "--algo.kl.target"
+        yield f"the coefficient of the adaptive KL penalty ({flag})"
+    if run.ema:
+        flag = "--enable_ema" if run.flat else "--train.enable_ema"
+        yield f"the moving average of the weights ({flag})"
+    if run.flat and values.pretrain_data:
+        yield "the position in --pretrain_data"
 
 
 def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:

@@ -14,13 +14,53 @@ def with_fewer_engines(words: Sequence[str], run: Run) -> Iterator[list[str]]:
             yield _with_engines(words, count)
 
 
+def why_no_fewer_engines(run: Run) -> str:
+    """Return why `with_fewer_engines` yields nothing for ``run``, "" if it yields something."""
+    engines = run.request.engines
+    if engines is None:
+        return "the run has no engines"
+    if engines.shares:
+        return "engines share the trainer's GPUs"
+    return "" if engines.count > 1 else "the run has only one engine"
+
+
+def why_no_fewer_ranks(run: Run) -> str:
+    """Return why `with_fewer_ranks` yields nothing for ``run``, "" if it may yield something."""
+    if run.flat:
+        return f"OpenRLHF {run.release} loads no checkpoint of another number of ranks"
+    if run.tensor_parallel > 1:
+        return "a checkpoint of DeepSpeed's tensor parallelism is loaded by the same number of ranks only"
+    if not run.zero.stage:
+        return "with ZeRO stage 0 a checkpoint cannot be converted for another number of ranks"
+    if all(group.nodes == 1 for group in run.request.groups):
+        return "the trainer has only one node"
+    return ""
+
+
+def changed_layout(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return the numbers of nodes and engines that differ between two command lines of a run."""
+    former = dict(_layout(before))
+    return [
+        f"{flag.removeprefix('--')} {former[flag]} to {value}"
+        for flag, value in dict(_layout(after)).items()
+        if flag in former and former[flag] != value
+    ]
+
+
+def _layout(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag.endswith(("num_engines", "num_nodes")) and (equals or index + 1 < len(words)):
+            yield flag, value if equals else words[index + 1]
+
+
 def with_fewer_ranks(words: Sequence[str], run: Run) -> Iterator[list[str]]:
     """Yield ``words`` with fewer nodes for the roles of the trainer, most first.
 
     Each has as many engines as there are, then fewer; engines on the trainer's GPUs fill those that are left.
     Nothing if the trainer has one node, or if the release cannot load checkpoints of another number of ranks.
     """
-    if run.flat or run.tensor_parallel > 1 or not run.zero.stage:
+    if why_no_fewer_ranks(run):
         return
     nodes = {group.name: group.nodes for group in run.request.groups}
     of_role = {role.name: nodes[role.group] for role in run.roles}

@@ -12,11 +12,25 @@ from typing import Any, Protocol
 from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_spec import Run
-from rlhf_stack.recovery.attempts import FAILED, HEAD_LOST, SUCCEEDED, Attempt, excluded_nodes, why_not_again
+from rlhf_stack.recovery.attempts import (
+    FAILED,
+    HEAD_LOST,
+    SUCCEEDED,
+    Attempt,
+    excluded_nodes,
+    kind_of,
+    why_not_again,
+)
 from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
 from rlhf_stack.recovery.job import Ended, HeadLostError
 from rlhf_stack.recovery.nodes import Nodes, missing
-from rlhf_stack.recovery.smaller import with_fewer_engines, with_fewer_ranks
+from rlhf_stack.recovery.smaller import (
+    changed_layout,
+    why_no_fewer_engines,
+    why_no_fewer_ranks,
+    with_fewer_engines,
+    with_fewer_ranks,
+)
 from rlhf_stack.telemetry.run_log import messages
 
 POLL_SECONDS = 2.0
@@ -67,7 +81,8 @@ class State:
     """The progress of a supervised run: the command line of ``job``, the attempts before it, and its nodes.
 
     ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
-    is the step whose checkpoint was converted for the present number of ranks, 0 if none was.
+    is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``waited`` and
+    ``changed`` are those of the `Attempt` of ``job``.
     """
 
     words: list[str]
@@ -78,6 +93,8 @@ class State:
     nodes: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     readmitted: list[str] = field(default_factory=list)
+    waited: float = 0.0
+    changed: list[str] = field(default_factory=list)
 
     @property
     def excluded(self) -> list[str]:
@@ -91,11 +108,16 @@ class State:
 
 def read_state(values: dict[str, Any]) -> State:
     """Return the state that `State.to_json` wrote."""
-    attempts = [
-        Attempt(**(one | {"lost": tuple(one["lost"]), "causes": tuple(one["causes"])}))
-        for one in values["attempts"]
-    ]
+    attempts = [_read_attempt(one) for one in values["attempts"]]
     return State(**(values | {"attempts": attempts}))
+
+
+def _read_attempt(values: dict[str, Any]) -> Attempt:
+    """An attempt from its JSON values, in which tuples are lists."""
+    found: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return Attempt(**found)
 
 
 class Supervisor:
@@ -114,6 +136,7 @@ class Supervisor:
     ) -> None:
         self._cluster, self._describe, self._limits, self._write = cluster, describe, limits, write
         self.state = state
+        self._ended = time.monotonic()  # of the last job
         self._run, self._checkpoints = describe(state.words)
 
     def supervise(self) -> Ended:
@@ -124,6 +147,7 @@ class Supervisor:
         while True:
             if not state.job:
                 state.job = self._submit()
+                state.waited = time.monotonic() - self._ended
                 self._cluster.remember(state.to_json())
             ended, attempt, lost_head = self._follow()
             state.attempts.append(attempt)
@@ -163,7 +187,8 @@ class Supervisor:
             ended = self._cluster.follow(state.job, write)
         except HeadLostError as problem:
             ended, lost_head = Ended(state.job, HEAD_LOST, 1), problem
-        seconds = time.monotonic() - begun
+        self._ended = time.monotonic()
+        seconds = self._ended - begun
         output, status = "".join(kept), ended.status
         if status not in (SUCCEEDED, HEAD_LOST):
             try:
@@ -176,7 +201,17 @@ class Supervisor:
         found = None if ended.status == SUCCEEDED else known_bad.last_error(output)
         error = str(lost_head or "") or (found.text if found else "")
         attempt = Attempt(
-            ended.job, status, ended.code, seconds, state.resumed, saved, error, lost, tuple(causes)
+            ended.job,
+            status,
+            ended.code,
+            seconds,
+            state.resumed,
+            saved,
+            error,
+            lost,
+            tuple(causes),
+            state.waited,
+            tuple(state.changed),
         )
         return ended, attempt, lost_head
 
@@ -190,7 +225,13 @@ class Supervisor:
             f"submitting the run again, {len(state.attempts)} of {self._limits.restarts} restarts, "
             + (f"from the checkpoint of step {saved}" if saved else "from its beginning: no checkpoint")
         )
+        before, converted = state.words, state.converted
+        excluded = set(excluded_nodes(state.attempts[:-1])) - set(state.readmitted)
         state.words = self._placeable()
+        state.changed = changed_layout(before, state.words)
+        if state.converted != converted:
+            state.changed.append(f"checkpoint of step {state.converted} converted")
+        state.changed += self._changed_nodes(excluded)
         self._run, self._checkpoints = self._describe(state.words)
         if state.attempts[-1].status == HEAD_LOST:  # its ranks may have written until they were removed
             self._select(saved)
@@ -201,7 +242,7 @@ class Supervisor:
                 messages.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
-        """Wait for nodes; return the command line that can be placed, with fewer engines if it must."""
+        """Wait for nodes; return the command line that can be placed, a smaller one if it must."""
         state, limits = self.state, self._limits
         excluded = state.excluded
         if excluded:
@@ -216,36 +257,56 @@ class Supervisor:
                 break
             time.sleep(POLL_SECONDS)
         usable = [address for address in nodes if address not in excluded]
-        if limits.min_nodes is not None and len(usable) >= limits.min_nodes:
-            for words in with_fewer_engines(state.words, self._run):
-                if not self._cluster.problems(words, excluded):
-                    messages.warning(f"continuing on {len(usable)} nodes with fewer engines")
-                    state.nodes = usable
-                    return words
-            if words := self._with_fewer_ranks(excluded):
-                messages.warning(f"continuing on {len(usable)} nodes with fewer ranks of the trainer")
-                state.nodes = usable
-                return words
+        words, why_not = self._smaller(usable, excluded)
+        if words:
+            state.nodes = usable
+            return words
         if excluded and not self._look(state.words, ())[1]:
             messages.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
             state.readmitted, state.nodes = excluded_nodes(state.attempts), list(nodes)
             return state.words
         raise GivenUpError(
             f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
-            f"({', '.join(usable) or 'none'}): {problems[0]}"
+            f"({', '.join(usable) or 'none'}): {problems[0]}\n  no smaller layout is used: {why_not}"
         )
 
-    def _with_fewer_ranks(self, excluded: Sequence[str]) -> list[str]:
+    def _smaller(self, usable: Sequence[str], excluded: Sequence[str]) -> tuple[list[str], str]:
+        """Return the largest smaller command line that can be placed, or none and the reason."""
+        state, least = self.state, self._limits.min_nodes
+        if least is None:
+            return [], "--min-nodes is not given"
+        if len(usable) < least:
+            return [], f"--min-nodes is {least}"
+        refused: list[str] = []
+        for words in with_fewer_engines(state.words, self._run):
+            if not (problems := self._cluster.problems(words, excluded)):
+                messages.warning(f"continuing on {len(usable)} nodes with fewer engines")
+                return words, ""
+            refused.append(self._refusal(words, problems))
+        if words := self._with_fewer_ranks(excluded, refused):
+            messages.warning(f"continuing on {len(usable)} nodes with fewer ranks of the trainer")
+            return words, ""
+        impossible = [why_no_fewer_engines(self._run), why_no_fewer_ranks(self._run)]
+        kinds = {kind_of(reason): reason for reason in reversed(refused)}
+        return [], "; ".join([*filter(None, impossible), *reversed(kinds.values())])
+
+    def _refusal(self, words: Sequence[str], problems: Sequence[str]) -> str:
+        return f"{', '.join(changed_layout(self.state.words, words))}: {problems[0].splitlines()[0]}"
+
+    def _with_fewer_ranks(self, excluded: Sequence[str], refused: list[str]) -> list[str]:
         """Return the command line with the most ranks that can be placed, its checkpoint converted for them.
 
-        Empty if there is none.
+        Empty if there is none; the reason of each that cannot be placed is added to ``refused``.
         """
         state, saved = self.state, self.state.attempts[-1].saved
         load = self._checkpoints.load_flag
+        is_any = False
         for words in with_fewer_ranks(state.words, self._run):
+            is_any = True
             # A checkpoint is loaded once it is converted, so that it is no obstacle before.
             bare = [word for word in words if word not in (load, UNIVERSAL_FLAG)]
-            if self._cluster.problems(bare, excluded):
+            if problems := self._cluster.problems(bare, excluded):
+                refused.append(self._refusal(words, problems))
                 continue
             if not saved:
                 return words if self._checkpoints.universal else bare
@@ -253,7 +314,15 @@ class Supervisor:
                 self._checkpoints.convert(saved)
                 state.converted = saved
             return [*bare, load, UNIVERSAL_FLAG]
+        if not is_any and not why_no_fewer_ranks(self._run):
+            refused.append("the engines on the trainer's GPUs cannot be reduced in proportion to its nodes")
         return []
+
+    def _changed_nodes(self, before: set[str]) -> list[str]:
+        """Return which nodes are excluded now and were not ``before``, and the other way round."""
+        now = set(self.state.excluded)
+        nodes = {"without": now - before, "again with": before - now}
+        return [f"{how} {', '.join(sorted(those))}" for how, those in nodes.items() if those]
 
     def _look(self, words: Sequence[str], excluded: Sequence[str]) -> tuple[Sequence[str], list[str]]:
         """The nodes that answer, and why the run cannot be placed on them now."""

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync import backend_selection
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
@@ -13,7 +14,7 @@ from rlhf_stack.sync.nccl import NcclGroup, StreamGroup, TorchNcclGroup
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("nccl", "gloo", "auto")
+BACKENDS = env_vars.SYNC_BACKENDS
 
 
 def requested_backend(arguments: Any) -> str:

@@ -53,16 +53,30 @@ def select_group(members: Members, new_nccl: Callable[[Members], StreamGroup]) -
     reason = nccl_obstacle([RankDevice(**json.loads(text)) for text in devices_json], members.describe)
     own = members.describe(members.rank)
     if not reason:
-        trial = NcclTrial(members.separate("nccl trial"), new_nccl)
+        group, reason = _try_nccl(members, new_nccl)
+        if group is not None:
+            group.selection = "a broadcast reached all ranks"
+            run_log.info(f"weight sync, {own}: auto selects nccl: {group.selection}")
+            return group
+    run_log.info(f"weight sync, {own}: auto selects gloo: {reason}")
+    gloo = GlooGroup(members)
+    gloo.selection = reason
+    return gloo
+
+
+def _try_nccl(members: Members, new_nccl: Callable[[Members], StreamGroup]) -> tuple[StreamGroup | None, str]:
+    """Return a group over NCCL that works on every rank, else None and why it does not on some of them."""
+    trial = NcclTrial(members.separate("nccl trial"), new_nccl)
+    group = None
+    try:
         problem = trial.problem(min(PROBE_SECONDS, env_vars.sync_timeout() / 2))
         problems = members.exchange("tried", problem, _deadline())
         reason = "; ".join(f"{members.describe(rank)}: {text}" for rank, text in enumerate(problems) if text)
-        if trial.group is not None and not reason:
-            run_log.info(f"weight sync, {own}: auto selects nccl: a broadcast reached all ranks")
-            return trial.group
-        trial.abandon()
-    run_log.info(f"weight sync, {own}: auto selects gloo: {reason}")
-    return GlooGroup(members)
+        group = None if reason else trial.group
+    finally:
+        if group is None:  # also if another rank is lost: a communicator that joins would wait for it
+            trial.abandon()
+    return group, reason
 
 
 class NcclTrial:

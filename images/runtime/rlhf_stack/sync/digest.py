@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.weight_layout import Layout, Shape, View, engine_tensors
 
-CHUNK = 1 << 20  # bytes that are summed at a time
+CHUNK = 1 << 20  # bytes that are summed, and elements that are marked, at a time
 WORD = 4  # bytes of a number that is summed
 WIDER = "torch.float32"  # has every value of the 16-bit dtypes
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a product with it loses nothing modulo 2**64
@@ -99,10 +99,15 @@ def digest_model(model: Any, layout: Layout) -> Iterator[RegionDigest]:
 
 def count_uncovered(shape: Shape, regions: Iterable[View]) -> int:
     """Return how many elements of a parameter of ``shape`` are in none of ``regions``."""
-    covered = torch.zeros(prod(shape), dtype=torch.bool)
-    for region in set(regions):
-        region.mark(covered)
-    return int(covered.numel() - covered.count_nonzero())
+    simplified = {region.simplified() for region in regions}
+    count, missing = prod(shape), 0
+    for begin in range(0, count, CHUNK):
+        end = min(begin + CHUNK, count)
+        covered = torch.zeros(end - begin, dtype=torch.bool)
+        for part in (part for region in simplified for part in region.within(begin, end)):
+            part.shifted(-begin).mark(covered)
+        missing += int(covered.numel() - covered.count_nonzero())
+    return missing
 
 
 def differences(

@@ -58,6 +58,7 @@ class GlooGroup:
     """
 
     name = "gloo"
+    selection = ""
 
     def __init__(self, members: Members) -> None:
         self.rank, self.describe, self._members = members.rank, members.describe, members

@@ -38,6 +38,7 @@ class WeightGroup(Protocol):
     answers: dict[int, dict[str, Any]]  # the engines' results of the last sync (rank 0)
     encodings: Encodings  # of its syncs (rank 0)
     kept: Kept | None  # None: this backend cannot send changed elements
+    selection: str  # why `auto` selected this backend, "" if it was requested
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """Copy rank ``src``'s ``tensor`` into that of all other ranks: upstream's call, for one parameter."""

@@ -2,10 +2,12 @@
 
 Every operation that would write to an engine tensor is intercepted. A loader that only slices and copies is
 traced by its views. For one that rearranges or computes, every element of the parameter gets a number, and
-the numbers' digits are loaded, one digit per pass, into substitutes of the tensors that it writes.
+the numbers' digits are loaded, one digit per pass, into substitutes of the tensors that it writes. Whole
+tensors are only the parameter, the substitutes, and the digits of the elements that are written, as bytes.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Copies = list[tuple[torch.Tensor, torch.Tensor]]
-    Numbered = tuple[int, NDArray[np.int64], NDArray[np.int64]]
+    Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-DIGIT_BITS, DIGIT_BITS_FP8 = 8, 3  # integers of so many bits are exact in 16 bits, and in 8 bits
+BASE, BASE_FP8 = 255, 8  # of digits, which are exact in 16 bits, and in 8 bits
+PACKED = {BASE: 1, BASE_FP8: 2}  # digits in a byte
+UNKNOWN = 255  # such a byte
+CHUNK = 1 << 16  # elements that are computed at a time
 
 
 def storage_of(tensor: "torch.Tensor") -> int:
@@ -63,24 +68,25 @@ def copies(
 
 def numbers(
     model: Any, tensors: Sequence["torch.Tensor"], name: str, shape: tuple[int, ...]
-) -> Iterator["Numbered"]:
+) -> Iterator[tuple[int, Iterator["Pairs"]]]:
     """Yield, for each storage that ``model`` writes when it loads parameter ``name``, what it would hold.
 
-    That is the storage's address, ascending positions in it, and the parameter's flat index at each of them.
-    Needs 8 bytes for each element of these storages.
+    That is the storage's address, and in chunks the parameter's flat index at each position of the storage,
+    and these positions, which ascend.
     """
-    bits = DIGIT_BITS_FP8 if any(tensor.dtype.itemsize == 1 for tensor in tensors) else DIGIT_BITS
-    base, like = 1 << bits, _typical(tensors)
+    base = BASE_FP8 if any(tensor.dtype.itemsize == 1 for tensor in tensors) else BASE
+    like, digits = _typical(tensors), _digits_of(prod(shape), base)
     engine = {storage_of(tensor): tensor for tensor in tensors}
-    values: dict[int, torch.Tensor] = {}  # numbers by storage; -1 is unknown
-    for digit in range(-(-prod(shape).bit_length() // bits)):
+    traced: dict[int, _Traced] = {}
+    for digit in range(digits):
         substitutes: dict[int, torch.Tensor] = {}
 
         def substitute(view: Any, pool: dict[int, Any] = substitutes) -> Any:
             if not isinstance(view, torch.Tensor) or storage_of(view) not in engine:
                 return view
             if storage_of(view) not in pool:
-                pool[storage_of(view)] = _unwritten(view)
+                known = traced.get(storage_of(view))
+                pool[storage_of(view)] = _unwritten(view, known.span if known else None)
             return pool[storage_of(view)].as_strided(view.shape, view.stride(), view.storage_offset())
 
         def intercept(function: Any, args: Any, kwargs: Any, replace: Any = substitute) -> Any:
@@ -91,29 +97,95 @@ def numbers(
             return function(*args, **kwargs)
 
         _load(model, name, _digits(shape, base, digit, like), intercept)
-        for storage, content in substitutes.items():
-            read = content.to("cpu", torch.float32)
-            is_known = (read >= 0) & (read < base) & (read == read.round())
-            known = values.setdefault(storage, torch.zeros(len(read), dtype=torch.int64))
-            known[~is_known | (known < 0)] = -1
-            known[known >= 0] += read[known >= 0].to(torch.int64) * base**digit
-    for storage, known in values.items():
-        positions = torch.nonzero((known > 0) & (known <= prod(shape))).reshape(-1)
-        yield storage, positions.numpy(), (known[positions] - 1).numpy()
+        for storage in list(substitutes):
+            content = substitutes.pop(storage)
+            if digit == 0:
+                traced[storage] = _Traced(content, base)
+            if storage in traced:
+                traced[storage].add(content)
+            del content
+    for storage, trace in traced.items():
+        if trace.count == digits:
+            yield storage, trace.pairs(prod(shape))
 
 
-def _unwritten(view: "torch.Tensor") -> "torch.Tensor":
-    """Return flat memory like the storage of ``view``, filled with a value that is no digit."""
-    count = view.untyped_storage().nbytes() // view.element_size()
-    if view.is_floating_point():  # torch 2.3 cannot fill 8-bit numbers
-        return torch.full((count,), float("nan"), device=view.device).to(view.dtype)
-    return torch.full((count,), torch.iinfo(view.dtype).max, dtype=view.dtype, device=view.device)
+class _Traced:
+    """The digits of the numbers at the positions of a storage that a loader writes.
+
+    ``span`` begins and ends with the first and the last of these, according to the first ``content``.
+    """
+
+    def __init__(self, content: "torch.Tensor", base: int) -> None:
+        known = [begin + int(at) for begin, read in _chunks(content) for at in _ends(_are_digits(read, base))]
+        self.span = slice(min(known, default=0), max(known, default=-1) + 1)
+        self.count = 0  # of digits
+        self._bytes: list[torch.Tensor] = []
+        self._base = base
+
+    def add(self, content: "torch.Tensor") -> None:
+        """Add the next digit of each number, as the storage's ``content`` has it."""
+        written = content[self.span]
+        place = self.count % PACKED[self._base]
+        self.count += 1
+        if place == 0:
+            self._bytes.append(torch.zeros(len(written), dtype=torch.uint8))
+        for begin, read in _chunks(written):
+            packed = self._bytes[-1][begin : begin + CHUNK]
+            is_known = _are_digits(read, self._base) & (packed != UNKNOWN)
+            packed.copy_(torch.where(is_known, packed + read * self._base**place, UNKNOWN))
+
+    def pairs(self, count: int) -> "Iterator[Pairs]":
+        """Yield flat indices of the parameter, of ``count`` elements, and the positions that have them."""
+        base = self._base ** PACKED[self._base]
+        for begin in range(0, len(self._bytes[0]), CHUNK):
+            read = torch.stack([each[begin : begin + CHUNK].to(torch.int64) for each in self._bytes])
+            numbers = sum(each * base**number for number, each in enumerate(read))
+            is_known = (read != UNKNOWN).all(dim=0) & (numbers > 0) & (numbers <= count)
+            at = torch.nonzero(is_known).reshape(-1)
+            yield (numbers[at] - 1).numpy(), (at + (self.span.start + begin)).numpy()
+
+
+def _digits_of(number: int, base: int) -> int:
+    """Return how many digits the numbers up to ``number`` have."""
+    return 1 + _digits_of(number // base, base) if number else 0
+
+
+def _chunks(content: "torch.Tensor") -> Iterator[tuple[int, "torch.Tensor"]]:
+    """Yield the elements of flat ``content``, as numbers on the host, and the position of the first."""
+    for begin in range(0, len(content), CHUNK):
+        yield begin, content[begin : begin + CHUNK].to("cpu", torch.float32)
+
+
+def _are_digits(read: "torch.Tensor", base: int) -> "torch.Tensor":
+    return (read >= 0) & (read < base) & (read == read.round())
+
+
+def _ends(marked: "torch.Tensor") -> "torch.Tensor":
+    """Return the first and the last position that is marked, none if none is."""
+    return torch.nonzero(marked).reshape(-1)[[0, -1]] if marked.any() else torch.empty(0)
+
+
+def _unwritten(view: "torch.Tensor", span: slice | None) -> "torch.Tensor":
+    """Return flat memory like the storage of ``view``, with what is no digit in ``span``, or everywhere.
+
+    All of its bits are set: it is NaN, -1, or the largest number.
+    """
+    size = view.element_size()
+    count = view.untyped_storage().nbytes() // size
+    memory = torch.empty(count * size, dtype=torch.uint8, device=view.device)
+    first, last = (span.start, span.stop) if span else (0, count)
+    memory[first * size : last * size].fill_(255)
+    return memory.view(view.dtype)
 
 
 def _digits(shape: tuple[int, ...], base: int, digit: int, like: "torch.Tensor") -> "torch.Tensor":
     """Return a digit of each element's number; numbers begin at 1, as 0 is padding."""
-    counted = torch.arange(1, prod(shape) + 1, dtype=torch.int64, device=like.device)
-    return ((counted // base**digit) % base).to(like.dtype).reshape(shape)
+    digits = torch.empty(prod(shape), dtype=like.dtype, device=like.device)
+    for begin in range(0, len(digits), CHUNK):
+        part = digits[begin : begin + CHUNK]
+        counted = torch.arange(begin + 1, begin + len(part) + 1, dtype=torch.int64, device=like.device)
+        part.copy_((counted // base**digit) % base)
+    return digits.reshape(shape)
 
 
 def _load(model: Any, name: str, value: "torch.Tensor", intercept: Any) -> None:
@@ -124,13 +196,23 @@ def _load(model: Any, name: str, value: "torch.Tensor", intercept: Any) -> None:
 
 def intercepted(intercept: Any) -> Any:
     """Return a context in which ``intercept(function, args, kwargs)`` replaces each operation of torch."""
+    return _interception()(intercept)
+
+
+@cache
+def _interception() -> Any:
+    """Return the class of `intercepted`, only one: tensors in a class of each call would be freed late."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Intercepted(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return intercept(function, args, kwargs or {})
+        def __init__(self, intercept: Any) -> None:
+            super().__init__()
+            self._intercept = intercept
 
-    return Intercepted()
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._intercept(function, args, kwargs or {})
+
+    return Intercepted
 
 
 def _typical(tensors: Sequence["torch.Tensor"]) -> "torch.Tensor":

@@ -7,20 +7,25 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from rlhf_stack.config import env_vars
+from rlhf_stack.inputs.text import first_names
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Watch, unwatched
 from rlhf_stack.telemetry import run_log
 
 DONE, FAILED, ACK = "done", "failed", " ack"
+FINDER, FOUND, READERS = "finder", "found", "readers"  # of a diagnosis, which one rank makes for all
 CAUSE = "cause: "  # before what a rank publishes of an error of its own; other errors are consequences
 POLL_SECONDS = 0.5
+MOST_NAMED = 16  # ranks in an error
+RANK_0 = (range(1),)
 
 Result = TypeVar("Result")
 Ended = Callable[[float], bool]
@@ -133,7 +138,7 @@ class Members:
         A failed rank publishes this in the store; a rank that publishes nothing is dead, stopped or cut off.
         """
         self._diagnosed = True
-        cause = self._unresponsive([0])
+        cause = self._unresponsive(RANK_0)
         publishing = Background(lambda: self._publish_failure(what))
         if publishing.done(env_vars.sync_grace()):
             diagnosis = Background(self._diagnose)
@@ -158,10 +163,14 @@ class Members:
 
         limit = timedelta(seconds=max(0.001, end - time.monotonic()))
         options = {"wait_for_workers": False, "master_listen_fd": listener}
+
+        def connected() -> Any:
+            store = dist.TCPStore(self._host, self._port, None, is_server, limit, **options)
+            store.check(["connected"])  # the kernel accepts for a frozen process, and torch 2.3 asks nothing
+            return store
+
         try:
-            return self.bounded(
-                lambda: dist.TCPStore(self._host, self._port, None, is_server, limit, **options), end
-            )
+            return self.bounded(connected, end)
         except RuntimeError as error:
             raise SyncError(
                 f"weight sync, rank {self.rank} of {self.world} on {socket.gethostname()}: rank 0 (the "
@@ -187,7 +196,7 @@ class Members:
             self.bounded(action, time.monotonic() + self._seconds)
         except RuntimeError as error:
             raise SyncError(
-                f"weight sync, {self.describe(self.rank)}, {what}: {self._unresponsive([0])} "
+                f"weight sync, {self.describe(self.rank)}, {what}: {self._unresponsive(RANK_0)} "
                 f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {error})"
             ) from error
 
@@ -211,49 +220,97 @@ class Members:
     def _diagnose(self) -> str:
         """Return which rank failed by itself and why, and which are unresponsive: they may only be busy.
 
-        If there is neither, it returns what failed on which rank.
+        If there is neither, it returns what failed on which rank. The first rank that asks finds it out for
+        all: the requests of the others do not grow with the number of ranks. It need not be rank 0, which
+        may still gather shards, or have ended.
         """
         try:
-            states = self._collect("", range(self.world))
+            finder = int(self.store.compare_set(self._key(FINDER), "", str(self.rank)))
+            cause = self._find_cause() if finder == self.rank else self._cause_found_by(finder)
             if self.rank:
                 self.store.set(self._key(self.rank) + ACK, "")
             else:  # the store ends with this process, so rank 0 waits until the others have read it
-                readers = {rank for rank, state in states.items() if not state.startswith((DONE, CAUSE))}
-                self._collect(ACK, readers - {0})
+                self._wait_for_readers()
         except RuntimeError:
-            return self._unresponsive([0])
-        missing = [rank for rank in range(self.world) if rank not in states]
-        failed = {rank: state for rank, state in states.items() if state != DONE}
-        causes = {rank: state for rank, state in failed.items() if state.startswith(CAUSE)}
-        named = causes or ({} if missing else failed)
-        texts = [f"{self.describe(rank)}: {state.removeprefix(CAUSE)}" for rank, state in named.items()]
-        return "; ".join([*texts, self._unresponsive(missing)] if missing else texts)
+            return self._unresponsive(RANK_0)
+        return cause
 
-    def _collect(self, suffix: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what ``ranks`` publish in this sync within `env_vars.sync_grace`, by rank.
+    def _find_cause(self) -> str:
+        """Return the cause, and publish it for the ranks that failed in consequence.
 
         RuntimeError if the store, which is rank 0's, is unreachable.
         """
-        keys = {rank: self._key(rank) + suffix for rank in ranks}
+        keys = [self._key(rank) for rank in range(self.world)]
         with suppress(RuntimeError):  # a rank is late or the store is unreachable; `check` distinguishes them
-            self.store.wait(list(keys.values()), timedelta(seconds=env_vars.sync_grace()))
-        absent = set(self._absent(list(keys.values())))
-        present = {rank: key for rank, key in keys.items() if key not in absent}
-        states = self.store.multi_get(list(present.values())) if present else []
-        return {rank: state.decode() for rank, state in zip(present, states, strict=True)}
+            self.store.wait(keys, timedelta(seconds=env_vars.sync_grace()))
+        present, absent = self._split(keys)
+        published = self.store.multi_get([keys[rank] for rank in present]) if present else []
+        states = {rank: state.decode() for rank, state in zip(present, published, strict=True)}
+        cause = self._cause(states, absent)
+        readers = [rank for rank, state in states.items() if not state.startswith((DONE, CAUSE)) and rank]
+        self.store.set(self._key(READERS), json.dumps(readers))
+        self.store.set(self._key(FOUND), cause)
+        return cause
 
-    def _absent(self, keys: Sequence[str]) -> list[str]:
-        """Return those of ``keys`` that are not set, by halving: few requests if few are absent."""
-        if self.store.check(list(keys)):
-            return []
-        if len(keys) == 1:
-            return list(keys)
-        half = len(keys) // 2
-        return [*self._absent(keys[:half]), *self._absent(keys[half:])]
+    def _cause(self, states: Mapping[int, str], absent: Sequence[range]) -> str:
+        failed = {rank: state for rank, state in states.items() if state != DONE}
+        causes = {rank: state for rank, state in failed.items() if state.startswith(CAUSE)}
+        named = causes or ({} if absent else failed)
+        texts = [
+            f"{self.describe(rank)}: {named[rank].removeprefix(CAUSE)}" for rank in list(named)[:MOST_NAMED]
+        ]
+        if len(named) > MOST_NAMED:
+            texts.append(f"and {len(named) - MOST_NAMED} more ranks")
+        return "; ".join([*texts, self._unresponsive(absent)] if absent else texts)
 
-    def _unresponsive(self, ranks: list[int]) -> str:
-        names = ", ".join(self.describe(rank) for rank in ranks)
-        return f"{names} {'does' if len(ranks) == 1 else 'do'} not answer: dead, stopped or cut off"
+    def _cause_found_by(self, finder: int) -> str:
+        """Return the cause that rank ``finder`` publishes; RuntimeError if the store is unreachable."""
+        key, seconds = self._key(FOUND), 2 * env_vars.sync_grace()
+        with suppress(RuntimeError):  # see `_find_cause`
+            self.store.wait([key], timedelta(seconds=seconds))
+        if self.store.check([key]):
+            return str(self.store.get(key).decode())
+        return (
+            f"the cause is unknown: {self.describe(finder)} was to find it out, and has not in {seconds:g} s"
+        )
+
+    def _wait_for_readers(self) -> None:
+        with suppress(RuntimeError):
+            if not self.store.check([self._key(READERS)]):
+                return
+            readers = json.loads(self.store.get(self._key(READERS)))
+            if readers:
+                acks = [self._key(rank) + ACK for rank in readers]
+                self.store.wait(acks, timedelta(seconds=env_vars.sync_grace()))
+
+    def _split(self, keys: Sequence[str]) -> tuple[list[int], list[range]]:
+        """Return the indices of ``keys`` that are set, and those of the others, as ranges.
+
+        By halving: few requests if few are absent. It ends after half of `env_vars.sync_grace`; a range of
+        several indices is then of keys of which some are absent.
+        """
+        end = time.monotonic() + env_vars.sync_grace() / 2
+        pending = deque([range(len(keys))])
+        present: list[int] = []
+        absent: list[range] = []
+        while pending and time.monotonic() < end:
+            part = pending.popleft()
+            if self.store.check([keys[index] for index in part]):
+                present += part
+            elif len(part) == 1:
+                absent.append(part)
+            else:
+                half = len(part) // 2
+                pending += [part[:half], part[half:]]
+        return sorted(present), _merged([*absent, *pending])
+
+    def _unresponsive(self, ranks: Sequence[range]) -> str:
+        names = [
+            self.describe(part[0]) if len(part) == 1 else f"some of the ranks {part[0]} to {part[-1]}"
+            for part in ranks
+        ]
+        do = "do" if len(ranks) > 1 or len(ranks[0]) > 1 else "does"
+        return f"{first_names(names, MOST_NAMED)} {do} not answer: dead, stopped or cut off"
 
     def _key(self, rank: object) -> str:
         return f"sync {self._sync}/{rank}"
@@ -261,11 +318,22 @@ class Members:
     def _missing(self, keys: list[str]) -> str:
         """Return which ranks have not joined, as a clause; the store ends with rank 0, which serves it."""
         try:
-            absent = set(self.bounded(lambda: self._absent(keys), time.monotonic() + env_vars.sync_grace()))
+            _, absent = self.bounded(lambda: self._split(keys), time.monotonic() + env_vars.sync_grace())
         except RuntimeError:
             return "not every rank joined, and rank 0 has stopped waiting or does not answer"
-        missing = [rank for rank, key in enumerate(keys) if key in absent]
-        return f"ranks {missing} of {self.world} did not join"
+        missing = [str(part[0]) if len(part) == 1 else f"some of {part[0]} to {part[-1]}" for part in absent]
+        return f"ranks [{first_names(missing, MOST_NAMED)}] of {self.world} did not join"
+
+
+def _merged(parts: Sequence[range]) -> list[range]:
+    """Return ``parts`` in order; adjacent ones of several indices are merged."""
+    merged: list[range] = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if merged and len(part) > 1 and len(merged[-1]) > 1 and merged[-1].stop == part.start:
+            merged[-1] = range(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return merged
 
 
 def ended(step: Background[Any], end: float = math.inf) -> Ended:

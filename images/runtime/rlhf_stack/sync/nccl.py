@@ -1,4 +1,7 @@
-"""Sync groups over NCCL (RCCL on AMD). No GPU was available: the unit tests run them on a fake one."""
+"""Sync groups over NCCL (RCCL on AMD).
+
+One H100 ran them with one rank alone. With several ranks they only ran on the fake GPU of the unit tests.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +59,7 @@ class StreamGroup:
     name = "nccl"
     in_place = True
     kept: Kept | None = None
+    selection = ""
 
     def __init__(self, members: Members, device: Any) -> None:
         refuse_gloo_only("this group is NCCL's")

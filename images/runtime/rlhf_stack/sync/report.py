@@ -4,7 +4,7 @@ The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes``, ``rlhf_s
 ``rlhf_stack_sync_gigabytes_per_second`` of the last sync and ``rlhf_stack_mixed_answers`` since the previous
 one with the tag ``backend``; and with the tag
 ``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
-and ``rlhf_stack_engine_restart_seconds`` of the last restart. ``rlhf_stack_recovery_seconds`` and
+and ``rlhf_stack_engine_restart_seconds`` from the last loss. ``rlhf_stack_recovery_seconds`` and
 ``rlhf_stack_weight_version`` are of the run.
 Ray exports each with the prefix ``ray_``.
 """
@@ -45,7 +45,7 @@ SYNC_METRICS = {
 }
 RESTART_METRICS = {
     "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
-    "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last restart to its weights.", "engine"),
+    "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last loss to its weights.", "engine"),
 }
 RUN_METRICS = {
     "rlhf_stack_recovery_seconds": ("Seconds in which the run has waited for lost engines.", "run"),

@@ -177,6 +177,7 @@ class SameGpuGroup:
     in_place: bool = False
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     kept: Kept | None = None
+    selection = ""
 
     def __post_init__(self) -> None:
         refuse_gloo_only("the trainer shares its GPUs with the engines")

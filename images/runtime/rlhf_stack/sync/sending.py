@@ -22,9 +22,9 @@ from rlhf_stack.sync.trainer import (
     engine_indices,
     gathered,
     is_sharded,
+    next_weight_version,
     own_group,
     own_share,
-    weight_version,
 )
 
 
@@ -59,7 +59,7 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> int:
         in_place = not (is_merged or is_sharded(trainer))
         sender = new_sender(group, encoding, buckets[share.index :: share.count], in_place)
         if is_root:
-            trainer.weight_version = version = weight_version(trainer) + 1
+            trainer.weight_version = version = next_weight_version(trainer)
             answers += [
                 engine.receive_weights.remote(content, limit, encoding, version=version)
                 for engine in trainer.vllm_engines

@@ -1,13 +1,16 @@
 """What a weight sync uses of OpenRLHF's ``ActorPPOTrainer`` and its arguments, in every release."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from rlhf_stack.sync.backend import requested_backend
 from rlhf_stack.sync.buckets import Share
 
 ZERO_3 = 3
+TAG = re.compile(r"(?:best_)?global_step([0-9]{1,9})(?:_universal)?")
 FULL_SHAPE = "rlhf_stack_full_shape"  # an attribute of a parameter that DeepSpeed's tensor parallelism shards
 
 
@@ -58,8 +61,38 @@ def engine_indices(trainer: Any) -> Sequence[int]:
 
 
 def weight_version(trainer: Any) -> int:
-    """Return the number of weight syncs that rank 0 has begun: the version of the weights of the last one."""
+    """Return the version of the weights that rank 0 has last sent, 0 if it has sent none."""
     return int(getattr(trainer, "weight_version", 0))
+
+
+def next_weight_version(trainer: Any) -> int:
+    """Return the version of the weights that rank 0 sends next.
+
+    The first sync of a run that continues sends the weights of its checkpoint, which have the version that
+    the sync after that step had, as far as each step had one sync.
+    """
+    if not hasattr(trainer, "weight_version"):
+        return max(1, resumed_step(trainer.strategy.args))
+    return weight_version(trainer) + 1
+
+
+def resumed_step(arguments: Any) -> int:
+    """Return the step whose checkpoint the run has loaded, 0 if none; it is known until the next is saved.
+
+    OpenRLHF names the actor's checkpoints after steps; DeepSpeed's ``latest`` names the loaded one.
+    """
+    own = section(arguments, "ckpt")
+    folder = getattr(own, "path", None) or getattr(own, "ckpt_path", None)
+    if not folder or not (getattr(own, "load_enable", False) or getattr(own, "load_checkpoint", False)):
+        return 0
+    is_universal = getattr(section(arguments, "ds"), "use_universal_ckpt", False)
+    latest = Path(folder) / "_actor" / ("latest_universal" if is_universal else "latest")
+    try:
+        tag = latest.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):  # there was no checkpoint to load
+        return 0
+    found = TAG.fullmatch(tag)
+    return int(found[1]) if found else 0
 
 
 def is_sharded(trainer: Any) -> bool:

@@ -3,10 +3,11 @@
 An engine shards, fuses and pads: its tensors have other names and shapes than the trainer's. The layout is
 found by calling the model's own loader, for one parameter at a time, while no operation may write to the
 engine's tensors (`load_trace`). No code here depends on an architecture. `find_layout` runs once and needs
-memory for one parameter; a checksum after each sync then only reads the live weights (`digest.digest_model`).
+memory for one parameter (`load_trace`); a checksum after each sync then only reads the live weights
+(`digest.digest_model`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,7 @@ class Location:
 
 
 Layout = tuple[Location, ...]
+Piece = tuple[View, View]  # of a parameter, and of the engine's tensor that holds it; of the same sizes
 
 
 def find_layout(model: Any, parameters: Sequence[tuple[str, Shape]]) -> Layout:
@@ -198,31 +200,122 @@ def _found(
         for target, source in copies:
             yield owners[load_trace.storage_of(target)], View.of(source), View.of(target)
         return
-    for storage, positions, numbers in load_trace.numbers(model, list(tensors.values()), name, shape):
-        for region, elements in strided_pieces(numbers, positions, name):
+    for storage, pairs in load_trace.numbers(model, list(tensors.values()), name, shape):
+        for region, elements in strided_pieces(pairs, name):
             yield owners[storage], region, elements
 
 
-def strided_pieces(source: "Indices", target: "Indices", name: str) -> Iterator[tuple[View, View]]:
-    """Split pairs of flat indices into strided views, each as large as its first row and step allow.
+def strided_pieces(chunks: "Iterable[tuple[Indices, Indices]]", name: str) -> list[Piece]:
+    """Split pairs of flat indices, which come in ``chunks``, into strided views of both, in their order.
 
-    ``name`` is for the NotImplementedError, raised for more than `MAX_PIECES`.
+    Each is as large as its first row and step allow. ``name`` is for the NotImplementedError, raised for more
+    than `MAX_PIECES`.
     """
     import numpy as np
 
-    pairs = np.stack([source, target])
-    for _ in range(MAX_PIECES):
-        if not pairs.shape[1]:
-            return
-        count, sides = _leading_grid(pairs)
+    pieces: list[Piece] = []
+    rest = np.empty((2, 0), dtype=np.int64)
+    for chunk in chunks:
+        rest = _split(np.concatenate([rest, np.stack(chunk)], axis=1), pieces, name)
+    while rest.shape[1]:  # what ends with a chunk could have continued in the next one
+        rest = _split(rest, pieces, name, is_last=True)
+    while len(pieces) > 1 and (joined := _joined(pieces[-2], pieces[-1], stacks=True)):
+        pieces[-2:] = [joined]
+    return pieces
+
+
+def _split(pairs: "Indices", pieces: list[Piece], name: str, is_last: bool = False) -> "Indices":
+    """Add pieces of ``pairs`` (2 x n), to which others follow unless ``is_last``; return what is left."""
+    first = _continued(pieces, pairs)
+    pairs = pairs[:, first:]
+    begin = 0
+    while begin < pairs.shape[1]:
+        count, sides = _leading_grid(pairs[:, begin:])
+        if begin and begin + count == pairs.shape[1] and not is_last:
+            break
         sizes = tuple(size for size, _ in reversed(sides))
         region, elements = (
-            View(int(pairs[side, 0]), sizes, tuple(int(step[side]) for _, step in reversed(sides)))
+            View(int(pairs[side, begin]), sizes, tuple(int(step[side]) for _, step in reversed(sides)))
             for side in (0, 1)
         )
-        yield region, elements
-        pairs = pairs[:, count:]
-    raise NotImplementedError(f"the loader of the engine places the elements of {name} without regularity")
+        _add(pieces, (region, elements))
+        if len(pieces) > MAX_PIECES:
+            raise NotImplementedError(
+                f"the loader of the engine places the elements of {name} without regularity"
+            )
+        begin += count
+    return pairs[:, begin:]
+
+
+def _continued(pieces: list[Piece], pairs: "Indices") -> int:
+    """Let the last of ``pieces`` continue in ``pairs`` by whole rows; return of how many pairs they are."""
+    import numpy as np
+
+    if not pieces or not pieces[-1][0].sizes:
+        return 0
+    sizes = pieces[-1][0].sizes
+    row = prod(sizes[1:])
+    rows = pairs.shape[1] // row
+    follows = np.ones(rows, dtype=bool)
+    for view, indices in zip(pieces[-1], pairs[:, : rows * row].reshape(2, rows, row), strict=True):
+        inner = np.zeros(1, dtype=np.int64)
+        for size, stride in zip(sizes[1:], view.strides[1:], strict=True) if rows else ():
+            inner = (inner[:, None] + np.arange(size) * stride).reshape(-1)
+        starts = view.offset + (sizes[0] + np.arange(rows)) * view.strides[0]
+        follows &= (indices == starts[:, None] + inner).all(axis=1) if rows else True
+    count = rows if follows.all() else int(np.argmin(follows))
+    region, elements = (
+        View(view.offset, (sizes[0] + count, *sizes[1:]), view.strides) for view in pieces[-1]
+    )
+    pieces[-1] = region, elements
+    return count * row
+
+
+def _add(pieces: list[Piece], new: Piece) -> None:
+    """Add a piece that follows ``pieces``; what it completes is joined, as a row with the rows before it."""
+    while pieces:
+        if joined := _joined(pieces[-1], new):
+            pieces[-1] = joined
+            return
+        if len(pieces) == 1 or not (joined := _joined(pieces[-2], pieces[-1], stacks=True)):
+            break
+        pieces[-2:] = [joined]
+    pieces.append(new)
+
+
+def _joined(first: Piece, second: Piece, stacks: bool = False) -> Piece | None:
+    """Return one piece with the pairs of both, in order; None if there is none.
+
+    Either has one row, or several, of the same kind. If ``stacks``, both may be rows of a new kind.
+    """
+    (one, _), (other, _) = first, second
+    dimensions, others = len(one.sizes), len(other.sizes)
+    steps = tuple(after.offset - before.offset for before, after in zip(first, second, strict=True))
+    if min(steps) < 0:
+        return None
+    if dimensions >= others and dimensions and _are_rows(first, second, dimensions - others):
+        number = one.sizes[0] + (other.sizes[0] if dimensions == others else 1)
+        if steps == tuple(one.sizes[0] * view.strides[0] for view in first):
+            return _with_rows(first, (number, *one.sizes[1:]), [view.strides for view in first])
+    is_row = others == dimensions + 1 and _are_rows(second, first, 1)
+    if is_row and steps == tuple(view.strides[0] for view in second):
+        return _with_rows(first, (other.sizes[0] + 1, *one.sizes), [view.strides for view in second])
+    if stacks and one.sizes == other.sizes and _are_rows(first, second, 0):
+        strides = [(step, *view.strides) for step, view in zip(steps, first, strict=True)]
+        return _with_rows(first, (2, *one.sizes), strides)
+    return None
+
+
+def _are_rows(whole: Piece, part: Piece, outer: int) -> bool:
+    """Report whether ``part`` has the rows of ``whole``, which has ``outer`` dimensions more: 0 or 1."""
+    if outer > 1 or whole[0].sizes[1:] != part[0].sizes[1 - outer :]:
+        return False
+    return all(one.strides[outer:] == other.strides for one, other in zip(whole, part, strict=True))
+
+
+def _with_rows(first: Piece, sizes: Shape, strides: Sequence[Shape]) -> Piece:
+    region, elements = (View(view.offset, sizes, each) for view, each in zip(first, strides, strict=True))
+    return region, elements
 
 
 def _leading_grid(starts: "Indices") -> "tuple[int, list[tuple[int, Indices]]]":

@@ -14,7 +14,6 @@ import socket
 import sys
 
 from rlhf_stack.config import env_vars
-from rlhf_stack.errors import UserError
 
 logger = logging.getLogger("rlhf_stack")
 messages = logging.getLogger("rlhf_stack.messages")  # of a command
@@ -70,10 +69,7 @@ def configure() -> bool:
 
 def configure_messages() -> None:
     """Apply both variables to the `messages` of a command; `UserError` if one is invalid."""
-    try:
-        level, is_json = env_vars.log_level(), env_vars.log_format() == "json"
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    level, is_json = env_vars.log_level(), env_vars.log_format() == "json"
     messages.setLevel(level.upper())
     messages.propagate = False
     messages.handlers = [_Lines("stderr", JsonFormatter() if is_json else _Text())]

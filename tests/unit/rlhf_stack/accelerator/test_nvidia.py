@@ -31,3 +31,28 @@ def test_without_nvml_the_drivers_files_are_counted(
     assert nvidia.count() == 3
     monkeypatch.setattr(nvidia, "DRIVER_GPUS", tmp_path / "no-driver")
     assert nvidia.count() == 0
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100", b"NVIDIA H100"], ids=["text", "bytes of older releases"])
+def test_models_are_those_of_nvml(monkeypatch: pytest.MonkeyPatch, name: str | bytes) -> None:
+    nvml = MagicMock(**{"nvmlDeviceGetCount.return_value": 2, "nvmlDeviceGetName.return_value": name})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert nvidia.models() == ("NVIDIA H100", "NVIDIA H100")
+    nvml.nvmlShutdown.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        None,
+        MagicMock(**{"nvmlInit.side_effect": OSError("no driver")}),
+        MagicMock(**{"nvmlDeviceGetCount.return_value": 1, "nvmlDeviceGetName.side_effect": OSError("lost")}),
+    ],
+)
+def test_without_nvml_the_drivers_files_name_the_models(
+    monkeypatch: pytest.MonkeyPatch, nvml: MagicMock | None, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert nvidia.models() == ()
+    (tmp_path / "0000:02:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:  16\n")
+    assert nvidia.models() == ("NVIDIA H100 80GB HBM3",)

@@ -158,3 +158,24 @@ def test_inside_a_ray_actor_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
     ray = fake_ray(monkeypatch, running=True, connected=True)
     rocm.join_ray(None, 4)
     ray.init.assert_not_called()
+
+
+def test_the_driver_is_compared_by_its_version_or_that_of_linux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rocm, "MODULE", tmp_path / "amdgpu")
+    monkeypatch.setattr("platform.release", lambda: "6.8.0-31-generic")
+    assert rocm.driver() == ""
+    (tmp_path / "amdgpu").mkdir()
+    assert rocm.driver() == "Linux 6.8.0-31-generic"
+    (tmp_path / "amdgpu" / "version").write_text("6.12.12\n")
+    assert rocm.driver() == "6.12.12"
+
+
+def test_names_of_cards_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rocm, "CARDS", tmp_path)
+    for card, name in (("card0", ""), ("card1", "AMD Instinct MI300X\n"), ("card1-DP-1", "a connector")):
+        (tmp_path / card / "device").mkdir(parents=True)
+        (tmp_path / card / "device" / "product_name").write_text(name)
+    (tmp_path / "card1-DP-1" / "device" / "product_name").unlink()
+    assert rocm.product_names() == ("AMD Instinct MI300X",)

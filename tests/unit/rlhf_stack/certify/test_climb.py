@@ -196,9 +196,42 @@ def test_a_reason_that_several_gpus_have_appears_once() -> None:
     ids=["no GPU", "other driver", "other image"],
 )
 def test_only_nodes_with_gpus_need_the_same_driver(head: dict[str, Any], problem: str) -> None:
-    of_head = {"gpus": 0, "driver": "", "versions": {}, "patches": []} | head
-    node = {"gpus": 8, "driver": "580.0", "versions": {}, "patches": []}
+    same = {"address": "a", "versions": {}, "patches": [], "inputs": "aa"}
+    of_head = same | {"gpus": 0, "driver": ""} | head
+    node = same | {"gpus": 8, "driver": "580.0"}
     assert facts.differences([of_head, node, node]).partition(":")[0] == problem
+
+
+@pytest.mark.parametrize(
+    ("digests", "problem"),
+    [
+        (("aa", "aa", "aa"), ""),
+        (("", "", ""), ""),
+        (("aa", "bb", "aa"), "sha256:aa on 10.0.0.0, 10.0.0.2, sha256:bb on 10.0.0.1"),
+        (("aa", "", "aa"), "sha256:aa on 10.0.0.0, 10.0.0.2, an unknown one on 10.0.0.1"),
+    ],
+)
+def test_nodes_of_different_images_are_named_with_both_digests(
+    digests: tuple[str, ...], problem: str
+) -> None:
+    same = {"gpus": 8, "driver": "580.0", "versions": {}, "patches": []}
+    nodes = [same | {"address": f"10.0.0.{n}", "inputs": inputs} for n, inputs in enumerate(digests)]
+    assert facts.differences(nodes).partition("inputs: ")[2] == problem
+
+
+@pytest.mark.parametrize("problem", ["", "nodes differ in driver"])
+def test_the_rung_of_facts_has_their_machines_and_fails_if_they_differ(
+    monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    node = {
+        **{"address": "a", "gpus": 2, "ray_gpus": 2.0, "driver": "580.0", "inputs": "aa"},
+        **{"versions": {}, "patches": [], "rdma": {"adapters": []}, "gpu_models": ("NVIDIA H100",) * 2},
+    }
+    monkeypatch.setattr(on_cluster, "node_report", lambda *_: [node, node | {"address": "b"}])
+    monkeypatch.setattr(facts, "differences", lambda _: problem)
+    found = facts.climb(Place("", "/nowhere", small=False))
+    assert found.problem == problem
+    assert facts.machines(list(found.details.values())) == [Machine(2, "NVIDIA H100", "580.0")] * 2
 
 
 def test_the_first_error_of_an_engine_is_the_reason() -> None:

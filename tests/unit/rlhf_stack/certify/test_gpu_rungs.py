@@ -126,6 +126,23 @@ def test_sleep_must_free_memory_of_the_gpu(
     assert weights.numel() == 800
 
 
+@pytest.mark.parametrize(("phases", "waited"), [((engines.BEFORE,), 0), (engines.PHASES, 1)])
+def test_throughput_says_whether_a_rank_waited(
+    monkeypatch: pytest.MonkeyPatch, phases: tuple[str, ...], waited: int
+) -> None:
+    @contextmanager
+    def started(*_: Any) -> Any:
+        yield [object()], ["10.0.0.1"]
+
+    monkeypatch.setattr(engines, "version", lambda _: "0.11.2")
+    monkeypatch.setattr(engines, "_engines", started)
+    taken = [{"phase": phase, "start": 0.0, "seconds": [2.0]} for phase in phases]
+    monkeypatch.setattr(engines, "rounds", lambda *_: taken)
+    measured = {one.name: one.value for one in engines.throughput(PLACE).measurements}
+    rate = engines.REQUESTS * engines.TOKENS / 2
+    assert measured == {f"engine 0, {phase}": rate for phase in phases} | {"ranks that waited": waited}
+
+
 def test_a_rank_uses_the_gpu_of_its_engine(cuda: Gpu) -> None:
     engines.Rank().share(cuda.uuids[3], None)
     assert cuda.process.index == 3
@@ -175,6 +192,40 @@ def test_a_cluster_of_its_own_has_the_gpus_of_the_machine(monkeypatch: pytest.Mo
     with on_cluster._own(()):
         cluster.add_node.assert_called_once()
     assert cluster.add_node.call_args.kwargs["num_gpus"] == 3
+
+
+@pytest.mark.parametrize(
+    ("selected", "problem"),
+    [
+        ([("nccl", "a broadcast reached all ranks")] * 2, ""),
+        ([("gloo", "rank 1 has no GPU")] * 2, "auto selects gloo, and nccl works: rank 1 has no GPU"),
+        ([("nccl", ""), ("gloo", "it is late")], "auto selects nccl on rank 0 on a, gloo on rank 1 on b"),
+    ],
+)
+def test_auto_is_synced_too_and_must_select_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, selected: list[tuple[str, str]], problem: str
+) -> None:
+    names = ["rank 0 on a", "rank 1 on b"]
+    joined: list[str] = []
+
+    class Joined:
+        def __init__(self, rank: int, backend: str) -> None:
+            made = selected[rank] if backend == "auto" else (backend, "")
+            self.selection = SimpleNamespace(remote=lambda: made)
+            self.sync = SimpleNamespace(remote=lambda: (0.5, 1_000_000_000, list[str]()))
+
+    @contextmanager
+    def ranks(_: Place, backend: str, __: float) -> Any:
+        joined.append(backend)
+        yield [Joined(rank, backend) for rank in range(2)], names
+
+    monkeypatch.setattr(weight_sync, "_joined", ranks)
+    monkeypatch.setattr(weight_sync, "answers", lambda calls, *_: calls)
+    found = weight_sync.climb(PLACE)
+    assert joined == ["nccl", "gloo", "auto"]
+    assert found.problem == problem
+    assert (found.details["auto"]["selected"], found.details["auto"]["why"]) == selected[0]
+    assert "why" not in found.details["gloo"]
 
 
 METHODS = "run", "prepare", "join"

@@ -1,13 +1,15 @@
 """The layouts of certify's training rungs use the whole cluster, and their events are judged."""
 
+import json
 import subprocess
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rlhf_stack.certify import training
-from rlhf_stack.certify.ladder import NotClimbedError, Place
+from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.training import Layout, _changes, distinct, judged, layout
 from rlhf_stack.config import env_vars
 from rlhf_stack.demo import tiny_run
@@ -81,20 +83,32 @@ def test_events_of_a_good_run_and_of_bad_ones() -> None:
     assert "no engine" in judged(events()[1:], 9.0, []).problem
 
 
-def test_events_of_nodes_without_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver, whose events name the engines, runs on the head, which may have no GPU."""
+FITS: dict[str, Any] = {"settings": {"--ds.zero_stage 2": "weights fit"}, "problems": []}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> tuple[FreeNode, FreeNode]:
+    """A head without GPUs and a worker, on which the trainer does nothing and `tune` finds that it fits."""
     head, worker = FreeNode("head", 0, 4, 0), FreeNode("worker", 8, 4, 8)
-
-    def read(nodes: list[FreeNode], *_: object) -> list[list[dict[str, Any]]]:
-        return [events()[:1] if node is head else events()[1:] for node in nodes]
-
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
     monkeypatch.setattr(training, "nodes_with_gpus", lambda _: nullcontext([worker]))
     monkeypatch.setattr(training, "free_nodes", lambda: [head, worker])
     monkeypatch.setattr(training, "make_files", lambda *_: Path("/nowhere"))
-    monkeypatch.setattr(training, "on_every_node", read)
+    monkeypatch.setattr(training, "choose", lambda *_: FITS)
     monkeypatch.setattr(subprocess, "call", lambda _: 0)
     monkeypatch.setattr(tiny_run, "version", lambda _: "0.11.2")
+    return head, worker
+
+
+def test_events_of_nodes_without_gpus_count(
+    monkeypatch: pytest.MonkeyPatch, cluster: tuple[FreeNode, FreeNode]
+) -> None:
+    """The driver, whose events name the engines, runs on the head, which may have no GPU."""
+
+    def read(nodes: list[FreeNode], *_: object) -> list[list[dict[str, Any]]]:
+        return [events()[:1] if node is cluster[0] else events()[1:] for node in nodes]
+
+    monkeypatch.setattr(training, "on_every_node", read)
     found = training.separate(Place("head:6379", "/nowhere", small=True))
     assert found.problem == ""
     assert {measured.name: measured.value for measured in found.measurements}["engines"] == 1
@@ -102,3 +116,74 @@ def test_events_of_nodes_without_gpus_count(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_events_that_two_nodes_report_count_once() -> None:
     assert distinct([events(), events()]) == sorted(events(), key=lambda event: float(event["time"]))
+
+
+PLACE = Place("head:6379", "/nowhere", small=True)
+
+
+def checks(*sides: str, violated: bool = False) -> list[dict[str, Any]]:
+    """The events of the check for GPU contention, on GPU 0 of each side."""
+    found: list[dict[str, Any]] = [
+        {"event": "cotenancy", "side": side, "gpu": "0", "time": 0.0} for side in sides
+    ]
+    blocked = {"event": "cotenancy violated", "gpu": "0", "collectives": ["barrier of rank 1"], "time": 1.0}
+    return [*found, *([blocked] if violated else [])]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "problem"),
+    [
+        (checks("trainer", "engine"), ""),
+        (checks("trainer"), "no engine checked its GPU"),
+        ([], "no trainer checked its GPU for contention; no engine checked its GPU"),
+        ([*checks("trainer"), checks("engine")[0] | {"gpu": "1"}], "no GPU was checked"),
+        (
+            checks("trainer", "engine", violated=True),
+            "an engine generated on GPU 0 while the trainer waited there: barrier of rank 1",
+        ),
+    ],
+)
+def test_contention_must_be_checked_on_both_sides_and_not_found(
+    recorded: list[dict[str, Any]], problem: str
+) -> None:
+    found = training.contention(recorded).problem
+    assert found == problem or (problem and found.startswith(problem))
+
+
+@pytest.mark.parametrize(
+    ("climb", "is_checked"), [(training.separate, False), (training.colocated, True)], ids=["alone", "shared"]
+)
+@pytest.mark.usefixtures("cluster")
+def test_contention_is_checked_where_trainer_and_engines_share_gpus(
+    monkeypatch: pytest.MonkeyPatch, climb: Callable[[Place], Found], is_checked: bool
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> int:
+        commands.append(command)
+        return 0
+
+    recorded = [[*events(), *checks("trainer", "engine")]]
+    monkeypatch.setattr(training, "on_every_node", lambda *_: recorded)
+    monkeypatch.setattr(subprocess, "call", run)
+    found = climb(PLACE)
+    assert found.problem == ""
+    assert found.details["tune"] == FITS
+    assert (json.loads(commands[0][4]).get(env_vars.CHECK_COTENANCY) == "1") == is_checked
+    assert ("contention" in found.details) == is_checked
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_trainer_that_contention_ended_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = [checks("trainer", "engine", violated=True)]
+    monkeypatch.setattr(training, "on_every_node", lambda *_: recorded)
+    monkeypatch.setattr(subprocess, "call", lambda _: 1)
+    with pytest.raises(RuntimeError, match=r"exit code 1.*while the trainer waited there: barrier of rank 1"):
+        training.colocated(PLACE)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_that_tune_refuses_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "on_every_node", lambda *_: [events()])
+    monkeypatch.setattr(training, "choose", lambda *_: FITS | {"problems": ["it does not fit"]})
+    assert training.separate(PLACE).problem == "tune: it does not fit"

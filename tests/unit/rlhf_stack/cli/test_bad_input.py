@@ -1,5 +1,6 @@
 """Bad input to every command: one line and an exit code that is not 0; no traceback, nothing is ignored."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from rlhf_stack.cli import commands
+from rlhf_stack.cli import commands, run_options
 from rlhf_stack.cli.commands import start, top
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import auth_token
@@ -25,7 +26,7 @@ from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.monitor.state import run_state
 from rlhf_stack.inputs import files
-from rlhf_stack.openrlhf import command_line
+from rlhf_stack.openrlhf import command_line, requirements
 from rlhf_stack.telemetry import events
 
 RUNTIME = Path(commands.__file__).parents[3]
@@ -463,6 +464,24 @@ def test_a_launcher_that_starts_a_run_once_for_each_gpu_is_refused(command: list
     assert "starts train_ppo_ray once for each GPU" in require_refusal(words)
 
 
+@pytest.mark.parametrize("command", [PLAN, ["tune", *PLAN[1:]], ["submit"]], ids=lambda words: words[0])
+def test_an_optimiser_on_the_cpu_that_the_image_lacks_is_refused(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plan` reported that the run fits, and its actor ended when it started."""
+    monkeypatch.setattr(requirements, "missing_for_offload", lambda: ["nvcc"])
+    assert "(no nvcc): leave the flag out" in require_refusal([*command, *run_of("--ds.adam_offload")])
+
+
+@pytest.mark.parametrize("missing", [[], ["nvcc"]])
+def test_a_run_has_whether_its_optimiser_can_be_on_the_cpu(
+    missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_options, "missing_for_offload", lambda: missing)
+    run, _ = run_options.parse_run(argparse.Namespace(command_line=run_of()))
+    assert run.can_offload == (not missing)
+
+
 def test_the_hints_for_all_flags_of_a_script_are_printed() -> None:
     """As a published one of OpenRLHF 0.5.1 has them: the line was cut at 2000 characters."""
     flags = [f"--{role}_num_gpus_per_node" for role in ("actor", "ref", "critic", "reward")]
@@ -639,6 +658,77 @@ def test_no_bad_command_line_is_taken_or_ends_with_a_traceback(case: tuple[list[
         file = Path(folder, "file")
         file.write_bytes(content or b"")
         require_refusal([word.replace("FILE", str(file)) for word in words], content and b"")
+
+
+# What each variable does not accept, but for an empty value.
+NO_NUMBER = (*(word for word in WORDS if word and "\0" not in word), "32M", "0x1", "1e400", "1__0")
+NO_NAME = (*NO_NUMBER, "yes", "ON", "2", "auto ", "true")
+VARIABLES = {
+    **dict.fromkeys([env_vars.SYNC_TIMEOUT, env_vars.ENGINE_TIMEOUT, env_vars.PLACEMENT_TIMEOUT], NO_NUMBER),
+    env_vars.SYNC_BUCKET: (*NO_NUMBER, "80GiB", "1B", "0", "1e9"),
+    env_vars.SYNC_FULL_EVERY: (*NO_NUMBER, "0", "1.5", "1000000"),
+    **dict.fromkeys([env_vars.SYNC_SOURCES, env_vars.MIN_ENGINES], (*NO_NUMBER, "0", "1.5", "1000")),
+    env_vars.ENGINE_RESTARTS: (*NO_NUMBER, "1.5", "1000"),
+    **dict.fromkeys(
+        [*env_vars.FLAGS, env_vars.VERIFY_SYNC, env_vars.LOG_FORMAT, env_vars.LOG_LEVEL], NO_NAME
+    ),
+    **dict.fromkeys([env_vars.SYNC_SPARSE, env_vars.SYNC_SHARDED, env_vars.SYNC_BACKEND], NO_NAME),
+}
+READ_BY = {
+    "plan": [*PLAN, *run_of()],
+    "tune": ["tune", *CLUSTER, *MODEL, *run_of()],
+    "submit": ["submit", *run_of()],
+    "another program": ["submit", "--", "ls"],
+    "start": START,
+    "certify": ["certify", "--out", "/nowhere/certificate"],
+    "check-network": ["check-network"],
+}
+KNOWN = ("auto", "on", "off", "nccl", "gloo", "text", "json", "info", "warning", "error", "probabilities")
+# Without digits, and without what a variable of the environment cannot have.
+TEXTS = st.text(st.characters(exclude_categories=["Nd", "Cs"], exclude_characters="\0"), min_size=1)
+
+
+def test_every_variable_with_a_limited_value_is_in_the_fuzz() -> None:
+    free = (env_vars.EVENTS, env_vars.TRACEBACK, env_vars.EXCLUDED_NODES)
+    of_the_image = (env_vars.ACCELERATOR, env_vars.INPUTS)
+    names = {value for value in vars(env_vars).values() if str(value).startswith("RLHF_STACK_")}
+    assert names == {*VARIABLES, *free, *of_the_image}
+
+
+@pytest.mark.usefixtures("messages_as_before")
+@settings(
+    max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(list(READ_BY)),
+    st.sampled_from([(name, value) for name, values in VARIABLES.items() for value in values])
+    | st.tuples(st.sampled_from(list(VARIABLES)), TEXTS.filter(lambda text: text.strip() not in KNOWN)),
+    st.booleans(),
+)
+def test_no_bad_variable_is_taken_or_ends_with_a_traceback(
+    command: str, variable: tuple[str, str], is_json: bool
+) -> None:
+    name, value = variable
+    words = [*READ_BY[command][:1], *(["--json"] if is_json else []), *READ_BY[command][1:]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        line = require_refusal(words)
+    assert name in line
+    assert "expected" in line or "ambiguous" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+@pytest.mark.parametrize("value", ["32", "32MiB", "64MB", "0.5"])
+def test_a_bucket_with_or_without_a_unit_is_planned(
+    command: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_BUCKET, value)
+    assert call(READ_BY[command])[::2] == (0, "")
+
+
+def test_a_bad_variable_of_the_job_alone_is_refused() -> None:
+    words = ["submit", "--env", f"{env_vars.SYNC_TIMEOUT}=soon", "--", "ls"]
+    assert f"{env_vars.SYNC_TIMEOUT}='soon': expected a number" in require_refusal(words)
 
 
 VALUES = st.recursive(

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,6 +15,7 @@ from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
+from rlhf_stack.planning import Machine
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.job import Ended
@@ -154,6 +156,58 @@ def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     ]
 
 
+@pytest.mark.parametrize(
+    ("busy", "room", "options", "code", "polls"),
+    [
+        (3, True, [], 0, 4),
+        (99, True, [], submit.REFUSED, 6),
+        (99, False, [], submit.REFUSED, 1),
+        (99, True, ["--force"], 0, 1),
+    ],
+    ids=["released", "never released", "too small", "forced"],
+)
+def test_gpus_that_another_job_holds_are_awaited(
+    busy: int,
+    room: bool,
+    options: list[str],
+    code: int,
+    polls: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now, looks = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def machines(*_: object) -> list[Machine]:
+        return [Machine("a", 8, 64, free_gpus=0.0 if len(looks) < busy else 8.0)]
+
+    def assess(_run: object, seen: list[Machine], _shapes: object) -> SimpleNamespace:
+        if seen[0].free_gpus is not None:
+            looks.append(now[0])
+        refused = [] if room and seen[0].free.gpus else ["8 of 8 GPUs are missing\n  free: a"]
+        return SimpleNamespace(refusal="".join(refused), problems=refused)
+
+    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "10")
+    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
+    monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
+    monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
+    monkeypatch.setattr(run_options, "ray_machines", machines)
+    monkeypatch.setattr(
+        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
+    )
+    monkeypatch.setattr("rlhf_stack.planning.assess", assess)
+    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
+    assert main(["submit", *options, "--", "x"]) == code
+    assert len(looks) == polls
+    errors = capsys.readouterr().err
+    waits = "waiting up to 10 s (RLHF_STACK_PLACEMENT_TIMEOUT) for GPUs in use: 8 of 8 GPUs are missing"
+    assert errors.count(waits) == (polls > 1)
+    assert ("GPUs in use were not released within 10 s" in errors) == (polls == 6)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_job_goes_on_and_is_named(
     number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -174,7 +228,8 @@ def supervise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor
 
     def replace(loop: Callable[[Supervisor], Ended]) -> MagicMock:
         monkeypatch.setattr(submit, "_problems", lambda *_: [])
-        monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), MagicMock(loads=True)))
+        saved = MagicMock(loads=True, unsaved=())
+        monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), saved))
         monkeypatch.setattr(supervised, "RayCluster", MagicMock(return_value=MagicMock(recall=lambda: None)))
         monkeypatch.setattr(Supervisor, "supervise", loop)
         stop = MagicMock()
@@ -219,7 +274,13 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
     def loop(supervisor: Supervisor) -> Ended:
         supervisor.state.attempts = [
             Attempt("j1", "FAILED", 1, 61.0, resumed=0, saved=4, error="a rank died", lost=("10.0.0.2",)),
-            Attempt("j2", "SUCCEEDED", 0, 9.0, resumed=4, saved=8),
+            Attempt(
+                *("j2", "SUCCEEDED", 0, 9.0),
+                resumed=4,
+                saved=8,
+                waited=600.4,
+                changed=("actor.num_nodes 3 to 2", "checkpoint of step 4 converted"),
+            ),
         ]
         return Ended("j2", "SUCCEEDED", 0)
 
@@ -228,5 +289,99 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
     assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == [
         "attempt: 1, job: j1, ended: failed, after: 61 s, from step: 1, saved step: 4, lost nodes: 10.0.0.2, "
         "error: a rank died",
-        "attempt: 2, job: j2, ended: succeeded, after: 9 s, from step: 5, saved step: 8",
+        "attempt: 2, job: j2, waited before: 600 s, changed: actor.num_nodes 3 to 2; checkpoint of step 4 "
+        "converted, ended: succeeded, after: 9 s, from step: 5, saved step: 8",
     ]
+
+
+TRAINER = """
+import argparse
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ds.ring_attn_size", type=int, default=1)
+    parser.add_argument("--ds.attn_implementation", default="sdpa")
+    parser.add_argument("--ds.load_in_4bit", action="store_true")
+    parser.add_argument("--train.batch_size", type=int, default=128)
+    args = parser.parse_args()
+    print("[Warning] a message")
+    train(args)
+"""
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The jobs that are submitted, with an OpenRLHF whose trainers have a few flags."""
+    jobs: list[list[str]] = []
+
+    def once(_address: str, words: list[str], *_: object) -> Ended:
+        jobs.append(words)
+        return Ended("j", "SUCCEEDED", 0)
+
+    file = tmp_path / "trainer.py"
+    file.write_text(TRAINER)
+    monkeypatch.setattr(command_line, "_installed", lambda _: ("0.11.2", file))
+    monkeypatch.setattr("rlhf_stack.openrlhf.requirements.find_spec", lambda _: None)
+    monkeypatch.setattr(submit, "_once", once)
+    return jobs
+
+
+@pytest.mark.parametrize("program", ["train_sft", "train_dpo", "train_rm"])
+@pytest.mark.parametrize("launcher", ["deepspeed --module", "torchrun --nproc_per_node 2 -m", "python -m"])
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            "--ds.ring_attn_size 2",
+            "--ds.ring_attn_size 2 needs flash_attn and ring_flash_attn, not installed",
+        ),
+        ("--ds.load_in_4bit", "--ds.load_in_4bit needs bitsandbytes, not installed here"),
+        ("--train_batch_size 64", "instead of --train_batch_size use --train.batch_size"),
+        ("--train.batch_size 0", "--train.batch_size 0: expected a number from 1"),
+    ],
+)
+def test_a_trainer_that_the_image_cannot_run_is_refused(
+    program: str,
+    launcher: str,
+    flags: str,
+    reason: str,
+    submitted: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such jobs were submitted, and failed."""
+    words = [*launcher.split(), f"openrlhf.cli.{program}", *flags.split()]
+    assert main(["submit", "--", *words]) == submit.WRONG_USAGE
+    assert reason in capsys.readouterr().err
+    assert submitted == []
+
+
+@pytest.mark.usefixtures("messages_as_before")
+def test_a_trainer_that_the_image_can_run_is_submitted(
+    submitted: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["deepspeed", "--include", "localhost:0", "--module", "openrlhf.cli.train_sft"]
+    assert main(["submit", "--", *words]) == 0
+    assert capsys.readouterr().err == "rlhf-stack: warning: OpenRLHF: [Warning] a message\n"
+    assert submitted == [words]
+
+
+def test_a_program_of_the_user_is_submitted_unchecked(submitted: list[list[str]]) -> None:
+    words = ["python", "train_sft.py", "--ds.ring_attn_size", "2"]
+    assert main(["submit", "--", *words]) == 0
+    assert submitted == [words]
+
+
+@pytest.mark.parametrize(("restarts", "warned"), [("1", True), ("0", False)])
+def test_a_state_that_no_checkpoint_has_is_one_warning_at_the_start(
+    restarts: str,
+    warned: bool,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    supervise(lambda _: Ended("j", "SUCCEEDED", 0))
+    saved = MagicMock(loads=True, unsaved=("the KL coefficient (--algo.kl.target)", "the position in x"))
+    monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), saved))
+    assert main(["submit", "--grace", "30", "--restarts", restarts, "--", "train"]) == 0
+    lacks = "the checkpoints of this run lack the KL coefficient (--algo.kl.target), the position in x:"
+    assert capsys.readouterr().err.count(lacks) == warned

@@ -145,6 +145,58 @@ def test_actor_id_is_reported_if_rays_head_is_lost(monkeypatch: pytest.MonkeyPat
     assert "the head is gone" in actor_registry.describe_lost_actor(Lost("died"))
 
 
+def test_a_lookup_that_fails_does_not_replace_the_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(_prefix: str) -> list[dict[str, object]]:
+        raise TimeoutError("the head is busy")
+
+    monkeypatch.setattr(gcs_kv, "list_records", slow)
+    monkeypatch.setattr(actor_registry, "NOTICE_SECONDS", 0.0)
+    cut_off = InTask(RuntimeError("Connection closed by peer"))
+    with pytest.raises(InTask) as raised, actor_registry.translate_actor_errors("sync 3"):
+        raise cut_off
+    assert raised.value is cut_off
+    assert "lost actors cannot be named" in caplog.text
+    assert "actor abc" in actor_registry.describe_lost_actor(Lost("died"))
+
+
+def test_lost_actors_are_named_after_the_head_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [RayError("the head is busy"), [ENGINE]]
+
+    def list_records(_prefix: str) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    states(monkeypatch, "DEAD")
+    monkeypatch.setattr(gcs_kv, "list_records", list_records)
+    monkeypatch.setattr(actor_registry, "POLL_SECONDS", 0.0)
+    with (
+        pytest.raises(actor_registry.PeerError, match=r"engine 2 on node node-b \(10.0.0.2\) died"),
+        actor_registry.translate_actor_errors(),
+    ):
+        raise InTask(RuntimeError("Connection closed by peer"))
+
+
+def test_a_process_whose_reports_are_lost_goes_on_and_warns_once(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(*_: object) -> None:
+        raise TimeoutError("the head is busy")
+
+    monkeypatch.setattr(gcs_kv, "put_record", slow)
+    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    ray.util.get_node_ip_address.return_value = "10.0.0.2"
+    ray.get_runtime_context.return_value.get_actor_id.return_value = "abc"
+    for who in ("engine 2", "rank 3 of Critic"):
+        actor_registry.register_actor(who)
+    (warning,) = caplog.records
+    assert "did not store 'actor/abc'" in warning.getMessage()
+    assert "the head is busy" in warning.getMessage()
+
+
 def test_only_actors_are_registered(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     records: dict[str, dict[str, object]] = {}
     monkeypatch.setattr(gcs_kv, "put_record", records.__setitem__)

@@ -38,7 +38,11 @@ def test_node_joins_rays_default_port_unless_another_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "10.0.0.1:x", "a:b:1", "head:0", "head:65536", "a head", "[red]", "h\n", "h:\u0661"]
+    "address",
+    [
+        *("", "10.0.0.1:x", "a:b:1", "head:0", "head:65536", "a head", "[red]", "h\n", "h:\u0661"),
+        *("999.1.1.1", "999.1.1.1:6379", "10.0.0.01", "1234", "10.0.0"),
+    ],
 )
 def test_malformed_head_address_is_an_error(address: str) -> None:
     with pytest.raises(UserError, match="HOST or HOST:PORT"):

@@ -152,6 +152,61 @@ def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:
     return loaded
 
 
+@pytest.mark.parametrize(
+    ("installed", "accelerator", "missing"),
+    [
+        ({"cpu_adam": True}, "cpu", []),
+        ({"cpu_adam": False}, "cpu", ["nvcc"]),
+        ({"fused_adam": True}, "cpu", ["nvcc"]),
+        ({"cpu_adam": True}, "cuda", ["nvcc"]),  # built for the other accelerator
+        (None, "cpu", ["nvcc"]),  # from source, without a build
+    ],
+)
+def test_whether_the_optimiser_can_run_on_the_cpu_is_read_from_the_installed_deepspeed(
+    installed: dict[str, bool] | None,
+    accelerator: str,
+    missing: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without its import, as `plan` runs without a GPU."""
+
+    def missing_tools() -> list[str]:
+        print("No CUDA runtime is found", file=sys.stderr)
+        return ["nvcc"]
+
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise AssertionError('imported')")
+    if installed is not None:
+        text = f"version='0.19.6'\ninstalled_ops={installed}\naccelerator_name='{accelerator}'\nx=open\n"
+        (tmp_path / "deepspeed" / deepspeed_ops.INSTALLED).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RLHF_STACK_ACCELERATOR", "cpu")
+    monkeypatch.setattr(deepspeed_ops, "missing_build_tools", missing_tools)
+    assert deepspeed_ops.missing_for_offload() == missing
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("accelerator", "missing"), [("cuda", []), ("rocm", []), ("cpu", ["ninja"])])
+def test_an_operator_for_gpus_is_that_of_cuda_and_of_rocm(
+    accelerator: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    text = "installed_ops={'cpu_adam': True}\naccelerator_name='cuda'\n"
+    (tmp_path / "deepspeed" / deepspeed_ops.INSTALLED).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RLHF_STACK_ACCELERATOR", accelerator)
+    monkeypatch.setattr(deepspeed_ops, "missing_build_tools", lambda: ["ninja"])
+    assert deepspeed_ops.missing_for_offload() == missing
+
+
+def test_without_deepspeed_nothing_is_known_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert deepspeed_ops.missing_for_offload() == []
+
+
 def test_without_a_compiler_torch_adam_is_used_and_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,8 +15,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rlhf_stack.accelerator import rocm
 from rlhf_stack.cli.main import main
-from rlhf_stack.config import image
+from rlhf_stack.config import env_vars, image
+from rlhf_stack.diagnostics import host_check
 from rlhf_stack.diagnostics.doctor import checks, collect, comparison, libraries
 from rlhf_stack.diagnostics.doctor.facts import (
     Disk,
@@ -549,3 +551,32 @@ def test_gpus_of_several_types_are_reported(first: GpuReport, second: GpuReport,
     assert bool(found) == reported
     if found and ", " not in found[0].evidence:
         assert found[0].evidence == "H100: a; L40S: b"
+
+
+def test_models_of_gpus_are_known_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = GpuReport((GpuHealth(0, "0000:3b:00.0", "NVIDIA H100"),), unavailable="")
+    sources = {
+        "nvidia.models": ("NVIDIA H200",),
+        "rocm.product_names": ("AMD Instinct MI300X",),
+        "amd_gpus": (host_check.Gpu("rocm", "AMD GPU", "gfx942"),),
+    }
+    for name, found in sources.items():
+        monkeypatch.setattr(f"{collect.__name__}.{name}", lambda found=found: found)
+    assert collect.gpu_models(smi) == ("NVIDIA H100",)
+    for name, expected in (
+        ("nvidia.models", "AMD Instinct MI300X"),
+        ("rocm.product_names", "AMD GPU gfx942"),
+    ):
+        assert collect.gpu_models(GpuReport()) != (expected,)
+        monkeypatch.setattr(f"{collect.__name__}.{name}", tuple)
+        assert collect.gpu_models(GpuReport()) == (expected,)
+
+
+@pytest.mark.parametrize(("accelerator", "driver"), [("rocm", "6.12.12"), ("cuda", "580.95.05")])
+def test_the_driver_is_that_of_the_images_gpus(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, driver: str
+) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    monkeypatch.setattr(rocm, "driver", lambda: "6.12.12")
+    monkeypatch.setattr(collect, "nvidia_driver", lambda: "580.95.05")
+    assert collect.collect_facts().driver == driver

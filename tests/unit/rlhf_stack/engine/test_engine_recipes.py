@@ -132,3 +132,57 @@ def test_a_replacement_has_the_restarts_that_the_engine_has_left(
     else:
         recipes.replace(0, "former")
         assert upstream.RolloutRayActor.options.call_args.kwargs["max_restarts"] == left
+
+
+def nodes(**alive: bool) -> list[dict[str, Any]]:
+    """Ray's table, of nodes by the last part of their addresses."""
+    return [
+        {"NodeManagerAddress": f"10.0.0.{name[1]}", "Alive": is_alive} for name, is_alive in alive.items()
+    ]
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "nowhere else"])
+def test_an_engine_moves_to_a_node_on_which_two_were_lost_only_without_another_place(
+    ray: MagicMock,
+    upstream: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    room: bool,
+) -> None:
+    avoided: list[list[str]] = []
+
+    def reserve(count: int, size: int, wait: bool, avoid: list[str] | None = None) -> list[Any]:
+        avoided.append(list(avoid or []))
+        if avoid and not room:
+            raise PlacementError("no GPU")
+        return [group("10.0.0.4")]
+
+    monkeypatch.setattr(recipes, "reserve_engines", reserve)
+    monkeypatch.setattr(recipes, "release", MagicMock())
+    for index in range(3):
+        recipes.record(index, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
+    ray.nodes.return_value = nodes(n3=False, n4=True)
+    recipes.replace(0, "former")
+    recipes.replace(1, "former")
+    assert avoided == [[], []], "one death of a node with two engines is one loss"
+    ray.nodes.return_value = [*nodes(n3=False), *nodes(n3=False, n4=True)]
+    recipes.replace(2, "former")
+    assert avoided[2:] == [["10.0.0.3"], *([] if room else [[]])]
+    how = "avoids" if room else "has no place without"
+    assert (
+        f"engine 2 {how} nodes on which engines were lost 2 times: 10.0.0.3"
+        in caplog.text + capsys.readouterr().out
+    )
+
+
+def test_a_node_on_which_processes_of_engines_were_lost_twice_is_unreliable_too(ray: MagicMock) -> None:
+    recipes.record(0, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
+    recipes.note_lost_process(0)
+    recipes.note_lost_process(0)
+    assert recipes.unreliable_nodes() == [], "the same restart"
+    gcs_kv.put_record("restarts/job/0", {"engine": 0, "restarts": 1})
+    recipes.note_lost_process(0)
+    assert recipes.unreliable_nodes() == ["10.0.0.3"]
+    ray.get_runtime_context.return_value.get_job_id.return_value = "other"
+    assert recipes.unreliable_nodes() == []

@@ -125,6 +125,37 @@ def test_a_restart_sets_the_metrics_of_restarts(records: dict[str, dict[str, Any
     assert calls[0] == ("rlhf_stack_engine_restarts", 1, "1")
 
 
+@pytest.mark.parametrize(("detected", "seconds"), [(100.0, 60.0), (130.0, 35.0), (None, 35.0)])
+def test_an_outage_is_measured_from_the_detection_of_the_loss(
+    ray: MagicMock,
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    detected: float | None,
+    seconds: float,
+) -> None:
+    """The new process begins at 125: its actor was created before, or the loss was noticed late."""
+    now, emitted = [0.0], MagicMock()
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(events, "emit", emitted)
+    records["outages/job/12"] = {"engine": 12, "since": 1.0}
+    times: list[tuple[float, Callable[[], None]]] = [
+        (125.0, lambda: restarted.begin("job", 1)),
+        (160.0, restarted.weights_received),
+    ]
+    if detected is not None:
+        times += [(detected, lambda: restarted.note_loss(1)), (detected + 2, lambda: restarted.note_loss(1))]
+    for now[0], step in sorted(times, key=lambda one: one[0]):
+        step()
+    restored = emitted.call_args
+    assert restored.args == ("engine restored",)
+    assert restored.kwargs["seconds"] == seconds
+    assert restored.kwargs["detected"] == 160 - seconds
+    assert restored.kwargs["process_seconds"] == 35
+    now[0] = 200.0
+    restarted.note_loss(1)
+    assert records["outages/job/1"]["since"] == 200, "the next outage is another one"
+
+
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     """The states of actors other than "ALIVE", by their handles' identity."""
@@ -144,6 +175,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
 
     monkeypatch.setattr(ray_private, "incarnation", lambda handle: str(id(handle)))
     monkeypatch.setattr(gcs_kv, "add_record", add_record)
+    monkeypatch.setattr(gcs_kv, "put_record", MagicMock())
     return found
 
 
@@ -433,7 +465,7 @@ def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
         assert restarts._start_again(engines, [0, 1], {}) == {1: "new"}
         replace.assert_called_once_with(1, "lost")
     else:
-        with pytest.raises(PeerError, match=r"engine 1 .* has room; it has not started"):
+        with pytest.raises(PeerError, match=r"has room; it has not started, .*RLHF_STACK_MIN_ENGINES is"):
             restarts._start_again(engines, [0, 1], {})
 
 
@@ -542,17 +574,23 @@ def test_engines_are_counted_after_all_lost_ones_that_can_are_back(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, is_back: bool
 ) -> None:
     monkeypatch.setattr(report, "set_metric", MagicMock())
+    emitted = MagicMock()
+    monkeypatch.setattr(events, "emit", emitted)
     monkeypatch.setattr(recipes, "lost_nodes", lambda index: [f"10.0.0.{index}"])
     monkeypatch.setattr(restarts, "_form_group", lambda *_: True)
     engines = [engine(), engine()]
     team = roster.of(engines)
     for lost in list(engines):
         team.drop(lost, "it was lost")
+    team.lost[1] -= 40
     back = {0: None, 1: team.handles[1] if is_back else None}
     monkeypatch.setattr(restarts, "_bring_back", lambda _, index: back[index])
     if is_back:
         restarts._recover(team, None, is_group_broken=True)
         assert engines == [back[1]]
+        recovered = emitted.call_args
+        assert (recovered.args, recovered.kwargs["back"]) == (("recovered",), [1])
+        assert recovered.kwargs["seconds"] < 40 <= time.time() - recovered.kwargs["detected"]
     else:
         reason = "engine 0 cannot be restarted: its node 10.0.0.0 is gone, .*; 0 engines are left"
         with pytest.raises(PeerError, match=reason):

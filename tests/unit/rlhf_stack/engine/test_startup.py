@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from rlhf_stack.cluster import actor_registry, gcs_kv
+from rlhf_stack.compat import resource_tracker
 from rlhf_stack.config import env_vars
-from rlhf_stack.engine import restarted, startup
+from rlhf_stack.engine import recipes, restarted, startup
 
 
 def record(engine: int, who: str, step: str, ago: float) -> dict[str, object]:
@@ -78,6 +80,36 @@ def test_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pyt
         startup.wait_for_engine_startup([engine("slow")])
 
 
+def test_a_late_engine_is_the_error_also_if_the_steps_are_unknown(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> None:
+        raise TimeoutError("the head is busy")
+
+    monkeypatch.setattr(gcs_kv, "list_records", slow)
+    assert "engines [0] are not up" in str(startup.late([0]))
+    assert "last steps are unknown, because Ray's head does not report them: the head is busy" in str(
+        startup.late([0])
+    )
+
+
+def test_a_step_that_cannot_be_stored_does_not_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(*_: object) -> None:
+        raise TimeoutError("the head is busy")
+
+    monkeypatch.setattr(gcs_kv, "put_record", slow)
+    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setenv(startup.ENGINE, "01/2")
+    done = []
+    with startup.step("model loaded", 0):
+        done.append(True)
+    assert done
+    (warning,) = caplog.records
+    assert "did not store '01/engine 2 rank 0'" in warning.getMessage()
+
+
 def test_an_engine_that_is_replaced_is_waited_for_instead(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,3 +164,25 @@ def test_no_step_is_reported_outside_an_engine(
     with startup.step("model loaded", 0):
         pass
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("reconstructed", "noted"), [(True, [2]), (False, [])])
+def test_a_process_that_was_lost_in_its_place_is_noted_before_its_restart_is_counted(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch, reconstructed: bool, noted: list[int]
+) -> None:
+    """The first process of an engine that has moved follows the loss of its former node, noted elsewhere."""
+    context = ray.get_runtime_context.return_value
+    context.was_current_actor_reconstructed = reconstructed
+    context.get_job_id.return_value = "job"
+    done: list[str] = []
+    found: list[int] = []
+    monkeypatch.setenv(startup.ENGINE, "")  # removed after the test
+    monkeypatch.setattr(resource_tracker, "detach", MagicMock())
+    monkeypatch.setattr(actor_registry, "register_actor", MagicMock())
+    monkeypatch.setattr(startup, "report_step", MagicMock())
+    monkeypatch.setattr(recipes, "load", lambda _: {"moved": True, "sleeps": False})
+    monkeypatch.setattr(recipes, "note_lost_process", found.append)
+    monkeypatch.setattr(restarted, "end_former_processes", MagicMock())
+    monkeypatch.setattr(restarted, "begin", lambda *_: done.append(f"counted after {found}"))
+    assert startup.begin(2) == "job/2"
+    assert (found, done) == (noted, [f"counted after {noted}"])

@@ -22,6 +22,10 @@ def sections(**ds: Any) -> SimpleNamespace:
         (sections(use_liger_kernel=True), "--ds.use_liger_kernel needs liger_kernel"),
         (sections(attn_implementation="flash_attention_3"), "flash_attention_3 needs flash_attn_interface"),
         (sections(attn_implementation="owner/kernel"), "owner/kernel needs kernels"),
+        (
+            sections(experts_implementation="deepgemm"),
+            "--ds.experts_implementation deepgemm needs kernels, not",
+        ),
         (sections(max_images_per_prompt=1), "max_images_per_prompt 1 needs torchvision, not installed here"),
     ],
 )
@@ -30,11 +34,32 @@ def test_a_feature_without_its_packages_is_refused(
 ) -> None:
     """OpenRLHF fails after every model is loaded."""
     monkeypatch.setattr(requirements, "find_spec", lambda _: None)
-    requirements.refuse_missing_packages(sections())
+    requirements.refuse_missing_packages(sections(experts_implementation="grouped_mm"))
     with pytest.raises(UserError, match=error):
         requirements.refuse_missing_packages(values)
     monkeypatch.setattr(requirements, "find_spec", lambda _: object())
     requirements.refuse_missing_packages(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        (sections(adam_offload=True), "--ds.adam_offload"),
+        (SimpleNamespace(adam_offload=True), "--adam_offload"),
+    ],
+)
+def test_an_optimiser_on_the_cpu_without_its_operator_is_refused(
+    values: Any, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor raised when it started, in images that cannot compile the operator."""
+    monkeypatch.setattr(requirements, "missing_for_offload", lambda: ["nvcc"])
+    requirements.refuse_missing_operators(sections(adam_offload=False))
+    with pytest.raises(
+        UserError, match=rf"^{flag} needs DeepSpeed's cpu_adam, .*\(no nvcc\): leave the flag"
+    ):
+        requirements.refuse_missing_operators(values)
+    monkeypatch.setattr(requirements, "missing_for_offload", list)
+    requirements.refuse_missing_operators(values)
 
 
 def test_a_key_of_wandb_is_not_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,54 @@ def test_a_number_or_name_without_sense_is_refused(flag: str, value: Any, expect
     assert f"expected {expected}" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("flag", "datasets", "value", "expected"),
+    [
+        (
+            "data.prompt_probs",
+            "data.prompt_dataset",
+            "nan,-1",
+            "'nan': expected a number greater than 0 and at",
+        ),
+        (
+            "data.prompt_probs",
+            "data.prompt_dataset",
+            "0.5,\u0661",
+            "expected a number greater than 0 and at most",
+        ),
+        ("data.prompt_probs", "data.prompt_dataset", "1,0", "'0': expected a number greater than 0"),
+        ("data.prompt_probs", "data.prompt_dataset", "", "'': expected a number"),
+        ("data.dataset_probs", "data.dataset", "0.5,0.25,0.25", "expected as many numbers as datasets (2)"),
+        ("data.dataset_probs", "data.dataset", "0.5,0.6", "expected numbers whose sum is 1, and it is 1.1"),
+        ("prompt_data_probs", "prompt_data", "1.0", "expected as many numbers as datasets (2)"),
+        ("pretrain_data_probs", "pretrain_data", "1.5,-0.5", "'1.5': expected a number of at least 0 and at"),
+        ("dataset_probs", "dataset", "0.5,inf", "'inf': expected a number of at least 0 and at most 1"),
+    ],
+)
+def test_probabilities_that_no_datasets_can_have_are_refused(
+    flag: str, datasets: str, value: str, expected: str
+) -> None:
+    """OpenRLHF reads them when every model is loaded; with a 0, version 0.11.2 reads data for ever."""
+    with pytest.raises(UserError) as raised:
+        check_values(SimpleNamespace(**{flag: value, datasets: "a.jsonl,b.jsonl"}), flat="." not in flag)
+    assert str(raised.value).startswith(f"--{flag} {value}: ")
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("data.prompt_probs", None), ("data.prompt_probs", "0.4, 0.6"), ("data.prompt_probs", ".7,3e-1")),
+        *(("prompt_data_probs", "0.3333333333,0.6666666667"), ("prompt_data_probs", "1.0,0")),
+    ],
+)
+def test_probabilities_of_all_datasets_are_accepted(flag: str, value: str | None) -> None:
+    datasets = {"data.prompt_dataset": "a,b", "prompt_data": "a,b", "pretrain_data": None}
+    check_values(
+        SimpleNamespace(**datasets, **{flag: value}, pretrain_data_probs="1.0"), flat="." not in flag
+    )
+
+
 # The defaults of OpenRLHF 0.11.2 and 0.5.1 that are negative, zero, infinite, or several numbers.
 DEFAULTS = {
     **dict.fromkeys(["eval.steps", "ckpt.save_steps", "local_rank", "critic.freezing_steps"], -1),

@@ -1,5 +1,6 @@
 """The trainers without Ray: their command lines, and the runs that they request."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import parse_shape
 from rlhf_stack.openrlhf.run_spec import trainer_run
-from rlhf_stack.openrlhf.trainer_command import TrainerCommand, trainer_command
+from rlhf_stack.openrlhf.trainer_command import TrainerCommand, openrlhf_trainer, trainer_command
 from rlhf_stack.planning import advise, assess, uniform_machines
 
 SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")}
@@ -60,6 +61,30 @@ def test_what_would_choose_other_gpus_is_refused(launcher: str, named: str) -> N
 def test_a_wrong_number_of_a_launcher_is_an_error(value: str) -> None:
     with pytest.raises(UserError, match=r"--nnodes .*: expected a whole number"):
         trainer_command([f"--nnodes={value}", "-m", "openrlhf.cli.train_sft"])
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        ("deepspeed --module openrlhf.cli.train_sft --x 1", "train_sft"),
+        ("torchrun --nproc_per_node 8 -m openrlhf.cli.train_rm --x 1", "train_rm"),
+        ("accelerate launch -m openrlhf.cli.train_dpo --x 1", "train_dpo"),
+        ("deepspeed --include localhost:0 openrlhf/cli/train_sft.py --x 1", "train_sft"),
+        ("python /src/openrlhf/cli/train_dpo.py --x 1", "train_dpo"),
+        ("python train_dpo.py --x 1", None),
+        ("python -m mine.train_sft --x 1", None),
+        ("python -m openrlhf.cli.train_ppo_ray --path openrlhf/cli/train_sft.py", None),
+        ("python -m openrlhf.cli.serve_rm --x 1", None),
+        ("ls train_sft", None),
+    ],
+)
+def test_a_trainer_of_openrlhf_is_known_with_every_launcher(words: str, program: str | None) -> None:
+    """A file of the same name elsewhere is somebody's own program."""
+    assert openrlhf_trainer(words.split(), Path("/work")) == (program and (program, ("--x", "1")))
+
+
+def test_a_file_of_openrlhf_is_known_from_its_own_folder() -> None:
+    assert openrlhf_trainer(["python", "train_rm.py"], Path("/src/openrlhf/cli")) == ("train_rm", ())
 
 
 def sections(**model: Any) -> SimpleNamespace:

@@ -1,11 +1,13 @@
 """Reservation without Ray: bundles of engines, and the descriptions of what a group lacks."""
 
+from unittest.mock import MagicMock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import reservation
-from rlhf_stack.placement.model import FreeNode
+from rlhf_stack.placement.model import Engines, FreeNode, PlacementError, Request
 
 
 def test_engines_are_split_at_node_boundaries() -> None:
@@ -82,3 +84,13 @@ def test_nodes_that_share_an_address_are_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reservation, "POLL_SECONDS", 0)
     with pytest.raises(UserError, match=r"several have 10\.0\.0\.1 \(waited 0 s"):
         reservation.free_nodes()
+
+
+def test_an_avoided_node_is_not_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservation, "_live_nodes", lambda _: [ONE, OTHER])
+    monkeypatch.setattr(reservation, "Demand", MagicMock())
+    request = Request(engines=Engines(1, 8))
+    nodes, found = reservation._plan_on_free(request, 0.0, ["10.0.0.1"])
+    assert [nodes[node].address for node in found.engines[0]] == ["10.0.0.2"] * 8
+    with pytest.raises(PlacementError, match="8 GPUs"):
+        reservation._plan_on_free(request, 0.0, ["10.0.0.1", "10.0.0.2"])

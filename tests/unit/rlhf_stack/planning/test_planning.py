@@ -119,6 +119,31 @@ def test_nodes_of_engines_and_the_sender_keep_the_weights_that_changes_apply_to(
     assert sorted(added) == [0, 2 * QWEN_7B.total, 2 * QWEN_7B.total]
 
 
+@pytest.mark.parametrize(
+    ("release", "sources", "shares"),
+    [
+        ("0.11.2", "auto", [0, 1 / 2, 1 / 2, 1]),
+        ("0.11.2", "1", [0, 0, 1, 1]),
+        ("0.11.2", "3", [0, 1 / 3, 2 / 3, 1]),
+        ("0.5.1", "auto", [0, 0, 1, 1]),
+    ],
+    ids=["one a node", "rank 0", "three on two nodes", "a release with one sender"],
+)
+def test_each_node_of_senders_keeps_its_share(
+    monkeypatch: pytest.MonkeyPatch, release: str, sources: str, shares: list[float]
+) -> None:
+    """Of four nodes one has engines, two the actor, and one nothing; ``shares`` are parts of the weights."""
+    monkeypatch.delenv(env_vars.SYNC_SPARSE, raising=False)
+    monkeypatch.setenv(env_vars.SYNC_SOURCES, sources)
+    machines = uniform_machines(4, 8, 80, 64, 500)
+    planned = run("big", 16, release=release)
+    before = [node.memory_running for node in assess(planned, machines, SHAPES).nodes]
+    monkeypatch.setenv(env_vars.SYNC_SPARSE, "on")
+    after = [node.memory_running for node in assess(planned, machines, SHAPES).nodes]
+    added = [more - less for more, less in zip(after, before, strict=True)]
+    assert sorted(added) == pytest.approx([share * 2 * QWEN_7B.total for share in shares])
+
+
 def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
     planned = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True)
     awake = assess(planned, uniform_machines(1, 8, 80, 64, 500), SHAPES)
@@ -459,6 +484,20 @@ def test_advice_against_too_little_host_memory_moves_less_to_the_host() -> None:
     assert any("of the host" in problem for problem in found.problems)
     texts = {text for one in advise(found, machines, SHAPES) for text in one.flags}
     assert "without --ds.adam_offload" in texts
+
+
+def test_an_optimiser_that_cannot_run_on_the_host_is_not_proposed() -> None:
+    """In images without DeepSpeed's operator for it, for which the advice ended a run at its start."""
+    machines = uniform_machines(2, 8, 32, 64, 2000)
+    for can_offload in (True, False):
+        planned = run("big", actor=4, zero=Zero(3, 1), can_offload=can_offload)
+        found = assess(planned, machines, SHAPES)
+        advised = [text for one in advise(found, machines, SHAPES) for text in one.flags]
+        assert ("--ds.adam_offload" in advised) == can_offload
+        tuned = tune(planned, machines, SHAPES)
+        chosen = [one for one in tuned.settings if one.text == "--ds.adam_offload" and not one.dropped]
+        assert bool(chosen) == can_offload
+        assert tuned.fits == can_offload
 
 
 def test_advice_to_shorten_lowers_the_limit_of_the_answer_too() -> None:

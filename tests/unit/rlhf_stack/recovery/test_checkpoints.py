@@ -4,9 +4,12 @@ import os
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rlhf_stack.errors import UserError
+from rlhf_stack.recovery import checkpoints as checkpoints_module
 from rlhf_stack.recovery import universal
 from rlhf_stack.recovery.checkpoints import Checkpoints
 
@@ -157,3 +160,28 @@ def test_checkpoints_are_converted_by_deepspeed_for_each_role(
     program.write_text("print('a line'); raise SystemExit('no universal information')")
     with pytest.raises(UserError, match=r"_actor/global_step4 cannot be converted .*: no universal info"):
         checkpoints(tmp_path, actor=2).convert(4)
+
+
+def _arguments(target: float | None, **flat: Any) -> Any:
+    """Parsed arguments of OpenRLHF, with sections or, with ``flat``, without."""
+    if flat:
+        return SimpleNamespace(kl_target=target, **flat)
+    return SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(target=target)))
+
+
+@pytest.mark.parametrize(
+    ("values", "flat", "ema", "expected"),
+    [
+        (_arguments(None), False, False, []),
+        (_arguments(6.0), False, True, ["--algo.kl.target", "--train.enable_ema"]),
+        (_arguments(None, pretrain_data=None), True, False, []),
+        (_arguments(6.0, pretrain_data="x"), True, True, ["--kl_target", "--enable_ema", "--pretrain_data"]),
+    ],
+)
+def test_what_no_checkpoint_has_is_named_by_its_flag(
+    values: Any, flat: bool, ema: bool, expected: list[str]
+) -> None:
+    run: Any = SimpleNamespace(flat=flat, ema=ema)
+    found = list(checkpoints_module._unsaved(run, values))
+    assert len(found) == len(expected)
+    assert all(flag in text for flag, text in zip(expected, found, strict=True))

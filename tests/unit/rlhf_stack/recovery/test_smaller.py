@@ -7,7 +7,13 @@ import pytest
 from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.run_spec import Role
 from rlhf_stack.placement.model import Engines, Group, Request
-from rlhf_stack.recovery.smaller import with_fewer_engines, with_fewer_ranks
+from rlhf_stack.recovery.smaller import (
+    changed_layout,
+    why_no_fewer_engines,
+    why_no_fewer_ranks,
+    with_fewer_engines,
+    with_fewer_ranks,
+)
 
 
 def run(count: int, shares: str | None = None) -> Any:
@@ -57,7 +63,9 @@ def test_engines_on_the_gpus_of_the_trainer_fill_those_that_are_left() -> None:
     assert [" ".join(one) for one in found] == ["x --actor.num_nodes 2 --vllm.num_engines 1"]
 
 
-@pytest.mark.parametrize("changed", [{"flat": True}, {"tensor_parallel": 2}, {"zero": Zero(0, 1)}])
+@pytest.mark.parametrize(
+    "changed", [{"flat": True, "release": "0.5.1"}, {"tensor_parallel": 2}, {"zero": Zero(0, 1)}]
+)
 def test_a_trainer_whose_checkpoint_fits_no_other_number_of_ranks_keeps_them(changed: dict[str, Any]) -> None:
     words = ["x", "--actor.num_nodes", "2", "--vllm.num_engines", "1"]
     assert list(with_fewer_ranks(words, trained({"actor": 2}, Engines(1, 1), **changed))) == []
@@ -67,3 +75,29 @@ def test_a_trainer_on_one_node_and_without_engines() -> None:
     assert list(with_fewer_ranks(["x"], trained({"actor": 1}, None))) == []
     words = ["x", "--actor.num_nodes", "2"]
     assert list(with_fewer_ranks(words, trained({"actor": 2}, None))) == [["x", "--actor.num_nodes", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [
+        (Engines(2, 1), ""),
+        (Engines(1, 1), "the run has only one engine"),
+        (Engines(2, 1, "actor"), "engines share the trainer's GPUs"),
+        (None, "the run has no engines"),
+    ],
+)
+def test_why_there_are_no_fewer_engines(engines: Engines | None, reason: str) -> None:
+    run = trained({"actor": 1}, engines)
+    assert why_no_fewer_engines(run) == reason
+    assert bool(list(with_fewer_engines(["--vllm.num_engines", "2"], run))) == (not reason)
+
+
+def test_a_trainer_on_one_node_is_a_reason_for_no_fewer_ranks() -> None:
+    assert why_no_fewer_ranks(trained({"actor": 1, "ref": 1}, None)) == "the trainer has only one node"
+    assert not why_no_fewer_ranks(trained({"actor": 2, "ref": 1}, None))
+
+
+def test_the_layout_of_a_command_line_is_compared_in_both_forms_of_a_flag() -> None:
+    before = ["x", "--actor.num_nodes=3", "--ref.num_nodes", "2", "--vllm_num_engines", "2"]
+    after = ["x", "--actor.num_nodes=2", "--ref.num_nodes", "2", "--vllm_num_engines", "1", "--load"]
+    assert changed_layout(before, after) == ["actor.num_nodes 3 to 2", "vllm_num_engines 2 to 1"]

@@ -53,8 +53,12 @@ class Faulty:
         self.remembered: list[dict[str, Any]] = []
         self._now: Nodes = ALL
 
+    refusal = ""  # of fewer ranks, whatever nodes there are
+
     def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
         """Two engines need all nodes, one needs one node less."""
+        if self.refusal and "--actor.num_nodes" in words and "3" not in words:
+            return [self.refusal]
         usable = set(self._now.answering) - set(excluded)
         ranks = int(words[words.index("--actor.num_nodes") + 1]) if "--actor.num_nodes" in words else 0
         fits = len(usable) >= self._needs + ranks - (words[2] == "1")
@@ -100,7 +104,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervise(
-    cluster: Faulty, steps: Sequence[int], limits: Limits, state: State | None = None
+    cluster: Faulty, steps: Sequence[int], limits: Limits, state: State | None = None, **changed: Any
 ) -> tuple[Ended, State, Saved]:
     saved: Any = Saved(steps)
 
@@ -109,9 +113,8 @@ def supervise(
         request = Request((Group("actor", nodes, 1),), Engines(2, 1))
         role = Role("actor", "actor", nodes, "", True, False)
         saved.universal = UNIVERSAL in words
-        return SimpleNamespace(
-            request=request, roles=(role,), flat=False, zero=Zero(2, 1), tensor_parallel=1
-        ), saved
+        values = {"flat": False, "zero": Zero(2, 1), "tensor_parallel": 1} | changed
+        return SimpleNamespace(request=request, roles=(role,), **values), saved
 
     one = Supervisor(cluster, describe, limits, state or State(list(WORDS), 1.0), lambda _: None)
     return one.supervise(), one.state, saved
@@ -230,6 +233,51 @@ def test_a_run_that_cannot_be_placed_is_given_up_with_the_reason(least: int | No
     cluster = Faulty([DEAD], [ALL, Nodes(("a", "b"), ())])
     with pytest.raises(GivenUpError, match=r"after 60 s on 2 nodes \(a, b\): a GPU is missing"):
         supervise(cluster, [4], Limits(3, least, seconds=60.0))
+
+
+@pytest.mark.parametrize(
+    ("least", "changed", "reason"),
+    [
+        (None, {}, "--min-nodes is not given"),
+        (3, {}, "--min-nodes is 3"),
+        (1, {"flat": True, "release": "0.5.1"}, "OpenRLHF 0.5.1 loads no checkpoint of another number"),
+        (1, {"tensor_parallel": 2}, "a checkpoint of DeepSpeed's tensor parallelism is loaded by the same"),
+        (1, {"zero": Zero(0, 1)}, "with ZeRO stage 0 a checkpoint cannot be converted"),
+        (1, {}, "actor.num_nodes 3 to 2: DeepSpeed refuses a batch of 8"),
+    ],
+)
+def test_the_error_has_the_reason_why_no_smaller_layout_is_used(
+    least: int | None, changed: dict[str, Any], reason: str
+) -> None:
+    cluster = Faulty([DEAD], [Nodes(tuple("abcde"), ()), Nodes(("a", "b"), ())], needs=2)
+    cluster.refusal = "DeepSpeed refuses a batch of 8: it must be a multiple of 3"
+    with pytest.raises(
+        GivenUpError, match=f"a GPU is missing\n  no smaller layout is used: .*{reason}"
+    ) as found:
+        supervise(cluster, [4], Limits(3, least, seconds=0.0), State(list(RANKS), 1.0), **changed)
+    assert str(found.value).count("num_nodes 3 to ") <= 2, "each reason once, also with fewer engines"
+    assert ("vllm.num_engines 2 to 1: a GPU is missing" in str(found.value)) == (least == 1)
+
+
+def test_an_attempt_records_what_has_changed_and_how_long_the_run_waited() -> None:
+    five, three = (Nodes(tuple("abcde"[:count]), ()) for count in (5, 3))
+    cluster = Faulty([DEAD, DEAD, "ok"], [five, *[three] * 100], needs=2)
+    limits, state = Limits(3, min_nodes=2, seconds=60.0), State(list(RANKS), 1.0)
+    _, state, _ = supervise(cluster, [4, 5, 9], limits, state)
+    first, second, third = state.attempts
+    layout = ("vllm.num_engines 2 to 1", "actor.num_nodes 3 to 2")
+    assert (first.changed, first.waited) == ((), 0.0)
+    assert second.changed == (*layout, "checkpoint of step 4 converted")
+    assert 60 <= second.waited <= 70
+    assert (third.changed, third.waited) == ((), 0.0)
+    assert read_state(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_an_attempt_records_which_nodes_are_left_out() -> None:
+    lost = Nodes(("a", "b"), ())
+    cluster = Faulty([DEAD, DEAD, DEAD, "ok"], [ALL, lost, ALL, lost, ALL], needs=2)
+    _, state, _ = supervise(cluster, [4, 5, 6, 9], Limits(3, seconds=60.0))
+    assert [one.changed for one in state.attempts] == [(), (), ("without c",), ()]
 
 
 @pytest.mark.parametrize(("needs", "excluded", "used"), [(2, ["c"], ["a", "b"]), (3, [], ["a", "b", "c"])])

@@ -1,12 +1,19 @@
 """Selection of a run's backend; syncs over gloo are in tests/cluster."""
 
+import json
 import re
+import threading
+import time
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.sync import backend_selection
 from rlhf_stack.sync.backend_selection import RankDevice, nccl_obstacle
+
+from tests.unit.fake_cuda import SECONDS
 
 
 def describe(rank: int) -> str:
@@ -70,3 +77,29 @@ def test_a_vllm_whose_loop_blocks_a_second_group_has_a_known_defect(
 def test_other_versions_of_vllm_have_none(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, "0.11.2", version)
     assert backend_selection.known_defect() == ""
+
+
+def test_a_trial_of_nccl_ends_also_if_a_rank_is_lost_before_its_result_is_exchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The communicator would wait for that rank until the process ends."""
+    closed = threading.Event()
+    group = MagicMock(rank=0)
+    group.join.side_effect = lambda: closed.wait(SECONDS)
+    group.close.side_effect = closed.set
+
+    def exchange(topic: str, value: str, end: float) -> list[str]:
+        if topic == "tried":
+            raise sync.SyncError("ranks [1] of 2 did not join")
+        return [value, json.dumps({"gpu": "b", "nccl_problem": ""})]
+
+    members: Any = SimpleNamespace(
+        exchange=exchange, rank=0, describe=describe, separate=lambda name: SimpleNamespace()
+    )
+    monkeypatch.setattr(backend_selection, "_own_device", lambda: RankDevice("a", ""))
+    monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 0.1)
+    begun = time.monotonic()
+    with pytest.raises(sync.SyncError, match="did not join"):
+        backend_selection.select_group(members, lambda _: group)
+    assert closed.wait(SECONDS)
+    assert time.monotonic() - begun < SECONDS / 2

@@ -120,6 +120,7 @@ def test_every_byte_arrives_over_nccl(
     def run(rank: int) -> Any:
         group = sync.create_group(HOST, port, rank, 2, devices.current_device(), backend)
         assert group.__class__ is kind
+        assert bool(group.selection) == (backend == "auto")
         result = load_all(group, keep) if rank else train_and_send(group)
         group.close()
         return result
@@ -363,11 +364,12 @@ def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
         monkeypatch.setattr(backend_selection, "distributions", lambda: bad)
     if fault in (hang, hang_in_constructor, keep_away):
         monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: f"gloo of rank {members.rank}")
+    monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: SimpleNamespace(rank=members.rank))
     monkeypatch.setattr(run_log, "info", logged.append)
     fault(cuda)
     groups = both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "auto"))
-    assert groups == ["gloo of rank 0", "gloo of rank 1"]
+    assert [group.rank for group in groups] == [0, 1]
+    assert all(reason in group.selection for group in groups)
     assert all("auto selects gloo" in line and reason in line for line in logged)
     assert len(logged) == 2
     cuda.nccl.ended.set()  # a call to join that was waiting returns, and its group is closed

@@ -1,8 +1,10 @@
 """Ranks of a group whose rank 0 is frozen, or of which some are busy; real stores are in tests/cluster."""
 
+import copy
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.group import Watch, unwatched
-from rlhf_stack.sync.membership import Members
+from rlhf_stack.sync.membership import CAUSE, DONE, Members
 
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import ANY_ORDER, SECONDS, Gpu
@@ -36,7 +38,7 @@ def frozen(cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> Members:
     def freeze(*_: Any, **__: Any) -> None:
         threading.Event().wait(2 * SECONDS)
 
-    for name in ("set", "get", "multi_get", "check", "wait", "delete_key"):
+    for name in ("set", "get", "multi_get", "check", "wait", "compare_set", "delete_key"):
         monkeypatch.setattr(fake_cuda.Store, name, freeze)
     monkeypatch.setattr("torch.distributed.TCPStore", freeze)
     found: Members = members[1]
@@ -116,3 +118,107 @@ def test_what_a_watch_raises_ends_a_transfer_and_is_the_cause_for_the_others(
         wait(first, watch)
     with pytest.raises(sync.SyncError, match=r"rank 0 .*: PeerError: engine 3 is dead"):
         wait(other, unwatched)
+
+
+class CountedStore:
+    """A store that counts the requests of one rank."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+MANY, FINDER = 8001, 17
+
+
+def many(cuda: Gpu) -> list[Members]:
+    """A group of `MANY` ranks with one store, eight on each node."""
+    (one,) = joined(cuda, 1)
+    found, addresses = [], [f"node-{rank // 8}" for rank in range(MANY)]
+    for rank in range(MANY):
+        found.append(copy.copy(one))
+        found[-1].rank, found[-1].world, found[-1].store = rank, MANY, CountedStore(one.store)
+        found[-1].addresses = addresses
+    return found
+
+
+@ANY_ORDER
+@pytest.mark.parametrize(
+    ("states", "lost", "expected"),
+    [
+        ({0: DONE}, [4711], "rank 4711 on node-588 does not answer: dead, stopped or cut off"),
+        ({4711: f"{CAUSE}the loader"}, [], "rank 4711 on node-588: the loader"),
+        ({}, range(4000, 4008), "rank 4000 on node-500, rank 4001 on node-500, .* do not answer: dead"),
+        ({}, [], r"rank 0 \(the trainer\) on node-0: bucket 3; .*; and 7985 more ranks"),
+    ],
+    ids=["lost", "cause", "lost node", "no cause"],
+)
+def test_one_rank_of_thousands_finds_the_cause_and_the_others_read_it_with_few_requests(
+    cuda: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    states: dict[int, str],
+    lost: Sequence[int],
+    expected: str,
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
+    group = many(cuda)
+    failing = [rank for rank in range(MANY) if rank not in states and rank not in lost]
+    for rank, state in states.items():
+        group[rank]._publish_failure(state)
+    for rank in failing:
+        group[rank]._publish_failure("bucket 3")
+    begun = time.monotonic()
+    errors = {}
+    others = [rank for rank in reversed(failing) if rank != FINDER]  # rank 0, the last, waits for the others
+    for rank in (FINDER, *others):
+        errors[rank] = str(group[rank].failure("bucket 3", RuntimeError("cut off")))
+    seconds = time.monotonic() - begun
+    causes = {error.partition("bucket 3: ")[2] for error in errors.values()}
+    assert len(causes) == 1
+    assert re.match(expected, causes.pop())
+    requests = [group[rank].store.requests for rank in others if rank]
+    assert max(requests) <= 9, "the failure is published twice here"
+    assert group[FINDER].store.requests <= 9 + 2 * 8 * 14, "it halves the ranks for each that is lost"
+    assert group[0].store.requests <= 12
+    assert seconds < SECONDS
+
+
+@ANY_ORDER
+def test_no_rank_is_called_dead_because_a_diagnosis_takes_long(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 was to make it, and is far away."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
+    _, other, far = joined(cuda, 3)
+    far.store.compare_set(far._key("finder"), "", "2")
+    error = str(other.failure("a bucket", RuntimeError("cut off")))
+    assert "the cause is unknown: rank 2 on 127.0.0.1 was to find it out, and has not in 0.5 s" in error
+    assert "does not answer" not in error
+
+
+@ANY_ORDER
+def test_a_store_that_answers_slowly_gives_ranges_of_ranks(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of eight ranks are lost; each request takes a tenth of the time for them."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
+    finder = many(cuda)[FINDER]
+    for rank in range(MANY):
+        if not 4000 <= rank < 4016:
+            finder.store.set(finder._key(rank), "bucket 3")
+    check = fake_cuda.Store.check
+
+    def slow(store: Any, keys: Sequence[str]) -> bool:
+        time.sleep(0.0125)
+        return check(store, keys)
+
+    keys = [finder._key(rank) for rank in range(MANY)]
+    monkeypatch.setattr(fake_cuda.Store, "check", slow)
+    present, absent = finder._split(keys)
+    assert absent
+    assert {rank for part in absent for rank in part} >= set(range(4000, 4016))
+    assert not set(present) & {rank for part in absent for rank in part}
+    assert re.match("some of the ranks .* do not answer", finder._unresponsive(absent))

@@ -53,7 +53,8 @@ def test_a_lost_engine_ends_the_transfer_and_shards_are_gathered_to_the_end(
     sender.send.side_effect = lambda *_: group.watch()
     monkeypatch.setattr(sending, "new_sender", lambda *_: sender)
     engines = [SimpleNamespace(receive_weights=SimpleNamespace(remote=lambda *_, **__: "engine 0"))]
-    trainer = SimpleNamespace(_model_update_group=group, vllm_engines=engines)
+    strategy = SimpleNamespace(args=SimpleNamespace())
+    trainer = SimpleNamespace(_model_update_group=group, vllm_engines=engines, strategy=strategy)
     with pytest.raises(PeerError, match="engine 0 is dead"):
         sending.send(trainer, [])
     assert gathered == ([0, 1, 2] if sharded else [0])

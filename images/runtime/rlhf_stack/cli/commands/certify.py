@@ -3,8 +3,8 @@
 The rungs, in order: facts of every node, attention forward and backward against 32 bits, all-reduce between
 GPUs, the sync network, buckets and checksums in device memory, NCCL's streams and deadlines, weight sync over
 each backend, CUDA IPC, sleep and wake, training steps with separate and with colocated engines, estimates of
-memory against real peaks, tokens per second with and without a waiting trainer, and a killed rank. A rung
-that fails stops no other one; each has a deadline. Nothing else may use the GPUs meanwhile.
+memory against real peaks, tokens per second (of several engines also next to a waiting rank), and a killed
+rank. A rung that fails stops no other one; each has a deadline. Nothing else may use the GPUs meanwhile.
 
   rlhf-stack certify                               # the running cluster, or else this machine
   rlhf-stack certify --rung attention --rung sync  # a part; the certificate is then not complete
@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.certify import ladder
     from rlhf_stack.inputs.text import suggestion
 
+    env_vars.check()
     run_log.configure_messages()
-
     chosen = ("facts", *(options.rung or ladder.NAMES))
     for name in chosen:
         if name not in ladder.NAMES:

@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.diagnostics.network_check import check_network
     from rlhf_stack.diagnostics.network_check.ranks import one_worker_per_node, ranks_of_run
 
+    env_vars.check()
     ranks = (
         ranks_of_run(run_options.parse_run(options)[0].request)
         if options.command_line

@@ -32,6 +32,7 @@ import argparse
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import path
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.files import require_writable
 
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--svg and --json exclude each other: the image is that of the printed plan")
     if options.svg:
         require_writable(options.svg)
+    env_vars.check()
     run_options.command_words(options)  # before anything is read
     machines = run_options.read_machines(options)
     run, notes = run_options.parse_run(options, machines)

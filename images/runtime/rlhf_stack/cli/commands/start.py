@@ -44,6 +44,7 @@ from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
 from rlhf_stack.compat import ray_private
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.telemetry import run_log
 from rlhf_stack.telemetry.run_log import messages
@@ -109,6 +110,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_without_effect(options, ("port", "dashboard_host"), "with --join ADDRESS[:PORT]")
     if options.expect_nodes is None:
         refuse_without_effect(options, ("expect_gpus",), "without --expect-nodes")
+    env_vars.check()  # Ray's workers inherit the variables
     run_log.configure_messages()
     environment = dict(os.environ)
     if with_token := _token(options, environment):

@@ -1,9 +1,10 @@
 """Submit a run to the Ray cluster of this machine if it fits, and follow it until it ends.
 
 Plans the run with the free resources of the cluster, and refuses it with the reason if it cannot be placed or
-does not fit. Otherwise submits the unchanged command line to Ray's job server, prints the job's output, and
-exits with the job's exit code (1 if Ray reports none, or one of the codes below). A command other than an
-OpenRLHF run is not planned.
+does not fit; GPUs that another job holds are awaited for RLHF_STACK_PLACEMENT_TIMEOUT seconds (120) first.
+Otherwise submits the unchanged command line to Ray's job server, prints the job's output, and exits with the
+job's exit code (1 if Ray reports none, or one of the codes below). Only train_ppo_ray is planned. The
+arguments of OpenRLHF's SFT, DPO and RM are checked as by `plan`; another command is submitted as it is.
 
   rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
   rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
@@ -39,15 +40,16 @@ wrong usage, or the job could not be submitted, 122 the connection to the runnin
 143 SIGTERM. --json prints rlhf-stack/submit/1 when the job has ended, with the job's output on stderr:
 `submitted`, `job`, `status`, `code` (that of the job, unchanged), `problems`; with --restarts also `attempts`
 (job, status, code, seconds, resumed, saved: the step of the last complete checkpoint, error, lost: addresses
-of nodes, causes).
+of nodes, causes, waited: seconds before it, changed: what differs from the attempt before).
 """
 
 import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,7 @@ from rlhf_stack.telemetry.run_log import messages
 
 REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, as `jobs.LOST`
 LEAST_GRACE = 10.0  # seconds
+POLL_SECONDS = 2.0
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
@@ -170,10 +173,13 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.restarts:
         refuse_without_effect(options, ("min_nodes", "node_wait"), "without --restarts")
-    # Before anything starts: `UserError` for a variable without a value.
-    _warn_of_secrets(environment()["env_vars"], words)
+    # Before anything starts: `UserError` for a variable without a value, or with an invalid one.
+    variables = environment()["env_vars"]
+    env_vars.check(variables)
+    _warn_of_secrets(variables, words)
     supervision = _supervision(options, words, environment) if options.restarts or options.grace else None
-    problems = [] if supervision and supervision.follows_a_job else _problems(options, words)
+    follows = supervision is not None and supervision.follows_a_job
+    problems = [] if follows else _problems_after_wait(options, words)
     for problem in problems:
         messages.error(problem)
     if problems and not options.force:
@@ -212,7 +218,8 @@ def _supervision(
     options: argparse.Namespace, words: Sequence[str], environment: Callable[[], dict[str, Any]]
 ) -> supervised.Supervision:
     def assess(changed: Sequence[str]) -> list[str]:
-        return _problems(argparse.Namespace(**(vars(options) | {"command_line": list(changed)})), changed)
+        described = argparse.Namespace(**(vars(options) | {"command_line": list(changed)}))
+        return _problems(described, changed, lambda _: None)  # the first attempt has shown them
 
     limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds, options.grace)
     return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
@@ -282,16 +289,53 @@ def runtime_env(
     return {"env_vars": variables} | ({"working_dir": working_dir} if working_dir else {})
 
 
-def _problems(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """The reasons why the run cannot start on the cluster now; none for a command that is not a run."""
+def _problems_after_wait(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """The reasons why the run cannot start; GPUs that are in use are awaited as long as a reservation waits.
+
+    The processes of a job that has just ended may still hold them.
+    """
+    problems = _problems(options, words, messages.warning)
+    if not problems or options.force or _problems(options, words, idle=True):
+        return problems
+    limit = env_vars.placement_timeout()
+    within = f"{limit:.0f} s ({env_vars.PLACEMENT_TIMEOUT})"
+    messages.info(f"waiting up to {within} for GPUs in use: {problems[0].splitlines()[0]}")
+    end = time.monotonic() + limit
+    while problems and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        problems = _problems(options, words)
+    return [*problems, f"GPUs in use were not released within {within}"] if problems else []
+
+
+def _unheard(_: str) -> None:
+    """Drop a message that was shown already."""
+
+
+def _problems(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    warn: Callable[[str], None] = _unheard,
+    idle: bool = False,
+) -> list[str]:
+    """The reasons why the run cannot start on the cluster now; none for a command that is not a run.
+
+    `UserError` if the image cannot run it, also for SFT, DPO and RM. Messages of OpenRLHF's parser go to
+    ``warn``. With ``idle``, the reasons why it could not even if no other job used the cluster.
+    """
     try:
         command_line.extract_arguments(words)
     except command_line.ArgumentsError:
+        for note in run_options.check_trainer(words, Path(options.working_dir or ".")):
+            warn(f"OpenRLHF: {note}")
         return []
     from rlhf_stack.planning import assess
 
-    run, _ = run_options.parse_run(options)
+    run, notes = run_options.parse_run(options)
+    for note in notes:
+        warn(f"OpenRLHF: {note}")
     machines = run_options.ray_machines(options.ray, options.gpu_memory)
+    if idle:
+        machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
     found = assess(run, machines, run_options.read_shapes(run, options))
     of_checkpoints = checkpoints_of(words)[1].obstacles()
     if found.refusal and env_vars.flag(env_vars.AUTOSCALE):

@@ -7,15 +7,18 @@ engine's fraction of GPU memory. Exit code 1 if no known setting makes the run f
   rlhf-stack tune --nodes 2 --gpus 8 --gpu-memory 80 -- python -m openrlhf.cli.train_ppo_ray ...
   eval "$(rlhf-stack tune --nodes 2 --gpus 8 --gpu-memory 80 --apply -- python -m ...)"
 
---apply prints only the complete command line with the chosen settings. --json prints rlhf-stack/profile/1:
-`fits`, `settings` (setting: a flag or a variable; dropped: whether to remove it; reason) and `command_line`.
+--apply prints only the complete command line with the chosen settings; messages of OpenRLHF's parser go to
+standard error. --json prints rlhf-stack/profile/1: `fits`, `settings` (setting: a flag or a variable;
+dropped: whether to remove it; reason), `command_line` and `said` (messages of the parser).
 """
 
 import argparse
 import shlex
+import sys
 
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.planning.tuning import apply_settings, tune
 
@@ -34,18 +37,21 @@ def run(options: argparse.Namespace) -> int:
     """Choose the settings and print them; return 1 if the run does not fit."""
     if options.apply and options.json:
         raise UserError("--apply and --json exclude each other: JSON has the command line too")
+    env_vars.check()
     run_options.command_words(options)  # before anything is read
     machines = run_options.read_machines(options)
-    run, _ = run_options.parse_run(options, machines)
+    run, notes = run_options.parse_run(options, machines)
     if not all(machine.gpu_memory for machine in machines if machine.gpus):
         raise UserError("the GPU memory is required: give --gpu-memory GIB, or gpu_memory in the file")
     tuned = tune(run, machines, run_options.read_shapes(run, options))
     words = apply_settings(run_options.command_words(options), tuned)
+    for note in () if options.json else notes:
+        print(f"OpenRLHF: {note}", file=sys.stderr)
     if options.json:
         settings = [
             {"setting": one.text, "dropped": one.dropped, "reason": one.reason} for one in tuned.settings
         ]
-        print_json("profile", 1, fits=tuned.fits, settings=settings, command_line=words)
+        print_json("profile", 1, fits=tuned.fits, settings=settings, command_line=words, said=list(notes))
     elif options.apply and tuned.fits:
         print(shlex.join(words))
     else:

@@ -27,6 +27,7 @@ from rlhf_stack.diagnostics.doctor.collect_rdma import collect_rdma
 from rlhf_stack.diagnostics.doctor.facts import (
     Disk,
     GpuProcess,
+    GpuReport,
     Library,
     NodeFacts,
     Patch,
@@ -34,7 +35,7 @@ from rlhf_stack.diagnostics.doctor.facts import (
     relevant_variables,
 )
 from rlhf_stack.diagnostics.doctor.gpu_health import collect_gpu_report
-from rlhf_stack.diagnostics.host_check import nvidia_driver
+from rlhf_stack.diagnostics.host_check import amd_gpus, nvidia_driver
 
 SMI_SECONDS = 10.0
 PORTS = (6379, 8265, 10001)
@@ -51,16 +52,18 @@ def collect_facts() -> NodeFacts:
     gpu_processes = _gpu_processes({process.pid for process in table})
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     found, missing = _libraries()
+    accelerator = env_vars.accelerator() or _guessed_accelerator()
+    gpu_report = collect_gpu_report(nvidia.count())
     return NodeFacts(
         host=socket.gethostname(),
-        accelerator=env_vars.accelerator() or _guessed_accelerator(),
+        accelerator=accelerator,
         versions=_versions(),
         patches=_patches(),
         variables=relevant_variables(os.environ),
         ray_processes=_ray_processes(table),
         resources=process_table.declared_resources(table),
         gpus=_gpus(),
-        driver=nvidia_driver(),
+        driver=rocm.driver() if accelerator == "rocm" else nvidia_driver(),
         built_for=_built_for(),
         libraries=found,
         missing_library=missing,
@@ -77,9 +80,11 @@ def collect_facts() -> NodeFacts:
         ),
         gpu_processes=gpu_processes,
         rdma=collect_rdma(),
-        gpu_report=collect_gpu_report(nvidia.count()),
+        gpu_report=gpu_report,
         attention=attention_provider.provider(),
         expected_missing=bool(missing) and image.stand_in_defaults().get(ENGINE_LIBRARY) == missing,
+        gpu_models=gpu_models(gpu_report),
+        inputs=image.about().inputs,
     )
 
 
@@ -131,6 +136,16 @@ def _built_for() -> str:
 def _gpus() -> int:
     """The number of GPUs of this machine, including hidden ones."""
     return nvidia.count() or rocm.kernel_count()
+
+
+def gpu_models(report: GpuReport) -> tuple[str, ...]:
+    """The model of each GPU, from the first of nvidia-smi, NVML, NVIDIA's driver and amdgpu that has any."""
+    return (
+        tuple(gpu.name for gpu in report.gpus if gpu.name)
+        or nvidia.models()
+        or rocm.product_names()
+        or tuple(f"{gpu.name} {gpu.architecture}" for gpu in amd_gpus())
+    )
 
 
 def _gpu_processes(seen: set[int]) -> tuple[GpuProcess, ...]:

@@ -161,6 +161,8 @@ class NodeFacts:
     gpu_report: GpuReport = field(default_factory=GpuReport)
     attention: str = ""
     expected_missing: bool = False  # ``missing_library`` is the default of a stand-in, which lacks it
+    gpu_models: tuple[str, ...] = ()
+    inputs: str = ""  # the digest of the image's inputs
 
 
 @dataclass(frozen=True)
