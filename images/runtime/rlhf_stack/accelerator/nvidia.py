@@ -17,7 +17,7 @@ def count() -> int:
     NVML counts the GPUs of a container. The driver's files, which are the fallback, are those of the machine
     where the container toolkit works by CDI.
     """
-    with _nvml() as nvml:
+    with _nvml() as nvml, suppress(Exception):  # NVML's own errors
         if nvml is not None:
             return int(nvml.nvmlDeviceGetCount())
     return sum(1 for _ in DRIVER_GPUS.glob("*"))
@@ -48,7 +48,8 @@ def _nvml() -> Iterator[Any]:
     try:
         yield nvml
     finally:
-        nvml.nvmlShutdown()
+        with suppress(Exception):
+            nvml.nvmlShutdown()
 
 
 def _text(name: str | bytes) -> str:

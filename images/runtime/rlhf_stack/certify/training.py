@@ -110,11 +110,14 @@ def _train(place: Place, name: str) -> Found:
             ]
         )
         seconds = time.monotonic() - start
-        everywhere = free_nodes()  # the driver, here, may be on a node without GPUs
-        found = distinct(on_every_node(everywhere, events.read, written))
+        problem = f"the trainer ended with exit code {code}: see the log" if code else ""
+        try:
+            everywhere = free_nodes()  # the driver, here, may be on a node without GPUs
+            found = distinct(on_every_node(everywhere, events.read, written))
+        except RuntimeError as error:
+            raise RuntimeError("; ".join(filter(None, [problem, str(error)]))) from error
     if code:
-        problems = [f"the trainer ended with exit code {code}: see the log", *violations(found)]
-        raise RuntimeError("; ".join(problems))
+        raise RuntimeError("; ".join([problem, *violations(found)]))
     run = judged(found, seconds, arguments)
     watched = contention(found) if name == COLOCATED else Found([])
     problems = [run.problem, watched.problem, *(f"tune: {problem}" for problem in chosen["problems"])]

@@ -26,6 +26,13 @@ def choose(nodes: Sequence[FreeNode], arguments: Sequence[str]) -> dict[str, Any
 
     ``problems`` are the reasons why it does not fit, or why it could not be planned.
     """
+    try:
+        return _chosen(nodes, arguments)
+    except RuntimeError as error:  # a node that does not answer in time: the rung itself trains first
+        return {"settings": {}, "problems": [str(error)]}
+
+
+def _chosen(nodes: Sequence[FreeNode], arguments: Sequence[str]) -> dict[str, Any]:
     sizes = dict(zip((node.address for node in nodes), on_every_node(nodes, gpu_memory), strict=True))
     machines = [
         replace(

@@ -22,7 +22,7 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, requirements, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
-from rlhf_stack.openrlhf.trainer_command import openrlhf_trainer, trainer_command
+from rlhf_stack.openrlhf.trainer_command import installed_trainer, trainer_command
 from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
@@ -105,12 +105,13 @@ def parse_run(
     return replace(run, can_offload=not missing_for_offload()), parsed.notes
 
 
-def check_trainer(words: Sequence[str], folder: Path) -> Sequence[str]:
-    """Check the arguments of OpenRLHF's SFT, DPO or RM, started in ``folder``; return its parser's messages.
+def check_trainer(words: Sequence[str], working_dir: str | None) -> Sequence[str]:
+    """Check the arguments of the installed OpenRLHF's SFT, DPO or RM; return its parser's messages.
 
-    `UserError` if OpenRLHF rejects them, or if they need what is not installed. Another program has none.
+    `UserError` if OpenRLHF rejects them, or if they need what is not installed. Another program has none,
+    such as that of a fork in the ``working_dir`` of the job.
     """
-    found = openrlhf_trainer(words, folder)
+    found = installed_trainer(words, working_dir, command_line.installed_file)
     if found is None:
         return ()
     program, arguments = found

@@ -5,6 +5,8 @@ A process that Ray did not start can use it too: a child of an actor finds the G
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_stack.compat import ray_private
@@ -14,7 +16,7 @@ from rlhf_stack.telemetry import run_log
 NAMESPACE = b"rlhf_stack"
 TIMEOUT_SECONDS = 10.0
 
-_lost_reports: list[str] = []  # keys of this process
+_lost_reports: list[str] = []  # what this process could not report or read
 
 
 def put_record(key: str, record: dict[str, Any]) -> None:
@@ -26,17 +28,27 @@ def put_record(key: str, record: dict[str, Any]) -> None:
 def report_record(key: str, record: dict[str, Any]) -> None:
     """Store ``record`` as `put_record` does, if the GCS answers; otherwise the process warns, once.
 
-    It is for records that are only read to describe an error, and never raises.
+    It is for records that are only read to describe an error or an event, and never raises.
+    """
+    with best_effort(f"store {key!r}"):
+        put_record(key, record)
+
+
+@contextmanager
+def best_effort(action: str) -> Iterator[None]:
+    """Leave the block if the GCS does not answer in it, with one warning of the process.
+
+    ``action`` completes "Ray's head did not ...".
     """
     try:
-        put_record(key, record)
+        yield
     except Exception as error:  # of any type: Ray's differ from release to release
         if not _lost_reports:
             run_log.warning(
-                f"Ray's head did not store {key!r}, so that errors may lack a name or a step: {error}; later "
-                "failures of this process are not logged"
+                f"Ray's head did not {action}, so that errors and events may lack a name, a step or a time: "
+                f"{error}; later failures of this process are not logged"
             )
-        _lost_reports.append(key)
+        _lost_reports.append(action)
 
 
 def add_record(key: str, record: dict[str, Any]) -> bool:

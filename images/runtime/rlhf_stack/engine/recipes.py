@@ -74,24 +74,29 @@ def lost_nodes(index: int) -> list[str]:
 
 def note_lost_process(index: int) -> None:
     """Record that the process of engine ``index``, which Ray restarts in its place, was lost on its node."""
-    if found := load(index):
-        _note_loss_on(found["addresses"][0], f"engine-{index}-{restarted.count(index)}")
+    with gcs_kv.best_effort(f"return the node of engine {index}"):
+        if found := load(index):
+            _note_loss_on(found["addresses"][0], f"engine-{index}-{restarted.count(index)}")
 
 
 def _note_lost_nodes(index: int) -> None:
     """Record the loss of each dead node of engine ``index``, once for all engines that it had."""
     deaths = Counter(str(node["NodeManagerAddress"]) for node in ray.nodes() if not node["Alive"])
-    for address in lost_nodes(index):
-        _note_loss_on(address, f"node-{deaths[address]}")
+    with gcs_kv.best_effort(f"return the nodes of engine {index}"):
+        for address in lost_nodes(index):
+            _note_loss_on(address, f"node-{deaths[address]}")
 
 
 def _note_loss_on(address: str, cause: str) -> None:
-    gcs_kv.put_record(f"{_losses()}{address}/{cause}", {"address": address})
+    gcs_kv.report_record(f"{_losses()}{address}/{cause}", {"address": address})
 
 
 def unreliable_nodes() -> list[str]:
-    """Return the addresses of nodes on which engines of this job were lost too often."""
-    counts = Counter(str(record["address"]) for record in gcs_kv.list_records(_losses()))
+    """Return the addresses of nodes on which engines of this job were lost too often, if they are known."""
+    records: list[dict[str, Any]] = []
+    with gcs_kv.best_effort("return the losses of nodes"):
+        records = gcs_kv.list_records(_losses())
+    counts = Counter(str(record["address"]) for record in records)
     return sorted(address for address, count in counts.items() if count >= LOSSES_OF_A_NODE)
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cluster import gcs_kv
@@ -121,12 +122,14 @@ def note_loss(engine: int) -> None:
 
 def _record_outage(job: str, engine: int, since: float) -> None:
     """Record the unix time ``since`` which ``engine`` is lost, 0 if it is not."""
-    gcs_kv.put_record(f"{_OUTAGES}/{job}/{engine}", {"engine": engine, "since": since})
+    gcs_kv.report_record(f"{_OUTAGES}/{job}/{engine}", {"engine": engine, "since": since})
 
 
 def _detected(job: str, engine: int) -> float:
-    """Return the unix time at which the loss of ``engine`` was detected, 0 if it is not lost."""
-    outages = gcs_kv.list_records(f"{_OUTAGES}/{job}/")
+    """Return the unix time at which the loss of ``engine`` was detected, 0 if it is not lost or unknown."""
+    outages: list[dict[str, Any]] = []
+    with gcs_kv.best_effort(f"return the outages of engine {engine}"):
+        outages = gcs_kv.list_records(f"{_OUTAGES}/{job}/")
     return next((float(one["since"]) for one in outages if one["engine"] == engine), 0.0)
 
 

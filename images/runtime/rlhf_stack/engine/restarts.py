@@ -261,12 +261,11 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
     An engine that is lost meanwhile is one more to bring back.
     """
     begun = time.monotonic()
-    detected = begun
-    lost: set[int] = set()
+    placeless = {index for index in team.lost if team.grouped and team.handles[index] not in team.grouped}
+    lost: dict[int, float] = {}  # since when
     back: set[int] = set()
     while True:
-        lost |= set(team.lost)
-        detected = min([detected, *team.lost.values()])
+        lost = {**team.lost, **lost}
         for index in sorted(team.lost):
             with actor_registry.translate_actor_errors(f"waiting for the restart of engine {index}"):
                 if handle := _bring_back(team, index):
@@ -279,6 +278,7 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
             break
     seconds = time.monotonic() - begun
     _lost_seconds.append(seconds)
+    detected = min([begun, *(since for index, since in lost.items() if index not in placeless - back)])
     back -= set(team.lost)
     events.emit(
         "recovered",

@@ -110,7 +110,10 @@ class Roster:
 
 def _note_loss(index: int, handle: Any) -> bool:
     """Note that the process before the one of ``handle`` was lost; return False if that is noted already."""
-    return gcs_kv.add_record(f"losses/{ray_private.incarnation(handle)}", {"engine": index})
+    is_noted = False
+    with gcs_kv.best_effort(f"store the loss of engine {index}"):
+        is_noted = not gcs_kv.add_record(f"losses/{ray_private.incarnation(handle)}", {"engine": index})
+    return not is_noted
 
 
 def defer_group() -> None:

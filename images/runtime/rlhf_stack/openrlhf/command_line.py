@@ -127,6 +127,14 @@ def _options(parser: Any) -> frozenset[str]:
     return frozenset(name for action in known for name in action.option_strings if name.startswith("--"))
 
 
+def installed_file(program: str) -> Path | None:
+    """Return the file of ``program`` in the installed OpenRLHF, None if there is none."""
+    try:
+        return _installed(program)[1].resolve()
+    except ArgumentsError:
+        return None
+
+
 def _installed(program: str) -> tuple[str, Path]:
     """Return the version of OpenRLHF and the file with the parser of ``program``."""
     try:

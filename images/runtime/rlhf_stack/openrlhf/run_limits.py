@@ -15,7 +15,7 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.sync.backend import BACKENDS
 
 MOST = 10**12  # of any number that has no limit of its own
-SUM_TOLERANCE = 1e-8  # of numpy, for probabilities
+SUM_TOLERANCE = 2**-26  # of numpy's Generator.choice, for probabilities
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _check_probabilities(shown: str, text: str, datasets: int | None, flat: bool
     if datasets is not None and len(found) != datasets:
         raise UserError(f"{shown}: expected as many numbers as datasets ({datasets}), separated by commas")
     if abs(math.fsum(found) - 1) > SUM_TOLERANCE:
-        raise UserError(f"{shown}: expected numbers whose sum is 1, and it is {math.fsum(found):g}")
+        raise UserError(f"{shown}: expected numbers whose sum is 1, and it is {math.fsum(found):.10g}")
 
 
 def flags_of(values: Any, section: str = "") -> Iterator[tuple[str, Any]]:

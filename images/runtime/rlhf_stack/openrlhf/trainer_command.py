@@ -1,6 +1,6 @@
 """The command lines of OpenRLHF's trainers without Ray: SFT, DPO and RM, started by deepspeed or torchrun."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -39,17 +39,24 @@ def trainer_command(words: Sequence[str]) -> TrainerCommand | None:
     return TrainerCommand(_name(words[index]), tuple(words[index + 1 :]), *_nodes_and_gpus(words[:index]))
 
 
-def openrlhf_trainer(words: Sequence[str], folder: Path) -> tuple[str, tuple[str, ...]] | None:
-    """Return a trainer of OpenRLHF and its arguments, of any launcher; None for another program.
+def installed_trainer(
+    words: Sequence[str], working_dir: str | None, installed: Callable[[str], Path | None]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return a trainer of the installed OpenRLHF and its arguments, of any launcher; None for others.
 
-    A file is OpenRLHF's if it is in ``openrlhf/cli``, relative to the working directory ``folder``.
+    ``installed`` returns the file of a trainer. A module can be that of a fork if ``working_dir`` is a URI or
+    contains ``openrlhf``.
     """
     index = _program(words)
     if index is None:
         return None
-    word = words[index]
-    place = (folder / word).resolve().parts[-3:-1] if word.endswith(".py") else tuple(word.split(".")[:-1])
-    return (_name(word), tuple(words[index + 1 :])) if place == ("openrlhf", "cli") else None
+    word, name, folder = words[index], _name(words[index]), Path(working_dir or ".")
+    if word.endswith(".py"):
+        is_installed = (folder / word).resolve() == installed(name)
+    else:
+        has_fork = working_dir and ("://" in working_dir or (folder / "openrlhf").is_dir())
+        is_installed = word == f"openrlhf.cli.{name}" and not has_fork
+    return (name, tuple(words[index + 1 :])) if is_installed else None
 
 
 def _program(words: Sequence[str]) -> int | None:

@@ -142,7 +142,9 @@ class Members:
         publishing = Background(lambda: self._publish_failure(what))
         if publishing.done(env_vars.sync_grace()):
             diagnosis = Background(self._diagnose)
-            cause = diagnosis.result() if diagnosis.done(3 * env_vars.sync_grace()) else cause
+            if diagnosis.done(3 * env_vars.sync_grace()):
+                cause = diagnosis.result()
+                Background(self._acknowledge).done(env_vars.sync_grace())
         return SyncError(
             f"weight sync, {self.describe(self.rank)}, {what}: {cause} "
             f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {first_line(error)})"
@@ -222,34 +224,50 @@ class Members:
 
         If there is neither, it returns what failed on which rank. The first rank that asks finds it out for
         all: the requests of the others do not grow with the number of ranks. It need not be rank 0, which
-        may still gather shards, or have ended.
+        may still gather shards, or have ended. A rank that it found unresponsive, or that waits for it in
+        vain, takes its place. It ends within 2.5 times `env_vars.sync_grace`.
         """
+        grace = env_vars.sync_grace()
         try:
-            finder = int(self.store.compare_set(self._key(FINDER), "", str(self.rank)))
-            cause = self._find_cause() if finder == self.rank else self._cause_found_by(finder)
-            if self.rank:
-                self.store.set(self._key(self.rank) + ACK, "")
-            else:  # the store ends with this process, so rank 0 waits until the others have read it
-                self._wait_for_readers()
+            finder = self._claim("")
+            if finder == self.rank:
+                with suppress(
+                    RuntimeError
+                ):  # a rank is late, or the store unreachable: `_split` distinguishes
+                    self.store.wait(self._states(), timedelta(seconds=grace))
+                return self._find_cause()
+            for seconds in (
+                1.75 * grace,
+                0.75 * grace,
+            ):  # the finder takes up to 1.5, its successor up to 0.5
+                cause = self._cause_found_by(finder, seconds)
+                if cause:
+                    return cause
+                former, finder = finder, self._claim(str(finder))
+                if finder == self.rank:
+                    return self._find_cause()
         except RuntimeError:
             return self._unresponsive(RANK_0)
-        return cause
+        return f"the cause is unknown: {self.describe(former)} was to find it out, and has not"
+
+    def _claim(self, former: str) -> int:
+        """Return the rank that finds the cause: this one, if it was the rank ``former`` (none: "")."""
+        return int(self.store.compare_set(self._key(FINDER), former, str(self.rank)))
 
     def _find_cause(self) -> str:
         """Return the cause, and publish it for the ranks that failed in consequence.
 
         RuntimeError if the store, which is rank 0's, is unreachable.
         """
-        keys = [self._key(rank) for rank in range(self.world)]
-        with suppress(RuntimeError):  # a rank is late or the store is unreachable; `check` distinguishes them
-            self.store.wait(keys, timedelta(seconds=env_vars.sync_grace()))
+        keys = self._states()
         present, absent = self._split(keys)
         published = self.store.multi_get([keys[rank] for rank in present]) if present else []
         states = {rank: state.decode() for rank, state in zip(present, published, strict=True)}
         cause = self._cause(states, absent)
         readers = [rank for rank, state in states.items() if not state.startswith((DONE, CAUSE)) and rank]
         self.store.set(self._key(READERS), json.dumps(readers))
-        self.store.set(self._key(FOUND), cause)
+        found = {"cause": cause, "unresponsive": [[part.start, part.stop] for part in absent]}
+        self.store.set(self._found(self.rank), json.dumps(found))
         return cause
 
     def _cause(self, states: Mapping[int, str], absent: Sequence[range]) -> str:
@@ -263,16 +281,25 @@ class Members:
             texts.append(f"and {len(named) - MOST_NAMED} more ranks")
         return "; ".join([*texts, self._unresponsive(absent)] if absent else texts)
 
-    def _cause_found_by(self, finder: int) -> str:
-        """Return the cause that rank ``finder`` publishes; RuntimeError if the store is unreachable."""
-        key, seconds = self._key(FOUND), 2 * env_vars.sync_grace()
-        with suppress(RuntimeError):  # see `_find_cause`
+    def _cause_found_by(self, finder: int, seconds: float) -> str:
+        """Return the cause that rank ``finder`` publishes within ``seconds``.
+
+        "" if it does not, or takes this rank for dead. RuntimeError if the store is unreachable.
+        """
+        key = self._found(finder)
+        with suppress(RuntimeError):  # see `_diagnose`
             self.store.wait([key], timedelta(seconds=seconds))
-        if self.store.check([key]):
-            return str(self.store.get(key).decode())
-        return (
-            f"the cause is unknown: {self.describe(finder)} was to find it out, and has not in {seconds:g} s"
-        )
+        if not self.store.check([key]):
+            return ""
+        found = json.loads(self.store.get(key))
+        return "" if any(self.rank in range(*part) for part in found["unresponsive"]) else found["cause"]
+
+    def _acknowledge(self) -> None:
+        """Report that this rank knows the cause; rank 0, with which the store ends, waits for the others."""
+        if self.rank:
+            self.store.set(self._key(self.rank) + ACK, "")
+        else:
+            self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
         with suppress(RuntimeError):
@@ -290,18 +317,23 @@ class Members:
         several indices is then of keys of which some are absent.
         """
         end = time.monotonic() + env_vars.sync_grace() / 2
-        pending = deque([range(len(keys))])
+        every = range(len(keys))
+        if self.store.check(list(keys)):
+            return list(every), []
+        pending = deque([every])  # each with an absent key
         present: list[int] = []
         absent: list[range] = []
         while pending and time.monotonic() < end:
             part = pending.popleft()
-            if self.store.check([keys[index] for index in part]):
-                present += part
-            elif len(part) == 1:
+            if len(part) == 1:
                 absent.append(part)
-            else:
-                half = len(part) // 2
-                pending += [part[:half], part[half:]]
+                continue
+            half = len(part) // 2
+            for piece in (part[:half], part[half:]):
+                if self.store.check([keys[index] for index in piece]):
+                    present += piece
+                else:
+                    pending.append(piece)
         return sorted(present), _merged([*absent, *pending])
 
     def _unresponsive(self, ranks: Sequence[range]) -> str:
@@ -311,6 +343,12 @@ class Members:
         ]
         do = "do" if len(ranks) > 1 or len(ranks[0]) > 1 else "does"
         return f"{first_names(names, MOST_NAMED)} {do} not answer: dead, stopped or cut off"
+
+    def _states(self) -> list[str]:
+        return [self._key(rank) for rank in range(self.world)]
+
+    def _found(self, finder: int) -> str:
+        return self._key(f"{FOUND} by {finder}")
 
     def _key(self, rank: object) -> str:
         return f"sync {self._sync}/{rank}"

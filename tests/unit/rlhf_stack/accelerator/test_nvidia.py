@@ -23,7 +23,14 @@ def test_a_container_has_the_gpus_that_nvml_counts(monkeypatch: pytest.MonkeyPat
     nvml.nvmlShutdown.assert_called_once_with()
 
 
-@pytest.mark.parametrize("nvml", [None, MagicMock(**{"nvmlInit.side_effect": OSError("no driver")})])
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        None,
+        MagicMock(**{"nvmlInit.side_effect": OSError("no driver")}),
+        MagicMock(**{"nvmlDeviceGetCount.side_effect": OSError, "nvmlShutdown.side_effect": OSError}),
+    ],
+)
 def test_without_nvml_the_drivers_files_are_counted(
     monkeypatch: pytest.MonkeyPatch, nvml: MagicMock | None, tmp_path: Path
 ) -> None:

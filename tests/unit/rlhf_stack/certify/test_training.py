@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.certify import training
@@ -180,6 +181,17 @@ def test_a_trainer_that_contention_ended_is_explained(monkeypatch: pytest.Monkey
     monkeypatch.setattr(subprocess, "call", lambda _: 1)
     with pytest.raises(RuntimeError, match=r"exit code 1.*while the trainer waited there: barrier of rank 1"):
         training.colocated(PLACE)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_trainers_exit_code_is_named_also_if_a_node_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = MagicMock(side_effect=RuntimeError("worker: no answer within 120 s"))
+    monkeypatch.setattr(training, "on_every_node", silent)
+    monkeypatch.setattr(subprocess, "call", lambda _: 9)
+    with pytest.raises(RuntimeError, match="exit code 9: see the log; worker: no answer within 120 s"):
+        training.separate(PLACE)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.certify import tuning
@@ -90,6 +91,15 @@ def test_the_run_is_tuned_on_a_node_with_its_model_for_the_memory_of_each(
     where, function, known, arguments = calls[1]
     assert (where, function, arguments) == (["left"], tuning.tuned, ["--flag"])
     assert [(machine.gpu_memory, machine.memory) for machine in known] == [(0, host), (80, host), (40, host)]
+
+
+def test_a_node_that_does_not_answer_is_a_problem_of_the_tuning_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = MagicMock(side_effect=RuntimeError("left: no answer within 120 s"))
+    monkeypatch.setattr(tuning, "on_every_node", silent)
+    found = tuning.choose([FreeNode("left", 8, 4, 8)], [])
+    assert found == {"settings": {}, "problems": ["left: no answer within 120 s"]}
 
 
 def test_memory_is_that_of_the_smallest_gpu_also_without_one_of_rays(

@@ -163,8 +163,9 @@ def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
         (99, True, [], submit.REFUSED, 6),
         (99, False, [], submit.REFUSED, 1),
         (99, True, ["--force"], 0, 1),
+        (99, True, ["--env", f"{env_vars.AUTOSCALE}=1"], 0, 1),
     ],
-    ids=["released", "never released", "too small", "forced"],
+    ids=["released", "never released", "too small", "forced", "autoscaler"],
 )
 def test_gpus_that_another_job_holds_are_awaited(
     busy: int,
@@ -187,10 +188,11 @@ def test_gpus_that_another_job_holds_are_awaited(
         if seen[0].free_gpus is not None:
             looks.append(now[0])
         refused = [] if room and seen[0].free.gpus else ["8 of 8 GPUs are missing\n  free: a"]
-        return SimpleNamespace(refusal="".join(refused), problems=refused)
+        idle = ["out of memory"] if refused and seen[0].free_gpus is None else []
+        return SimpleNamespace(refusal="".join(refused), problems=[*refused, *idle])
 
     monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "10")
+    monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "900")
     monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
     monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
     monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
@@ -200,12 +202,14 @@ def test_gpus_that_another_job_holds_are_awaited(
     )
     monkeypatch.setattr("rlhf_stack.planning.assess", assess)
     monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
-    assert main(["submit", *options, "--", "x"]) == code
+    timeout = ["--env", f"{env_vars.PLACEMENT_TIMEOUT}=10"]
+    assert main(["submit", *timeout, *options, "--", "x"]) == code
     assert len(looks) == polls
     errors = capsys.readouterr().err
     waits = "waiting up to 10 s (RLHF_STACK_PLACEMENT_TIMEOUT) for GPUs in use: 8 of 8 GPUs are missing"
     assert errors.count(waits) == (polls > 1)
     assert ("GPUs in use were not released within 10 s" in errors) == (polls == 6)
+    assert ("out of memory" in errors) == (not room), "the reasons on idle GPUs too"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -368,6 +372,18 @@ def test_a_trainer_that_the_image_can_run_is_submitted(
 def test_a_program_of_the_user_is_submitted_unchecked(submitted: list[list[str]]) -> None:
     words = ["python", "train_sft.py", "--ds.ring_attn_size", "2"]
     assert main(["submit", "--", *words]) == 0
+    assert submitted == [words]
+
+
+@pytest.mark.parametrize("options", [["--working-dir"], ["--env", "PYTHONPATH=/fork"]])
+@pytest.mark.parametrize("program", ["openrlhf/cli/train_sft.py", "-m openrlhf.cli.train_sft"])
+def test_a_trainer_of_a_fork_is_submitted_unchecked(
+    options: list[str], program: str, submitted: list[list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "openrlhf").mkdir()
+    words = ["python", *program.split(), "--my_flag"]
+    folder = [str(tmp_path)] if options == ["--working-dir"] else []
+    assert main(["submit", *options, *folder, "--", *words]) == 0
     assert submitted == [words]
 
 

@@ -186,3 +186,16 @@ def test_a_node_on_which_processes_of_engines_were_lost_twice_is_unreliable_too(
     assert recipes.unreliable_nodes() == ["10.0.0.3"]
     ray.get_runtime_context.return_value.get_job_id.return_value = "other"
     assert recipes.unreliable_nodes() == []
+
+
+def test_the_losses_of_nodes_are_unknown_if_the_head_does_not_answer(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes.record(0, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
+    slow = MagicMock(side_effect=TimeoutError("the head is busy"))
+    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "put_record", slow)
+    recipes.note_lost_process(0)
+    monkeypatch.setattr(gcs_kv, "list_records", slow)
+    recipes.note_lost_process(0)
+    assert recipes.unreliable_nodes() == []

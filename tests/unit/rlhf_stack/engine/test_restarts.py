@@ -156,6 +156,28 @@ def test_an_outage_is_measured_from_the_detection_of_the_loss(
     assert records["outages/job/1"]["since"] == 200, "the next outage is another one"
 
 
+def test_a_head_that_does_not_answer_does_not_end_a_run_that_only_measures_an_outage(
+    ray: MagicMock,
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    emitted, slow = MagicMock(), MagicMock(side_effect=TimeoutError("the head is busy"))
+    monkeypatch.setattr(events, "emit", emitted)
+    restarted.begin("job", 1)
+    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(ray_private, "incarnation", str)
+    for name in ("put_record", "add_record", "list_records"):
+        monkeypatch.setattr(gcs_kv, name, slow)
+    caplog.clear()
+    restarted.weights_received()
+    restarted.note_loss(1)
+    team = roster.Roster(["engine"])
+    team.drop("engine", "it was lost")
+    assert [given.args[0] for given in emitted.call_args_list[1:]] == ["engine restored", "engine lost"]
+    assert sum("Ray's head did not" in record.getMessage() for record in caplog.records) == 1
+
+
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     """The states of actors other than "ALIVE", by their handles' identity."""
@@ -567,6 +589,26 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
     group.async_run_method.assert_called_once_with("form_weight_group", {1: left})
     restarts.wait_for_restarts(engines, group)
     assert wait.call_count == 1, "the group has no other members than before"
+
+
+def test_a_recovery_is_measured_without_an_engine_that_an_earlier_one_left_out(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "set_metric", MagicMock())
+    emitted = MagicMock()
+    monkeypatch.setattr(events, "emit", emitted)
+    monkeypatch.setattr(restarts, "_form_group", lambda *_: True)
+    engines = [engine(number=number) for number in range(3)]
+    team = roster.of(engines)
+    for index, seconds in ((0, 400), (1, 40)):
+        team.drop(team.handles[index], "it was lost")
+        team.lost[index] -= seconds
+    team.grouped = [team.handles[1], team.handles[2]]
+    monkeypatch.setattr(restarts, "_bring_back", lambda _, index: team.handles[1] if index else None)
+    restarts._recover(team, None, is_group_broken=True)
+    recovered = emitted.call_args.kwargs
+    assert (recovered["lost"], recovered["back"]) == ([0, 1], [1])
+    assert 40 <= time.time() - recovered["detected"] < 400
 
 
 @pytest.mark.parametrize("is_back", [True, False])

@@ -83,6 +83,7 @@ def test_a_number_or_name_without_sense_is_refused(flag: str, value: Any, expect
         ("data.prompt_probs", "data.prompt_dataset", "", "'': expected a number"),
         ("data.dataset_probs", "data.dataset", "0.5,0.25,0.25", "expected as many numbers as datasets (2)"),
         ("data.dataset_probs", "data.dataset", "0.5,0.6", "expected numbers whose sum is 1, and it is 1.1"),
+        ("data.dataset_probs", "data.dataset", "0.5,0.500000015", "sum is 1, and it is 1.000000015"),
         ("prompt_data_probs", "prompt_data", "1.0", "expected as many numbers as datasets (2)"),
         ("pretrain_data_probs", "pretrain_data", "1.5,-0.5", "'1.5': expected a number of at least 0 and at"),
         ("dataset_probs", "dataset", "0.5,inf", "'inf': expected a number of at least 0 and at most 1"),
@@ -103,6 +104,7 @@ def test_probabilities_that_no_datasets_can_have_are_refused(
     [
         *(("data.prompt_probs", None), ("data.prompt_probs", "0.4, 0.6"), ("data.prompt_probs", ".7,3e-1")),
         *(("prompt_data_probs", "0.3333333333,0.6666666667"), ("prompt_data_probs", "1.0,0")),
+        ("data.prompt_probs", "0.5,0.5000000148"),  # numpy accepts it
     ],
 )
 def test_probabilities_of_all_datasets_are_accepted(flag: str, value: str | None) -> None:

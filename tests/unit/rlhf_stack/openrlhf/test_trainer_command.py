@@ -8,7 +8,7 @@ import pytest
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import parse_shape
 from rlhf_stack.openrlhf.run_spec import trainer_run
-from rlhf_stack.openrlhf.trainer_command import TrainerCommand, openrlhf_trainer, trainer_command
+from rlhf_stack.openrlhf.trainer_command import TrainerCommand, installed_trainer, trainer_command
 from rlhf_stack.planning import advise, assess, uniform_machines
 
 SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")}
@@ -80,11 +80,29 @@ def test_a_wrong_number_of_a_launcher_is_an_error(value: str) -> None:
 )
 def test_a_trainer_of_openrlhf_is_known_with_every_launcher(words: str, program: str | None) -> None:
     """A file of the same name elsewhere is somebody's own program."""
-    assert openrlhf_trainer(words.split(), Path("/work")) == (program and (program, ("--x", "1")))
+    found = installed_trainer(words.split(), "/src", installed)
+    assert found == (program and (program, ("--x", "1")))
+
+
+def installed(program: str) -> Path:
+    return Path(f"/src/openrlhf/cli/{program}.py")
 
 
 def test_a_file_of_openrlhf_is_known_from_its_own_folder() -> None:
-    assert openrlhf_trainer(["python", "train_rm.py"], Path("/src/openrlhf/cli")) == ("train_rm", ())
+    words = ["python", "train_rm.py"]
+    assert installed_trainer(words, "/src/openrlhf/cli", installed) == ("train_rm", ())
+
+
+@pytest.mark.parametrize("program", ["openrlhf/cli/train_sft.py", "-m openrlhf.cli.train_sft"])
+@pytest.mark.parametrize("has_fork", [True, False])
+def test_a_trainer_of_a_fork_is_not_that_of_the_installed_openrlhf(
+    program: str, has_fork: bool, tmp_path: Path
+) -> None:
+    (tmp_path / ("openrlhf" if has_fork else "src")).mkdir()
+    words = ["python", *program.split()]
+    expected = None if has_fork or "-m" not in words else ("train_sft", ())
+    assert installed_trainer(words, str(tmp_path), installed) == expected
+    assert installed_trainer(words, "s3://bucket/code.zip", installed) is None
 
 
 def sections(**model: Any) -> SimpleNamespace:

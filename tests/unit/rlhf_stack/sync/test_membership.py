@@ -186,17 +186,41 @@ def test_one_rank_of_thousands_finds_the_cause_and_the_others_read_it_with_few_r
     assert seconds < SECONDS
 
 
+def fail_bucket(members: Members) -> str:
+    return str(members.failure("a bucket", RuntimeError("cut off")))
+
+
 @ANY_ORDER
-def test_no_rank_is_called_dead_because_a_diagnosis_takes_long(
+@pytest.mark.parametrize("ended", [False, True], ids=["far", "ended"])
+def test_a_rank_that_finds_no_cause_in_time_is_succeeded(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Rank 2 was to find the cause: it is slow, or its process has ended with that of rank 3."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
+    _, other, far, third = joined(cuda, 4)
+    far._claim("")
+    if not ended:
+        for members in (far, third):
+            members._publish_failure("a bucket")
+    other.store.set(other._key(0), DONE)
+    error = fail_bucket(other)
+    if ended:
+        assert "rank 2 on 127.0.0.1, rank 3 on 127.0.0.1 do not answer" in error
+    else:
+        assert "rank 2 on 127.0.0.1: a bucket; rank 3 on 127.0.0.1: a bucket" in error
+        assert "answer" not in error
+
+
+@ANY_ORDER
+def test_a_rank_that_was_found_unresponsive_finds_the_cause_itself(
     cuda: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 was to make it, and is far away."""
+    """Rank 0 gathers with the other ranks of the trainer to the end, and fails only then; rank 2 is lost."""
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
-    _, other, far = joined(cuda, 3)
-    far.store.compare_set(far._key("finder"), "", "2")
-    error = str(other.failure("a bucket", RuntimeError("cut off")))
-    assert "the cause is unknown: rank 2 on 127.0.0.1 was to find it out, and has not in 0.5 s" in error
-    assert "does not answer" not in error
+    first, other, _lost, late = joined(cuda, 4)
+    assert "rank 0 (the trainer) on 127.0.0.1, rank 2 on 127.0.0.1, rank 3" in fail_bucket(other)
+    assert "a bucket: rank 2 on 127.0.0.1, rank 3 on 127.0.0.1 do not answer" in fail_bucket(first)
+    assert "a bucket: rank 2 on 127.0.0.1 does not answer" in fail_bucket(late)
 
 
 @ANY_ORDER

@@ -4,7 +4,8 @@ Plans the run with the free resources of the cluster, and refuses it with the re
 does not fit; GPUs that another job holds are awaited for RLHF_STACK_PLACEMENT_TIMEOUT seconds (120) first.
 Otherwise submits the unchanged command line to Ray's job server, prints the job's output, and exits with the
 job's exit code (1 if Ray reports none, or one of the codes below). Only train_ppo_ray is planned. The
-arguments of OpenRLHF's SFT, DPO and RM are checked as by `plan`; another command is submitted as it is.
+arguments of the installed OpenRLHF's SFT, DPO and RM are checked as by `plan`; another command, such as
+one of a fork in --working-dir or --env PYTHONPATH, is submitted as it is.
 
   rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
   rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
@@ -177,9 +178,10 @@ def _run(options: argparse.Namespace) -> int:
     variables = environment()["env_vars"]
     env_vars.check(variables)
     _warn_of_secrets(variables, words)
-    supervision = _supervision(options, words, environment) if options.restarts or options.grace else None
+    is_supervised = options.restarts or options.grace
+    supervision = _supervision(options, words, environment, variables) if is_supervised else None
     follows = supervision is not None and supervision.follows_a_job
-    problems = [] if follows else _problems_after_wait(options, words)
+    problems = [] if follows else _problems_after_wait(options, words, variables)
     for problem in problems:
         messages.error(problem)
     if problems and not options.force:
@@ -215,11 +217,14 @@ def _configure_log(options: argparse.Namespace) -> None:
 
 
 def _supervision(
-    options: argparse.Namespace, words: Sequence[str], environment: Callable[[], dict[str, Any]]
+    options: argparse.Namespace,
+    words: Sequence[str],
+    environment: Callable[[], dict[str, Any]],
+    variables: Mapping[str, str],
 ) -> supervised.Supervision:
     def assess(changed: Sequence[str]) -> list[str]:
         described = argparse.Namespace(**(vars(options) | {"command_line": list(changed)}))
-        return _problems(described, changed, lambda _: None)  # the first attempt has shown them
+        return _problems(described, changed, variables)  # the first attempt has shown them
 
     limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds, options.grace)
     return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
@@ -289,21 +294,25 @@ def runtime_env(
     return {"env_vars": variables} | ({"working_dir": working_dir} if working_dir else {})
 
 
-def _problems_after_wait(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
+def _problems_after_wait(
+    options: argparse.Namespace, words: Sequence[str], variables: Mapping[str, str]
+) -> list[str]:
     """The reasons why the run cannot start; GPUs that are in use are awaited as long as a reservation waits.
 
-    The processes of a job that has just ended may still hold them.
+    The processes of a job that has just ended may still hold them. ``variables`` are those of the job.
     """
-    problems = _problems(options, words, messages.warning)
-    if not problems or options.force or _problems(options, words, idle=True):
+    problems = _problems(options, words, variables, messages.warning)
+    if not problems or options.force:
         return problems
-    limit = env_vars.placement_timeout()
+    if idle := _problems(options, words, variables, idle=True):
+        return [*problems, *(problem for problem in idle if problem not in problems)]
+    limit = env_vars.placement_timeout(variables)
     within = f"{limit:.0f} s ({env_vars.PLACEMENT_TIMEOUT})"
     messages.info(f"waiting up to {within} for GPUs in use: {problems[0].splitlines()[0]}")
     end = time.monotonic() + limit
     while problems and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-        problems = _problems(options, words)
+        problems = _problems(options, words, variables)
     return [*problems, f"GPUs in use were not released within {within}"] if problems else []
 
 
@@ -314,6 +323,7 @@ def _unheard(_: str) -> None:
 def _problems(
     options: argparse.Namespace,
     words: Sequence[str],
+    variables: Mapping[str, str],
     warn: Callable[[str], None] = _unheard,
     idle: bool = False,
 ) -> list[str]:
@@ -325,7 +335,9 @@ def _problems(
     try:
         command_line.extract_arguments(words)
     except command_line.ArgumentsError:
-        for note in run_options.check_trainer(words, Path(options.working_dir or ".")):
+        if "PYTHONPATH" in variables:  # it can contain a fork of OpenRLHF
+            return []
+        for note in run_options.check_trainer(words, options.working_dir):
             warn(f"OpenRLHF: {note}")
         return []
     from rlhf_stack.planning import assess
@@ -338,7 +350,7 @@ def _problems(
         machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
     found = assess(run, machines, run_options.read_shapes(run, options))
     of_checkpoints = checkpoints_of(words)[1].obstacles()
-    if found.refusal and env_vars.flag(env_vars.AUTOSCALE):
+    if found.refusal and env_vars.flag(env_vars.AUTOSCALE, variables):
         messages.info(f"{found.refusal}; the run will ask the autoscaler")
         return [*of_checkpoints, *(problem for problem in found.problems if problem != found.refusal)]
     return [*of_checkpoints, *found.problems]
