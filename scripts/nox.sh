@@ -18,6 +18,11 @@ fail() {
     exit 2
 }
 
+# Users of other ids read the tests in the images.
+if command -v find >/dev/null && [ -z "$(find "$root/scripts" -maxdepth 0 -perm -005)" ]; then
+    fail "other users cannot read this checkout, as after a clone under umask 077: run chmod -R go+rX $root"
+fi
+
 # Prints a Python that is new enough and can make an environment with pip, or nothing. Never one inside an
 # environment, which may be the one to be rebuilt.
 find_python() {

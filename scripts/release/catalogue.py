@@ -17,6 +17,7 @@ from scripts.errors import UserError
 from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand_all, load
 from scripts.paths import ROOT
+from scripts.processes import captured
 from scripts.release import facts, fault_cases
 from scripts.release.facts import Facts, Measured
 from scripts.release.measure import measure
@@ -42,13 +43,13 @@ def write(offline: bool) -> None:
 
 
 def check(offline: bool) -> list[str]:
-    """Return a line for each stale file and each record whose evidence on this machine disagrees with it.
+    """Return a line for each stale file, removed record, and record with other evidence on this machine.
 
     Unless ``offline``, also for each local image that disagrees with its facts.
     """
     cells = expand_all(load())
     known = facts.load(cells)
-    reasons = stale(cells, known, README.read_text(encoding="utf-8")) + contradicted(known)
+    reasons = stale(cells, known, README.read_text(encoding="utf-8")) + removed() + contradicted(known)
     if not reasons and not offline:
         for cell_id, measured in measure_all(connect(), [cell for cell in cells if cell.id in known]).items():
             reasons += differences(known[cell_id], measured)
@@ -84,6 +85,20 @@ def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> lis
         for path, text in texts(cells, known, readme).items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
+
+
+def removed(root: Path = ROOT, folder: str = "images/records") -> list[str]:
+    """Return a line for each record that a commit of the history, or an uncommitted change, has removed.
+
+    A shallow clone has only the history that it fetched.
+    """
+    only_names = ("--no-renames", "--diff-filter=D", "--name-only", "-z")
+    deleted: set[str] = set()
+    for command in (["log", "--format=", *only_names], ["diff", "HEAD", *only_names]):
+        listing = captured(["git", *command, "--", folder], root)
+        deleted |= {name for name in listing.stdout.replace("\n", "").split("\0") if name}
+    missing = sorted(name for name in deleted if not (root / name).exists())
+    return [f"{name} was removed, and records are only added: git log -- {name}" for name in missing]
 
 
 def contradicted(known: Mapping[str, Facts], roots: Sequence[Path] = records.ROOTS) -> list[str]:

@@ -56,11 +56,17 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SuiteResult(msgspec.Struct, frozen=True):
-    """The last result of a suite on an image of the same inputs, and its attempts on these images."""
+    """The last result of a suite on an image of the same inputs, and its attempts on these images.
+
+    ``tests`` is the digest of its tests, ``most`` how many of the same tests passed in its best attempt.
+    """
 
     record: str
     image: str
     revision: str
+    tests: str
+    when: datetime.datetime
+    most: int
     outcome: str
     passed: int
     failed: int
@@ -178,6 +184,9 @@ def _result(attempts: Sequence[Record]) -> SuiteResult:
         record=records.file_name(last),
         image=last.image,
         revision=last.revision,
+        tests=last.tests,
+        when=last.when,
+        most=max(record.passed for record in attempts if record.tests == last.tests),
         outcome=last.outcome,
         passed=last.passed,
         failed=len(last.failures),

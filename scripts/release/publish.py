@@ -228,7 +228,7 @@ def untrue(items: Iterable[Item]) -> list[str]:
     )
     known = facts.load([item.cell for item in items])
     for item in items:
-        reasons += requirements.catalogued(item.cell.id, str(item.image.id), known)
+        reasons += requirements.catalogued(item.cell, str(item.image.id), known)
     return reasons
 
 

@@ -1,6 +1,8 @@
 """The generated pages: ``images/README.md``, and the README's table of cells."""
 
+import functools
 import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,12 +22,25 @@ from scripts.release import certificates, facts, fault_cases, published_scripts,
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_same_inputs
 from scripts.testing import proofs, records
+from scripts.testing.suite_digest import suite_digest
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
 END = "<!-- cells: end -->"
 COLUMNS = ("GPU", "driver", "tag", "status")
 OVERVIEW_COLUMNS = ("cell", "image", "state", "size", "shared", "own", "architectures", "supported")
-SUITE_COLUMNS = ("suite", "outcome", "passed", "failed", "skipped", "seconds", "attempts", "commit", "image")
+SUITE_COLUMNS = (
+    "suite",
+    "outcome",
+    "passed",
+    "failed",
+    "skipped",
+    "seconds",
+    "attempts",
+    "date",
+    "commit",
+    "image",
+    "reservations",
+)
 FAULT_COLUMNS = (
     "layout",
     "fault",
@@ -43,7 +58,7 @@ FAULT_COLUMNS = (
 )
 GPUS_FIRST = ("cuda", "rocm", "cpu")
 NO_RECORDS, RECIPE_ONLY = "not verified: there are no records of an image", "recipe only, never built"
-NOT_YET = "not verified yet: its sources changed after {} on an image of commit {}"
+NOT_YET = "not verified yet: its sources changed; at commit {}: {}"
 UNKNOWN = "?"
 
 
@@ -101,12 +116,34 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     if failed:
         tests = f"failed: {', '.join(failed)}"
     if not facts.is_current(cell, measured):
-        return NOT_YET.format(tests, measured.revision[: records.DIGITS])
+        return NOT_YET.format(measured.revision[: records.DIGITS], tests)
     absent = [name for name in records.required(cell) if name not in measured.suites]
+    doubtful = [name for name, suite in measured.suites.items() if reservations(name, suite)]
     parts = [f"built here, {tests}", *([f"not run: {', '.join(absent)}"] if absent else [])]
+    parts += [f"with reservations: {', '.join(doubtful)}"] if doubtful else []
     ran = certificates.of_cell(certificates.load(), cell.id, measured.inputs)
     never = [] if cell.accelerator.kind == "cpu" else ["never run on a GPU"]
     return "; ".join([*parts, *([ran] if ran else never)])
+
+
+def reservations(name: str, suite: SuiteResult) -> list[str]:
+    """Return why the result of a suite proves less than it says, although its record is a true one."""
+    undeclared = [
+        reason
+        for reason in suite.skips
+        if not any(re.fullmatch(known, reason) for known in SUITES[name].skips)
+    ]
+    return [
+        *(["its tests changed since"] if suite.tests != _tests(name) else []),
+        *(["uncommitted changes"] if suite.revision.endswith(DIRTY) else []),
+        *([f"{suite.most} of the same tests passed before"] if suite.passed < suite.most else []),
+        *(f"undeclared reason for a skip: {reason}" for reason in undeclared),
+    ]
+
+
+@functools.cache
+def _tests(name: str) -> str:
+    return suite_digest(name)
 
 
 def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case] = ()) -> str:
@@ -230,7 +267,7 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
         "inputs": _short(measured.inputs),
         "source": _short(measured.source),
         "own_source": _short(source_digest(cell)),
-        "results": [(name, *_counts(result)) for name, result in measured.suites.items()],
+        "results": [(name, *_counts(name, result)) for name, result in measured.suites.items()],
         "skips": [
             (name, reason, str(tests))
             for name, result in measured.suites.items()
@@ -241,10 +278,12 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
     }
 
 
-def _counts(suite: SuiteResult) -> tuple[str, ...]:
+def _counts(name: str, suite: SuiteResult) -> tuple[str, ...]:
     attempts = f"{suite.attempts}{f', {suite.failed_attempts} failed' if suite.failed_attempts else ''}"
     counts = (suite.passed, suite.failed, sum(suite.skips.values()), round(suite.seconds))
-    return suite.outcome, *map(str, counts), attempts, _commit(suite.revision), f"`{_short(suite.image)}`"
+    commit, image = suite.revision[: records.DIGITS], f"`{_short(suite.image)}`"
+    doubts = "; ".join(reservations(name, suite)) or "none"
+    return suite.outcome, *map(str, counts), attempts, f"{suite.when:%Y-%m-%d}", commit, image, doubts
 
 
 def _commit(revision: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from scripts.matrix.load import Cell
 from scripts.patches.check import existing_tests, expired
 from scripts.patches.series import series_of
-from scripts.release.facts import Facts
+from scripts.release.facts import Facts, is_current
 from scripts.testing import records
 from scripts.testing.acceptance import unproved
 from scripts.testing.records import Record, Subject
@@ -42,18 +42,26 @@ def dates(cell: Cell, today: datetime.date) -> list[str]:
     return reasons + [wrong for s in series_of(cell) for wrong in expired(s, today, existing_tests())]
 
 
-def checkout(revision: str, found: Iterable[Record]) -> list[str]:
-    """Return why lint and the unit tests are not known to pass on a commit, from the records of checkouts."""
+def checkout(revision: str, found: Iterable[Record], root: Path = records.RECORDS) -> list[str]:
+    """Return why lint and the unit tests are not known to pass on a commit, from the records of checkouts.
+
+    ``root`` has their evidence.
+    """
     last = {record.suite: record for record in found if record.inputs == revision}
+    altered = {check: records.altered_evidence(record, root) for check, record in last.items()}
     return [
         f"{check} did not pass on {revision[: records.DIGITS]}: run python -m scripts suites --checks"
         for check in records.CHECKS
-        if check not in last or last[check].outcome != "passed" or not last[check].passed
+        if check not in last or last[check].outcome != "passed" or not last[check].passed or altered[check]
     ]
 
 
-def catalogued(cell_id: str, image: str, known: Mapping[str, Facts]) -> list[str]:
-    """Return a line unless the catalogue is about the image of a cell."""
-    if cell_id in known and known[cell_id].image == image:
-        return []
-    return [f"{cell_id}: the catalogue is about another image: run python -m scripts catalogue, and commit"]
+def catalogued(cell: Cell, image: str, known: Mapping[str, Facts]) -> list[str]:
+    """Return a line unless the catalogue is about the image of a cell and the sources of this checkout."""
+    if cell.id not in known or known[cell.id].image != image:
+        return [
+            f"{cell.id}: the catalogue is about another image: run python -m scripts catalogue, and commit"
+        ]
+    if not is_current(cell, known[cell.id]):
+        return [f"{cell.id}: the catalogue calls it not verified yet: build it, and test it"]
+    return []

@@ -148,6 +148,14 @@ def test_a_failed_installation_is_reported_and_leaves_no_stamp(project: Project)
     assert not (project.environment / "stamp").exists()
 
 
+def test_a_checkout_that_other_users_cannot_read_is_refused(project: Project) -> None:
+    (project.folder / "scripts").chmod(0o700)
+    failed = project.run()
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.endswith(f"umask 077: run chmod -R go+rX {project.folder}\n")
+    assert not project.environment.exists()
+
+
 def test_a_file_with_another_hash_is_refused(project: Project) -> None:
     project.lock("nox==1.0 --hash=sha256:" + "0" * 64 + "\n")
     failed = project.run()

@@ -1,7 +1,9 @@
 """The catalogue's pages follow from the records and the sources, and anything else on them is reported."""
 
 import datetime
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +192,8 @@ def test_facts_of_other_sources_are_shown_as_not_verified_yet(store: Store) -> N
     store.run(before, "patches")
     store.run(before, "image")
     known = store.keep(before)
-    tests = "4 tests passed on a CPU on an image of commit aaaaaaaaaaaa"
-    assert render.status(CELL, known) == f"not verified yet: its sources changed after {tests}"
+    tests = "at commit aaaaaaaaaaaa: 4 tests passed on a CPU"
+    assert render.status(CELL, known) == f"not verified yet: its sources changed; {tests}"
     text = render.page([CELL], known)
     assert f"This checkout has the sources `{source_digest(CELL)[:12]}`: not verified yet." in text
     assert "**not verified yet**" in text
@@ -330,7 +332,50 @@ def test_a_record_of_another_machine_s_image_of_the_same_inputs_is_shown_with_th
     store.run(msgspec.structs.replace(measured(CELL), image="sha256:" + "2" * 64), "image")
     known = store.keep(measured(CELL))
     [line] = (line for line in render.page([CELL], known).splitlines() if line.startswith("| image | passed"))
-    assert line.endswith("| `222222222222` |")
+    assert "| `222222222222` |" in line
+
+
+def test_a_result_that_proves_less_than_it_says_has_reservations(store: Store) -> None:
+    """On the page and in the README: other tests, uncommitted changes, fewer tests, undeclared skips."""
+    store.run(measured(CELL), "image", re.sub("<skipped.*skipped>", "", JUNIT))
+    store.run(measured(CELL), "image", JUNIT.replace("no GPU", "this image has no OpenTelemetry"))
+    result = store.keep(measured(CELL))[CELL.id].suites["image"]
+    clean = msgspec.structs.replace(result, revision="a" * 40)
+    assert render.reservations("image", clean) == ["3 of the same tests passed before"]
+    for changes, expected in (
+        ({"most": 2}, []),
+        ({"most": 2, "tests": "0" * 64}, ["its tests changed since"]),
+        ({"most": 2, "revision": f"{'a' * 40}-dirty"}, ["uncommitted changes"]),
+        ({"most": 2, "skips": {"no time": 999}}, ["undeclared reason for a skip: no time"]),
+    ):
+        assert render.reservations("image", msgspec.structs.replace(clean, **changes)) == expected
+    known = store.facts()
+    assert "3 of the same tests passed before |" in render.page([CELL], known)
+    assert "; with reservations: image" in render.status(CELL, known)
+
+
+def test_a_record_that_was_removed_from_the_history_is_reported(tmp_path: Path) -> None:
+    """Also the only attempt, which leaves no gap; a record that was restored is no error."""
+
+    def git(*arguments: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    files = [tmp_path / "images" / "records" / name for name in ("failed", "restored", "kept", "unstaged")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(number), encoding="utf-8")
+    git("add", ".")
+    git("commit", "-m", "x")
+    git("rm", "images/records/failed", "images/records/restored")
+    git("commit", "-m", "y")
+    files[1].write_text("1", encoding="utf-8")
+    files[3].unlink()
+    assert [line.split()[0] for line in catalogue.removed(tmp_path)] == [
+        "images/records/failed",
+        "images/records/unstaged",
+    ]
 
 
 def test_a_record_of_other_inputs_gives_no_figure(store: Store) -> None:

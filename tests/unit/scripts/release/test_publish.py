@@ -10,6 +10,7 @@ import pytest
 from scripts.docker.registry import Remote
 from scripts.errors import UserError
 from scripts.images.inputs import INPUTS, REVISION, image_labels
+from scripts.images.source import source_digest
 from scripts.matrix.load import expand, load
 from scripts.release import catalogue, facts, publish, requirements
 from scripts.testing import records
@@ -51,6 +52,15 @@ def test_checks_and_a_catalogue_of_these_images_are_required(monkeypatch: pytest
         "page.md does not follow",
         f"{CELL.id}: the catalogue is about another image: run python -m scripts catalogue, and commit",
     ]
+
+
+def test_a_cell_that_the_catalogue_calls_not_verified_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its changed sources give the same inputs."""
+    known: dict[str, Any] = {CELL.id: SimpleNamespace(image="sha256:1", source="of another commit")}
+    [reason] = requirements.catalogued(CELL, "sha256:1", known)
+    assert "the catalogue calls it not verified yet" in reason
+    known[CELL.id].source = source_digest(CELL)
+    assert requirements.catalogued(CELL, "sha256:1", known) == []
 
 
 @pytest.mark.parametrize(

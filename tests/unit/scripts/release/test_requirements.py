@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from scripts.digests import sha256
 from scripts.matrix.load import expand, load
 from scripts.patches.series import series_of
 from scripts.release import requirements
@@ -166,9 +167,15 @@ def test_support_and_reviews_have_dates() -> None:
     assert any("Review-By" in reason for reason in requirements.dates(CELL, review + DAY))
 
 
-def test_lint_and_unit_must_have_passed_on_the_commit() -> None:
+def test_lint_and_unit_must_have_passed_on_the_commit(tmp_path: Path) -> None:
+    junit = passed(1).encode()
+    evidence = tmp_path / records.CHECKOUT / ("a" * records.DIGITS) / "evidence" / f"{sha256(junit)}.xml"
+    evidence.parent.mkdir(parents=True)
+    evidence.write_bytes(junit)
+
     def record(suite: str, **changes: Any) -> Record:
         return Record(
+            evidence=(evidence.name,),
             cell=records.CHECKOUT,
             image="",
             inputs="a" * 40,
@@ -183,8 +190,8 @@ def test_lint_and_unit_must_have_passed_on_the_commit() -> None:
         )
 
     lint, unit = record("lint"), record("unit")
-    assert requirements.checkout("a" * 40, [lint, unit]) == []
-    assert requirements.checkout("a" * 40, [lint]) == [
+    assert requirements.checkout("a" * 40, [lint, unit], tmp_path) == []
+    assert requirements.checkout("a" * 40, [lint], tmp_path) == [
         "unit did not pass on aaaaaaaaaaaa: run python -m scripts suites --checks"
     ]
     for wrong in (
@@ -194,6 +201,8 @@ def test_lint_and_unit_must_have_passed_on_the_commit() -> None:
         {"passed": 0},
     ):
         found = [msgspec.structs.replace(lint, **wrong), unit]
-        assert len(requirements.checkout("a" * 40, found)) == 1
+        assert len(requirements.checkout("a" * 40, found, tmp_path)) == 1
     again = msgspec.structs.replace(lint, attempt=2, outcome="failed")
-    assert len(requirements.checkout("a" * 40, [lint, again, unit])) == 1
+    assert len(requirements.checkout("a" * 40, [lint, again, unit], tmp_path)) == 1
+    evidence.write_bytes(passed(2).encode())
+    assert len(requirements.checkout("a" * 40, [lint, unit], tmp_path)) == 2
