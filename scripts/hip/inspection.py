@@ -1,5 +1,6 @@
 """What is asserted about the compiled wheels: their kernels, and the symbols that they leave undefined."""
 
+import re
 import subprocess
 import zipfile
 from collections import Counter
@@ -46,6 +47,8 @@ HIP = {
     "vllm_rocm": "libamdhip64.so",
     "deepspeed": LIBRARIES["libamdhip64.so"],
 }
+# All that call hipBLAS name the file in torch's wheel. hipBLASLt's functions are those of another library.
+BLAS, OF_BLAS = "libhipblas.so", re.compile(r"hipblas(?!Lt)[A-Z]\w*")
 LOADED = {*LIBRARIES, "libstdc++.so.6", "libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
 MASQUERADED = {MASQUERADING: "libtorch_hip.so; declared by torch's header of the same name"}
 HGEMM = {"hipblasHgemm": "libhipblas.so, which the wheel contains; declared by hipBLAS's header"}
@@ -92,15 +95,16 @@ def inspect(
     """Return the facts about a wheel, with everything that is wrong about it."""
     with zipfile.ZipFile(wheel) as archive:
         compiled = [file for file in archive.namelist() if not file.startswith(COPIED)]
-        shared = [archive.read(file) for file in compiled if file.endswith(".so")]
-    objects = Counter(own for content in shared for own, _, _ in kernels.code_objects(content))
-    found = [kernel for content in shared for kernel in kernels.kernels(content)]
+        shared = {file: archive.read(file) for file in compiled if file.endswith(".so")}
+    objects = Counter(own for content in shared.values() for own, _, _ in kernels.code_objects(content))
+    found = [kernel for content in shared.values() for kernel in kernels.kernels(content)]
     counts = Counter(kernel.architecture for kernel in found)
-    linked = [symbols.read(content) for content in shared]
-    owners = {symbol: owner(symbol, providers) for symbol in set().union(*(one.undefined for one in linked))}
+    linked = {file: symbols.read(content) for file, content in shared.items()}
+    undefined = set().union(*(one.undefined for one in linked.values()))
+    owners = {symbol: owner(symbol, providers) for symbol in undefined}
     left = {symbol for symbol, owned in owners.items() if not owned}
-    needed = {library for one in linked for library in one.needed}
-    defined = set().union(*(one.defined for one in linked))
+    needed = {library for one in linked.values() for library in one.needed}
+    defined = set().union(*(one.defined for one in linked.values()))
     expected = dict.fromkeys(architectures, EXPECTED[name]) if name in EXPECTED else {}
     explained = EXPLAINED[name]
     return Package(
@@ -132,6 +136,12 @@ def inspect(
                 for library in sorted(needed - LOADED - {HIP[name]})
             ),
             *(() if HIP[name] in needed else (f"it does not require {HIP[name]}",)),
+            *(
+                f"{file} leaves {symbol} undefined, and does not require {BLAS}"
+                for file, one in linked.items()
+                if BLAS not in one.needed
+                for symbol in sorted(filter(OF_BLAS.fullmatch, one.undefined))
+            ),
         ),
     )
 

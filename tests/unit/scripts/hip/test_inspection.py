@@ -38,6 +38,10 @@ def wheel(folder: Path, *objects: bytes) -> Path:
     return path
 
 
+def _problems(name: str, path: Path) -> tuple[str, ...]:
+    return inspection.inspect(name, path, GPUS, PROVIDERS).problems
+
+
 @pytest.mark.usefixtures("linked")
 def test_undefined_symbols_are_counted_by_who_defines_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,6 +85,27 @@ def test_the_explained_symbols_of_a_package_are_its_own(
     assert f"undefined and unexplained: {other}" in problems
     missing = {line.rpartition(" ")[2] for line in problems if line.startswith("explained, but not")}
     assert missing == EXPLAINED[name].keys() - {kept}
+
+
+@pytest.mark.parametrize("name", ["vllm_rocm_ops", "vllm_rocm"])
+def test_each_object_that_calls_hipblas_requires_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another object of the wheel requires does not count, and hipBLASLt is another library."""
+    hip, calls = inspection.HIP[name], frozenset({"hipblasHgemm", "hipblasLtMatmul"})
+    found = {
+        library(MI200): Symbols(frozenset(), frozenset({"hipblasLtMatmul"}), (hip, "libhipblas.so")),
+        library(MI300): Symbols(frozenset(), calls, (hip,)),
+    }
+    monkeypatch.setattr(symbols, "read", found.__getitem__)
+    path = wheel(tmp_path, MI200)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("vllm/_C.so", library(MI300))
+    problem = "vllm/_C.so leaves hipblasHgemm undefined, and does not require libhipblas.so"
+    of_hipblas = [one for one in _problems(name, path) if "libhipblas" in one]
+    assert of_hipblas == [problem]
+    found[library(MI300)] = Symbols(frozenset(), calls, (hip, "libhipblas.so"))
+    assert not [one for one in _problems(name, path) if "libhipblas" in one]
 
 
 def test_every_package_with_an_expectation_has_its_explained_symbols() -> None:
