@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from scripts.release import certificates, facts, fault_cases, published_scripts,
 from scripts.release.facts import Facts, SuiteResult
 from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_same_inputs
 from scripts.testing import proofs, records
+from scripts.testing.acceptance import undeclared
 from scripts.testing.suite_digest import suite_digest
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
@@ -128,16 +128,11 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
 
 def reservations(name: str, suite: SuiteResult) -> list[str]:
     """Return why the result of a suite proves less than it says, although its record is a true one."""
-    undeclared = [
-        reason
-        for reason in suite.skips
-        if not any(re.fullmatch(known, reason) for known in SUITES[name].skips)
-    ]
     return [
         *(["its tests changed since"] if suite.tests != _tests(name) else []),
         *(["uncommitted changes"] if suite.revision.endswith(DIRTY) else []),
         *([f"{suite.most} of the same tests passed before"] if suite.passed < suite.most else []),
-        *(f"undeclared reason for a skip: {reason}" for reason in undeclared),
+        *(f"undeclared reason for a skip: {reason}" for reason in undeclared(name, suite.skips)),
     ]
 
 

@@ -25,7 +25,7 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
 from rlhf_stack.openrlhf.run_limits import check_values, check_words
 from rlhf_stack.openrlhf.run_spec import is_flat
-from rlhf_stack.openrlhf.trainer_command import LAUNCHERS, TRAINERS, UNREAD_LAUNCHERS
+from rlhf_stack.openrlhf.trainer_command import LAUNCHERS, TRAINERS, UNREAD_LAUNCHERS, program_of
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
@@ -49,18 +49,15 @@ class Parsed:
 def extract_arguments(command: Sequence[str]) -> list[str]:
     """Return the arguments of ``train_ppo_ray`` in ``command``, which may consist of them only.
 
-    The program is the first module after ``-m``, or the first file of Python; a value may end as it does.
+    `ArgumentsError` if the program is another one, or if there is none; a value may end as a program does.
     """
-    for index, word in enumerate(command):
-        is_module = index > 0 and command[index - 1] in ("-m", "--module")
-        if is_module or word.endswith(".py"):
-            if word.removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:
-                _refuse_launcher(command[:index])
-                return list(command[index + 1 :])
-            raise _not_a_run(word)
-    if command and not command[0].startswith("-"):
-        raise _not_a_run(command[0])
-    return list(command)
+    if not command or command[0].startswith("-"):
+        return list(command)
+    found = program_of(command)
+    if found is None or found.name != NAME:
+        raise _not_a_run((found and found.word) or command[0])
+    _refuse_launcher(found.launcher)
+    return list(found.arguments)
 
 
 def _refuse_launcher(words: Sequence[str]) -> None:

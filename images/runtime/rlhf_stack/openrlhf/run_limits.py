@@ -144,14 +144,20 @@ CHOICES: Mapping[str, Sequence[str | None]] = {
     ),
 }
 PROBABILITIES = "_probs"  # the end of a flag with the probability of each dataset, by commas
-NUMBER = re.compile(r"[+-]?[\d_]+(?:\.[\d_]*)?(?:[eE][+-]?\d+)?")
+DIGITS = r"\d(?:_?\d)*"  # of any script, as `float` reads them
+NUMBER = re.compile(rf"[+-]?(?:{DIGITS}(?:\.(?:{DIGITS})?)?|\.{DIGITS})(?:[eE][+-]?{DIGITS})?")
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise `UserError` for a number in digits or a form that only Python reads, such as 1_000."""
+    """Raise `UserError` for a number in digits or a form that only Python reads, such as 1_000.
+
+    Also for ``--flag=--``, of which argparse makes an empty list.
+    """
     for word in words:
+        if word.startswith("--") and word.endswith("=--"):
+            raise UserError(f"{shortened(word, 60)}: expected a value")
         value = word.partition("=")[2] if word.startswith("--") else word
-        if NUMBER.fullmatch(value) and (not value.isascii() or "_" in value):
+        if NUMBER.fullmatch(value.strip()) and (not value.strip().isascii() or "_" in value):
             raise UserError(f"{shortened(value, 60)!r}: expected a number in the digits 0 to 9")
 
 

@@ -1,6 +1,7 @@
 """The specification of an OpenRLHF run, in one form for all releases, from its parsed arguments."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,13 +118,27 @@ def run_of(release: str, values: Any) -> Run:
 
 
 def _check_ranks(run: Run) -> None:
-    """Raise `UserError` if ring attention and tensor parallelism do not divide the ranks of a role."""
+    """Raise `UserError` if ring attention, tensor parallelism or ZeRO++ does not divide a role's ranks."""
     together = run.ring * run.tensor_parallel
     for role in run.roles:
         if role.ranks % together:
             raise UserError(
                 f"{role.name} has {role.ranks} ranks, which must be a multiple of {together}: ring attention "
                 f"of {run.ring} times tensor parallelism of {run.tensor_parallel}"
+            )
+
+    for wrong in undivided(run):
+        raise UserError(wrong)
+
+
+def undivided(run: Run) -> Iterator[str]:
+    """Yield a line for each trained role whose ranks DeepSpeed cannot divide into groups of ``--ds.zpg``."""
+    for role in run.roles if run.zero.stage == 3 else ():
+        group = min(run.zero.shards, role.ranks)  # as DeepSpeed does
+        if role.trained and role.ranks % group:
+            yield (
+                f"{role.name} has {role.ranks} ranks, which must be a multiple of {group}: the group that "
+                f"holds the weights a second time ({'--zpg' if run.flat else '--ds.zpg'})"
             )
 
 

@@ -279,7 +279,7 @@ class Supervisor:
             return [], f"--min-nodes is {least}"
         refused: list[str] = []
         for words in with_fewer_engines(state.words, self._run):
-            if not (problems := self._cluster.problems(words, excluded)):
+            if not (problems := self._problems(words, excluded)):
                 messages.warning(f"continuing on {len(usable)} nodes with fewer engines")
                 return words, ""
             refused.append(self._refusal(words, problems))
@@ -289,6 +289,13 @@ class Supervisor:
         impossible = [why_no_fewer_engines(self._run), why_no_fewer_ranks(self._run)]
         kinds = {kind_of(reason): reason for reason in reversed(refused)}
         return [], "; ".join([*filter(None, impossible), *reversed(kinds.values())])
+
+    def _problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+        """Why a smaller command line cannot be placed; its numbers may also contradict each other."""
+        try:
+            return self._cluster.problems(words, excluded)
+        except UserError as error:
+            return [str(error)]
 
     def _refusal(self, words: Sequence[str], problems: Sequence[str]) -> str:
         return f"{', '.join(changed_layout(self.state.words, words))}: {problems[0].splitlines()[0]}"
@@ -305,7 +312,7 @@ class Supervisor:
             is_any = True
             # A checkpoint is loaded once it is converted, so that it is no obstacle before.
             bare = [word for word in words if word not in (load, UNIVERSAL_FLAG)]
-            if problems := self._cluster.problems(bare, excluded):
+            if problems := self._problems(bare, excluded):
                 refused.append(self._refusal(words, problems))
                 continue
             if not saved:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -56,21 +57,32 @@ def _append(path: Path, event: str, fields: Mapping[str, Any]) -> None:
 
 def read(directory: Path) -> list[dict[str, Any]]:
     """Return all events below ``directory``, oldest first, without lines that are incomplete or no events."""
-    return _events(path.read_bytes() for path in sorted(_files(directory)))
+    return _events(path.read_bytes() for _, path in sorted(_files(directory)))
 
 
 def read_recent(directory: Path) -> list[dict[str, Any]]:
     """Return the first and the last events of the newest files below ``directory``, oldest first.
 
-    The first ones name the engines; the memory and time that this takes do not grow with a run.
+    The first ones name the engines; the memory and time that this takes do not grow with a run. A file that
+    cannot be read, or that has vanished, has no events.
     """
-    files = sorted(_files(directory), key=lambda path: path.stat().st_mtime)
-    return _events(_ends(path) for path in files[-MOST_FILES:])
+
+    def ends(path: Path) -> bytes:
+        with suppress(OSError):
+            return _ends(path)
+        return b""
+
+    return _events(ends(path) for _, path in sorted(_files(directory))[-MOST_FILES:])
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """The files of events below ``directory``; to open a pipe would wait for its writer."""
-    return (path for path in directory.glob("**/*.jsonl") if path.is_file())
+def _files(directory: Path) -> Iterator[tuple[float, Path]]:
+    """The files of events below ``directory``, each with its last change; to open a pipe would wait."""
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder, name) for name in names if name.endswith(".jsonl")):
+            with suppress(OSError):
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield status.st_mtime, path
 
 
 def _ends(path: Path) -> bytes:

@@ -184,7 +184,10 @@ def test_gpus_that_another_job_holds_are_awaited(
     def machines(*_: object) -> list[Machine]:
         return [Machine("a", 8, 64, free_gpus=0.0 if len(looks) < busy else 8.0)]
 
-    def assess(_run: object, seen: list[Machine], _shapes: object) -> SimpleNamespace:
+    def assess(
+        _run: object, seen: list[Machine], _shapes: object, variables: dict[str, str]
+    ) -> SimpleNamespace:
+        assert variables[env_vars.PLACEMENT_TIMEOUT] == "10", "the variables of the job"
         if seen[0].free_gpus is not None:
             looks.append(now[0])
         refused = [] if room and seen[0].free.gpus else ["8 of 8 GPUs are missing\n  free: a"]
@@ -372,6 +375,33 @@ def test_a_trainer_that_the_image_can_run_is_submitted(
 def test_a_program_of_the_user_is_submitted_unchecked(submitted: list[list[str]]) -> None:
     words = ["python", "train_sft.py", "--ds.ring_attn_size", "2"]
     assert main(["submit", "--", *words]) == 0
+    assert submitted == [words]
+
+
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["my-wrapper", "-m", "openrlhf.cli.train_ppo_ray"], "train_ppo_ray"),
+        (["bash", "-c", "python -m openrlhf.cli.train_ppo_ray --x 1"], "train_ppo_ray"),
+        (["torchrun", "-m", "--nnodes", "1", "openrlhf.cli.train_sft"], "train_sft"),
+        (["python", "train_sft.py"], None),
+        (["ls", "/ckpt"], None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [[], ["--env", "PYTHONPATH=/fork"]], ids=["installed", "fork"])
+def test_a_program_that_is_named_but_not_read_is_a_warning(
+    options: list[str],
+    words: list[str],
+    named: str | None,
+    submitted: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such a run was submitted unplanned without a word."""
+    assert main(["submit", *options, "--", *words]) == 0
+    warning = f"{named} is named, but not read as the program that the command starts"
+    assert (warning in capsys.readouterr().err) == (named is not None)
     assert submitted == [words]
 
 

@@ -1,6 +1,7 @@
 """Records of how engines are created, and an engine that is created again elsewhere."""
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -193,7 +194,7 @@ def test_the_losses_of_nodes_are_unknown_if_the_head_does_not_answer(
 ) -> None:
     recipes.record(0, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
     slow = MagicMock(side_effect=TimeoutError("the head is busy"))
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setattr(gcs_kv, "put_record", slow)
     recipes.note_lost_process(0)
     monkeypatch.setattr(gcs_kv, "list_records", slow)

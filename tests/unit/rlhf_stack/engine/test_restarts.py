@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -165,7 +166,7 @@ def test_a_head_that_does_not_answer_does_not_end_a_run_that_only_measures_an_ou
     emitted, slow = MagicMock(), MagicMock(side_effect=TimeoutError("the head is busy"))
     monkeypatch.setattr(events, "emit", emitted)
     restarted.begin("job", 1)
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setattr(ray_private, "incarnation", str)
     for name in ("put_record", "add_record", "list_records"):
         monkeypatch.setattr(gcs_kv, name, slow)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -100,7 +101,7 @@ def test_a_step_that_cannot_be_stored_does_not_end_the_engine(
         raise TimeoutError("the head is busy")
 
     monkeypatch.setattr(gcs_kv, "put_record", slow)
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setenv(startup.ENGINE, "01/2")
     done = []
     with startup.step("model loaded", 0):

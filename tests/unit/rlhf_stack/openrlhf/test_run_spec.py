@@ -105,6 +105,27 @@ def test_tensor_parallel_ranks_do_not_shard_the_optimizer_again() -> None:
     assert run.request.tp_sp_size == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"ds__zpg": 3}, True),
+        ({"ds__zpg": 4}, False),
+        ({"ds__zpg": 16}, False),
+        ({"ds__zpg": 3, "ds__zero_stage": 2}, False),
+    ],
+    ids=str,
+)
+def test_the_group_of_a_second_copy_of_the_weights_divides_the_ranks(
+    changes: dict[str, Any], refused: bool
+) -> None:
+    """DeepSpeed takes the number of ranks if there are fewer, and otherwise ends when it starts."""
+    if not refused:
+        assert run_of("0.11.2", sections(**changes)).zero.shards == changes["ds__zpg"]
+        return
+    with pytest.raises(UserError, match=r"actor has 8 ranks, which must be a multiple of 3: .*\(--ds.zpg\)"):
+        run_of("0.11.2", sections(**changes))
+
+
 def test_rank_batch_is_at_most_the_batch_of_a_step() -> None:
     assert run_of("0.11.2", sections()).rank_batch == 16
     assert run_of("0.11.2", sections(train__batch_size=4)).rank_batch == 1

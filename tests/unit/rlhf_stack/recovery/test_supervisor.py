@@ -259,6 +259,20 @@ def test_the_error_has_the_reason_why_no_smaller_layout_is_used(
     assert ("vllm.num_engines 2 to 1: a GPU is missing" in str(found.value)) == (least == 1)
 
 
+def test_a_smaller_layout_whose_numbers_contradict_each_other_is_passed_over() -> None:
+    """As ranks that --ds.zpg does not divide: the error ended the supervision."""
+
+    class Undivided(Faulty):
+        def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+            if words[words.index("--actor.num_nodes") + 1] == "2":
+                raise UserError("actor has 2 ranks, which must be a multiple of 3")
+            return super().problems(words, excluded)
+
+    cluster = Undivided([DEAD, "ok"], [Nodes(tuple("abcde"), ()), Nodes(("a", "b"), ())], needs=2)
+    supervise(cluster, [4, 9], Limits(3, min_nodes=1, seconds=0.0), State(list(RANKS), 1.0))
+    assert cluster.submitted[1][0][:5] == ["train", "--vllm.num_engines", "1", "--actor.num_nodes", "1"]
+
+
 def test_an_attempt_records_what_has_changed_and_how_long_the_run_waited() -> None:
     five, three = (Nodes(tuple("abcde"[:count]), ()) for count in (5, 3))
     cluster = Faulty([DEAD, DEAD, "ok"], [five, *[three] * 100], needs=2)

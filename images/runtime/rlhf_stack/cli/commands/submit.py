@@ -5,7 +5,8 @@ does not fit; GPUs that another job holds are awaited for RLHF_STACK_PLACEMENT_T
 Otherwise submits the unchanged command line to Ray's job server, prints the job's output, and exits with the
 job's exit code (1 if Ray reports none, or one of the codes below). Only train_ppo_ray is planned. The
 arguments of the installed OpenRLHF's SFT, DPO and RM are checked as by `plan`; another command, such as
-one of a fork in --working-dir or --env PYTHONPATH, is submitted as it is.
+one of a fork in --working-dir or --env PYTHONPATH, is submitted as it is, with a warning if it names one of
+these programs and was not read as its start.
 
   rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
   rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
@@ -69,6 +70,7 @@ from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import command_line
+from rlhf_stack.openrlhf.trainer_command import unread_program
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.supervisor import Limits
@@ -335,6 +337,11 @@ def _problems(
     try:
         command_line.extract_arguments(words)
     except command_line.ArgumentsError:
+        if name := unread_program(words):
+            warn(
+                f"{name} is named, but not read as the program that the command starts: it is neither "
+                f"planned nor checked. Start it with python -m openrlhf.cli.{name}"
+            )
         if "PYTHONPATH" in variables:  # it can contain a fork of OpenRLHF
             return []
         for note in run_options.check_trainer(words, options.working_dir):
@@ -348,7 +355,8 @@ def _problems(
     machines = run_options.ray_machines(options.ray, options.gpu_memory)
     if idle:
         machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
-    found = assess(run, machines, run_options.read_shapes(run, options))
+    # A variable that the job does not set has the value of its machine, which is that of this one.
+    found = assess(run, machines, run_options.read_shapes(run, options), os.environ | variables)
     of_checkpoints = checkpoints_of(words)[1].obstacles()
     if found.refusal and env_vars.flag(env_vars.AUTOSCALE, variables):
         messages.info(f"{found.refusal}; the run will ask the autoscaler")
