@@ -156,7 +156,7 @@ def compiled(log: Path) -> float:
 
 
 def measure_ours(inputs: Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
-    """Return seconds: cold, of these compiling, unchanged, and with a change to the layer of OpenRLHF itself."""
+    """Return seconds: cold, of these compiling, unchanged, and with a change to the layer of OpenRLHF."""
     file = inputs.folder / "Dockerfile"
     file.write_text(uncached(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
     build = build_command(inputs, secrets, log.with_suffix(".id"))
