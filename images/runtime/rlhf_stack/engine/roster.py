@@ -31,7 +31,7 @@ class Roster:
         is_grouped = True
         if env_vars.engine_restarts():  # one may have been replaced while it started
             engines[:] = [recipes.current(*entry) for entry in enumerate(engines)]
-            is_grouped = not gcs_kv.list_records(_deferred())
+            is_grouped = not is_group_deferred()
         self.engines = engines
         self.handles = dict(enumerate(engines))
         self.lost: dict[int, float] = {}  # since when, on the monotonic clock
@@ -119,6 +119,11 @@ def _note_loss(index: int, handle: Any) -> bool:
 def defer_group() -> None:
     """Record that the run has no weight-sync group yet: no roster that is made from now on has members."""
     gcs_kv.put_record(_deferred(), {"deferred": True})
+
+
+def is_group_deferred() -> bool:
+    """Report whether the run begins without a weight-sync group."""
+    return bool(gcs_kv.list_records(_deferred()))
 
 
 def _deferred() -> str:
