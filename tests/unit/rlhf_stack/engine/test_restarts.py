@@ -230,11 +230,26 @@ def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
     engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
     assert assigned(engines) == [0]
     assert len(engines) == 1
-    silent = [engine(unfinished_work=TimeoutError())]
+
+
+@pytest.mark.parametrize("restarts_allowed", [0, 1])
+def test_an_engine_that_does_not_answer_in_time_is_restarted_if_it_may(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, restarts_allowed: int
+) -> None:
+    """As when its process is stopped while it sleeps: Ray has it alive."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
     monkeypatch.setattr(roster, "NOTICE_SECONDS", 0.0)
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.001")
-    with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
-        assigned(silent)
+    silent, other = engine(unfinished_work=TimeoutError()), engine(unfinished_work=0)
+    engines = [silent, other]
+    if restarts_allowed:
+        assert assigned(engines) == [0]
+        assert engines == [other]
+        ray.kill.assert_called_once_with(silent, no_restart=False)
+    else:
+        with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
+            assigned(engines)
+        ray.kill.assert_not_called()
 
 
 def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
