@@ -1,10 +1,8 @@
 """A run of OpenRLHF 0.5.1 that continues from a checkpoint is the run that nobody disturbed."""
 
-import hashlib
-
 import pytest
 from rlhf_stack.config import env_vars
-from trained import CPU_ENGINE, FLAT
+from trained import CPU_ENGINE, FLAT, weights
 
 pytestmark = pytest.mark.integration
 
@@ -18,12 +16,6 @@ LEARNED = "reward", "return", "policy_loss", "critic_loss", "values", "actor_lr"
 def learned(run):
     assert run.code == 0, run.log
     return {event["step"]: [event[name] for name in LEARNED] for event in run.of("step")}
-
-
-def weights(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    assert files, f"no weights in {folder}"
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @FLAT

@@ -230,11 +230,26 @@ def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
     engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
     assert assigned(engines) == [0]
     assert len(engines) == 1
-    silent = [engine(unfinished_work=TimeoutError())]
+
+
+@pytest.mark.parametrize("restarts_allowed", [0, 1])
+def test_an_engine_that_does_not_answer_in_time_is_restarted_if_it_may(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, restarts_allowed: int
+) -> None:
+    """As when its process is stopped while it sleeps: Ray has it alive."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
     monkeypatch.setattr(roster, "NOTICE_SECONDS", 0.0)
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.001")
-    with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
-        assigned(silent)
+    silent, other = engine(unfinished_work=TimeoutError()), engine(unfinished_work=0)
+    engines = [silent, other]
+    if restarts_allowed:
+        assert assigned(engines) == [0]
+        assert engines == [other]
+        ray.kill.assert_called_once_with(silent, no_restart=False)
+    else:
+        with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
+            assigned(engines)
+        ray.kill.assert_not_called()
 
 
 def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
@@ -472,7 +487,7 @@ def test_a_restarted_engine_that_is_lost_again_is_not_awaited_by_the_generator(
     assert set(roster.of(engines).lost) == {0}
 
 
-@pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "no room"])
+@pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "too few are left"])
 def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     ray: MagicMock,
     states: dict[Any, str],
@@ -480,16 +495,93 @@ def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
     room: bool,
 ) -> None:
+    monkeypatch.setenv(env_vars.MIN_ENGINES, "2")
     monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 1 else [])
     replace = MagicMock(return_value="new" if room else None)
     monkeypatch.setattr(recipes, "replace", replace)
     engines = ["up", "lost"]
     if room:
-        assert restarts._start_again(engines, [0, 1], {}) == {1: "new"}
+        assert restarts._start_again(engines, [0, 1], {}, set()) == {1: "new"}
         replace.assert_called_once_with(1, "lost")
     else:
-        with pytest.raises(PeerError, match=r"has room; it has not started, .*RLHF_STACK_MIN_ENGINES is"):
-            restarts._start_again(engines, [0, 1], {})
+        reason = (
+            "engine 1 cannot be restarted: its node 10.0.0.2 is gone, .*; 1 engines are left, and .* is 2"
+        )
+        with pytest.raises(PeerError, match=reason):
+            restarts._start_again(engines, [0, 1], {}, set())
+
+
+def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_before_a_sync(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three processes: the one that creates the engines, rank 0, and the trainer."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 0 else [])
+    place: list[Any] = [None]
+    monkeypatch.setattr(recipes, "replace", lambda *_: place[0])
+    monkeypatch.setattr(restarts, "wait_for_sync", MagicMock())
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    ray.wait.side_effect = lambda references, **_: (
+        [one for one in references if not isinstance(one.result, TimeoutError)][:1],
+        [one for one in references if isinstance(one.result, TimeoutError)],
+    )
+    lost = engine(__ray_ready__=TimeoutError(), unfinished_work=UnavailableError(), where=TimeoutError())
+    left = engine(
+        __ray_ready__=True, needs_weights=False, unfinished_work=0, leave_weight_group=None, where=[]
+    )
+    states[id(lost)] = "RESTARTING"
+
+    created = [lost, left]
+    restarts.wait_for_start(created)
+    assert created == [lost, left], "an engine's position is its index"
+    restarts.record_models_ready(created)
+
+    form = MagicMock(__name__="form")
+    restarts.forms_weight_group(form)(SimpleNamespace(vllm_engines=[lost, left]), "gloo")
+    form.assert_not_called()
+
+    engines, group = [lost, left], MagicMock()
+    restarts.wait_for_restarts(engines, group)
+    assert engines == [left]
+    group.async_run_method.assert_called_once_with("form_weight_group", {1: left})
+
+    place[0] = new = engine(__ray_ready__=True, leave_weight_group=None)
+    restarts.wait_for_restarts(engines, group)
+    assert engines == [new, left]
+    group.async_run_method.assert_called_with("form_weight_group", {0: new, 1: left})
+
+
+def test_rank_0_does_not_wait_for_ever_for_an_engine(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.001")
+    monkeypatch.setattr(startup, "_last_steps", lambda _: [])
+    ray.wait.side_effect = lambda references, **_: ([], references)
+    form = MagicMock(__name__="form")
+    trainer = SimpleNamespace(vllm_engines=[engine(__ray_ready__=None)])
+    with pytest.raises(StartError, match=r"engines \[0\] are not up after 0.001 s"):
+        restarts.forms_weight_group(form)(trainer, "gloo")
+
+
+def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 would wait for its restart, which the process that creates the engines does not notice."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    lost = engine(__ray_ready__=True)
+    states[id(lost)] = "RESTARTING"
+    form = MagicMock(__name__="form")
+    restarts.forms_weight_group(form)(SimpleNamespace(vllm_engines=[lost]), "gloo")
+    form.assert_not_called()
+    assert roster.Roster([lost]).grouped == []
 
 
 def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_are_used(
@@ -502,11 +594,11 @@ def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_ar
     seen: dict[int, int] = {}
     for index in range(restarts.TOTAL):
         restarted.begin("job", index)
-        assert restarts._start_again("abcd", [0, 1, 2, 3], seen) == {index: "abcd"[index]}
-        assert restarts._start_again("abcd", [0, 1, 2, 3], seen) == {}
+        assert restarts._start_again("abcd", [0, 1, 2, 3], seen, set()) == {index: "abcd"[index]}
+        assert restarts._start_again("abcd", [0, 1, 2, 3], seen, set()) == {}
     restarted.begin("job", 3)
     with pytest.raises(PeerError, match="restarted 4 times, and 3 are allowed for all together"):
-        restarts._start_again("abcd", [3], seen)
+        restarts._start_again("abcd", [3], seen, set())
 
 
 def test_each_restart_of_an_engine_that_is_awaited_has_the_whole_time(
@@ -544,24 +636,24 @@ def test_the_trainer_uses_the_engine_that_replaced_one_which_had_not_started(
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     records: list[dict[str, Any]] = [{"name": None}]
-    new = engine(__ray_ready__=True)
+    new, lost = engine(__ray_ready__=True), engine(__ray_ready__=LostError("dead"))
     ray.get_actor.return_value = new
 
     def wait(engines: list[Any]) -> None:
-        if engines == ["lost"]:
+        if engines == [lost]:
             records[0] = {"name": "replacement" if replaced else None}
             raise PeerError("engine 0 is dead")
 
     monkeypatch.setattr(recipes, "load", lambda _: records[0])
     monkeypatch.setattr(restarts, "wait_for_engine_start", wait)
     monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
-    trainer = SimpleNamespace(vllm_engines=["lost"])
+    trainer = SimpleNamespace(vllm_engines=[lost])
     form = MagicMock(__name__="form")
     if replaced:
         restarts.forms_weight_group(form)(trainer, "gloo")
         form.assert_called_once_with(trainer, "gloo")
         assert trainer.vllm_engines == [new]
-        engines: list[Any] = ["lost"]
+        engines: list[Any] = [lost]
         assert roster.of(engines).handles == {0: new}
         assert engines == [new]
     else:
@@ -689,7 +781,9 @@ class Engine:
             "unfinished_work": lambda: 0 if self.has_weights else None,
             "leave_weight_group": self._leave,
         }
-        return SimpleNamespace(remote=lambda *_, **__: Reference(self._answer(name, answers.get(name))))
+        method = SimpleNamespace(remote=lambda *_, **__: Reference(self._answer(name, answers.get(name))))
+        method.options = lambda **_: method
+        return method
 
     def lose(self) -> None:
         """Let Ray restart it."""

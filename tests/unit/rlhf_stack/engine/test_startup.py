@@ -132,6 +132,18 @@ def test_an_engine_that_is_replaced_is_waited_for_instead(
     assert [call.args[0] for call in ray.get.call_args_list] == [["up"], [], ["replacement"]]
 
 
+def test_an_engine_without_a_place_is_not_awaited(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
+    ray.wait.side_effect = lambda pending, **_: (
+        [one for one in pending if one == "up"],
+        [one for one in pending if one != "up"],
+    )
+    engines = [engine("lost"), engine("up")]
+    lost = engines[0]
+    startup.wait_for_engine_startup(engines, [], dict.fromkeys)
+    assert engines[0] is lost
+
+
 @pytest.mark.parametrize(
     ("codes", "before", "allowed", "ends"),
     [
