@@ -74,6 +74,17 @@ def gcs_client(address: str) -> Any:
     return GcsClient(address=address)
 
 
+def node_end_times(address: str, timeout: float) -> dict[str, float]:
+    """Return when each dead node ended, in seconds since 1970 by node id; empty before Ray 2.55.
+
+    Raises a `RayError` if the GCS at ``address`` does not answer in ``timeout`` seconds. Read in Ray
+    2.55.0; in 2.9.3 and 2.12.0 the values are dictionaries without this time.
+    """
+    table = gcs_client(address).get_all_node_info(timeout=timeout)
+    ended = {node.hex(): getattr(info, "end_time_ms", 0) / 1000 for node, info in table.items()}
+    return {node: seconds for node, seconds in ended.items() if seconds}
+
+
 def has_ipv6() -> bool:
     """Report whether the installed Ray accepts IPv6 addresses of nodes, without importing it.
 

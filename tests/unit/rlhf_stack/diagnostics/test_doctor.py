@@ -401,11 +401,12 @@ UNEXPLAINED = re.compile(
     [
         ("all is well\n", 0),
         ("Worker exit type: SYSTEM_ERROR\n", 0),
-        ("NCCL INFO Using network Socket\n", 1),
+        ("NCCL INFO Using network Socket\n", 0),
+        ("NCCL WARN NET/IB : Unable to open device mlx5_0\nNCCL INFO Using network Socket\n", 1),
         ("torch.OutOfMemoryError: CUDA out of memory\n", 3),
         ("Worker exit type: SYSTEM_ERROR\nbook.OddError: strange\n", 4),
         ("first\nbook.OddError: strange\n", 4),
-        ("NCCL INFO Using network Socket\nbook.OddError: strange\n", 4),
+        ("NCCL WARN NET/IB : Unable to open device mlx5_0\nbook.OddError: strange\n", 4),
         ("torch.OutOfMemoryError: CUDA out of memory\nbook.OddError: strange\n", 3),
         ("1\n2\nNCCL WARN NET/IB : Unable to open device mlx5_0\n", 1),
         (OUT_OF_MEMORY + STEPS + "book.OddError: strange\n", 4),
@@ -417,6 +418,7 @@ UNEXPLAINED = re.compile(
     ids=[
         "nothing",
         "a note",
+        "TCP, which is right without RDMA adapters",
         "a warning",
         "an error",
         "only a note explains",

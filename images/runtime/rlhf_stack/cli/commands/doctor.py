@@ -1,8 +1,9 @@
 """Diagnose this node and its cluster: versions, patches, variables, GPUs, /dev/shm, limits, stale resources.
 
-If a Ray node runs on this machine, checks and compares all nodes of its cluster; otherwise checks this
-machine, also outside the images. Changes nothing. Known-bad combinations come from a database, with a source
-for each entry; --log explains a log with it, --freeze checks the packages of another environment.
+If a Ray node runs on this machine, checks and compares all nodes of its cluster, and names those that it
+lost; otherwise checks this machine, also outside the images. Changes nothing. Known-bad combinations come
+from a database, with a source for each entry; --log explains a log with it, --freeze checks the packages of
+another environment.
 
   rlhf-stack doctor                          this node and its cluster
   rlhf-stack doctor --local --all            only this node, with notes and passed checks
@@ -192,8 +193,8 @@ def _of_this(local: bool, timeout: float | None) -> list[tuple[str, Finding]]:
         return [("", finding) for finding in (*checks.check_node(node), *comparison.compare_processes(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
-    facts = cluster.collect_from_nodes(address, timeout or TIMEOUT)
-    found = [("", finding) for finding in comparison.compare_nodes(facts)]
+    facts, lost = cluster.collect_from_nodes(address, timeout or TIMEOUT)
+    found = [("", finding) for finding in (*comparison.lost_nodes(lost), *comparison.compare_nodes(facts))]
     for answer in facts:
         if answer.node:
             own = [*checks.check_node(answer.node), *comparison.compare_processes(answer.node)]

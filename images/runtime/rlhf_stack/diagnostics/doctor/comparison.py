@@ -1,13 +1,15 @@
 """Compares the nodes of a cluster, and the Ray processes of a node: pure functions."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_stack.cleanup import process_table
-from rlhf_stack.diagnostics.doctor.facts import NodeAnswer, NodeFacts, RayProcess
-from rlhf_stack.inputs.text import first_names
+from rlhf_stack.diagnostics.doctor.facts import LostNode, NodeAnswer, NodeFacts, RayProcess
+from rlhf_stack.inputs.text import first_names, one_line, shortened
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 SKEW_SECONDS = 1.0
+MOST_LOST = 3  # named; an elastic cluster has hundreds of former nodes
 PACKAGES = (
     "ray",
     "python",
@@ -58,6 +60,26 @@ def unresponsive_nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
                 f"node {answer.address} did not respond",
                 remedy="run `rlhf-stack doctor --local` there, read its raylet.out, or raise --timeout",
             )
+
+
+def lost_nodes(lost: Sequence[LostNode]) -> Iterator[Finding]:
+    """Report nodes that Ray found dead and that have not returned; only the first ones by address."""
+    if lost:
+        which = "nodes are lost: Ray found them" if len(lost) > 1 else "node is lost: Ray found it"
+        more = f"; {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
+        yield Finding(
+            "lost-nodes",
+            WARNING,
+            f"{len(lost)} {which} dead, and no live node has the address",
+            "; ".join(map(_describe_loss, lost[:MOST_LOST])) + more,
+            "restart the node's container with its `rlhf-stack start --join ...`; if it was removed or has "
+            "another address now, nothing: Ray lists it until the head is restarted",
+        )
+
+
+def _describe_loss(node: LostNode) -> str:
+    ended = time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(node.ended)) if node.ended else ""
+    return f"{node.address}{ended}" + (f": {shortened(one_line(node.reason))}" if node.reason else "")
 
 
 def clocks(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
