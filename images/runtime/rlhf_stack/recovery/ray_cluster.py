@@ -18,7 +18,8 @@ class RayCluster:
     """A job server at ``server`` and the cluster at ``address``; ``run`` identifies the run in its GCS.
 
     ``assess`` returns why a command line cannot start now, ``environment`` the ``runtime_env`` of a job, and
-    ``causes`` the known causes in an output that the versions and settings of this image confirm.
+    ``causes`` the known causes in an output that the versions and settings of this image confirm. A head that
+    does not answer is awaited for ``seconds`` while a job runs.
     """
 
     def __init__(
@@ -29,10 +30,11 @@ class RayCluster:
         assess: Callable[[Sequence[str]], list[str]],
         environment: Callable[[], dict[str, Any]],
         causes: Callable[[str], list[str]],
+        seconds: float,
     ) -> None:
         self._server, self._address, self._key = server, address, PREFIX + run
         self._assess, self._environment = assess, environment
-        self.known_causes = causes
+        self.known_causes, self._seconds = causes, seconds
         self._excluded_by_user = set(filter(None, os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")))
 
     def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
@@ -47,7 +49,7 @@ class RayCluster:
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         """Follow a job until it ends."""
-        return jobs.follow(self._server, job, write)
+        return jobs.follow(self._server, job, write, self._seconds)
 
     def clean(self) -> Nodes:
         """Remove what the run left on each node."""

@@ -22,7 +22,7 @@ from rlhf_stack.recovery.attempts import (
     why_not_again,
 )
 from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
-from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.recovery.nodes import Nodes, missing
 from rlhf_stack.recovery.smaller import (
     changed_layout,
@@ -51,7 +51,7 @@ class Cluster(Protocol):
         """Submit the run; return the id of the job."""
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
-        """Follow a job until it ends; `HeadLostError` if the head ends first."""
+        """Follow a job until it ends; `HeadLostError` if the head ends first, or does not answer."""
 
     def clean(self) -> Nodes:
         """Remove what the run left on each node; `UserError` if the head does not answer."""
@@ -140,7 +140,10 @@ class Supervisor:
         self._run, self._checkpoints = describe(state.words)
 
     def supervise(self) -> Ended:
-        """Return the final state of the last job; `GivenUpError` if another attempt cannot be placed."""
+        """Return the final state of the last job.
+
+        Raises `GivenUpError` if another attempt cannot be placed, `HeadSilentError` if the job may still run.
+        """
         state = self.state
         if not state.nodes:
             state.nodes = list(self._cluster.clean().answering)
@@ -153,6 +156,9 @@ class Supervisor:
             state.attempts.append(attempt)
             if ended.status == SUCCEEDED:
                 return ended
+            if isinstance(lost_head, HeadSilentError):
+                messages.warning("not submitted again: the job may still run; the same command follows it")
+                raise lost_head
             if reason := why_not_again(state.attempts, self._limits.restarts):
                 if self._limits.restarts:
                     messages.warning(f"not submitted again: {reason}")

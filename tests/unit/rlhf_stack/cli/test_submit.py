@@ -18,7 +18,7 @@ from rlhf_stack.openrlhf import command_line
 from rlhf_stack.planning import Machine
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
-from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.supervisor import Supervisor
 
 HERE = {
@@ -299,6 +299,33 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
         "attempt: 2, job: j2, waited before: 600 s, changed: actor.num_nodes 3 to 2; checkpoint of step 4 "
         "converted, ended: succeeded, after: 9 s, from step: 5, saved step: 8",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        (["--restarts", "1"], 600.0),
+        (["--restarts", "1", "--node-wait", "5"], job.LOST_SECONDS),
+        (["--grace", "30"], job.LOST_SECONDS),
+    ],
+)
+def test_a_job_on_a_head_that_does_not_answer_is_awaited_and_kept(
+    options: list[str],
+    seconds: float,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state of its run was deleted, so that the same command submitted it a second time."""
+
+    def loop(_: Supervisor) -> Ended:
+        raise HeadSilentError("no answer", job.LOST)
+
+    supervise(loop)
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", *options, "--", "train"]) == job.LOST
+    assert cluster.call_args.args[-1] == seconds
+    cluster.return_value.remember.assert_not_called()
 
 
 TRAINER = """

@@ -12,7 +12,7 @@ from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.run_spec import Role
 from rlhf_stack.placement.model import Engines, Group, Request
 from rlhf_stack.recovery import supervisor
-from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.recovery.nodes import Nodes
 from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervisor, read_state
 
@@ -72,6 +72,8 @@ class Faulty:
         end = self._ends.pop(0)
         if end == "head":
             raise HeadLostError("the head was lost")
+        if end == "silent":
+            raise HeadSilentError("the head does not answer")
         write(f"line\n{'' if end == 'ok' else end}\n")
         status = {"ok": "SUCCEEDED", "stopped": "STOPPED"}.get(end, "FAILED")
         return Ended(job, status, int(end != "ok"))
@@ -339,6 +341,15 @@ def test_a_run_that_a_user_stopped_with_its_head_is_not_submitted_again() -> Non
 def test_a_lost_head_is_the_error_when_no_restart_is_left() -> None:
     with pytest.raises(HeadLostError, match="the head was lost"):
         supervise(Faulty(["head"]), [4], Limits(0))
+
+
+def test_a_job_that_may_still_run_on_a_silent_head_is_not_submitted_a_second_time() -> None:
+    cluster = Faulty(["silent", "ok"])
+    with pytest.raises(HeadSilentError):
+        supervise(cluster, [4, 9], Limits(3))
+    assert len(cluster.submitted) == 1
+    state = read_state(cluster.remembered[-1])
+    assert (state.job, state.attempts) == ("job1", []), "the same command follows the job"
 
 
 def test_what_would_fail_again_is_not_repeated() -> None:

@@ -238,7 +238,7 @@ def _once(
     """Submit the job and follow it until it ends."""
     job = jobs.submit(address, words, environment)
     try:
-        return jobs.follow(address, job, write)
+        return jobs.follow(address, job, write, jobs.LOST_SECONDS)
     except (KeyboardInterrupt, supervised.TerminatedError):
         messages.warning(f"job {job} is still running: ray job logs -f {job}, ray job stop {job}")
         raise
