@@ -54,7 +54,7 @@ class Supervision:
         address: str,
         words: Sequence[str],
         limits: Limits,
-        assess: Callable[[Sequence[str]], list[str]],
+        assess: Callable[[Sequence[str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
     ) -> None:
         self._server, self._address, self._words, self._limits = server, address, words, limits

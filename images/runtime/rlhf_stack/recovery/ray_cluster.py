@@ -27,7 +27,7 @@ class RayCluster:
         server: str,
         address: str,
         run: str,
-        assess: Callable[[Sequence[str]], list[str]],
+        assess: Callable[[Sequence[str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
         causes: Callable[[str], list[str]],
         seconds: float,
@@ -37,10 +37,13 @@ class RayCluster:
         self.known_causes, self._seconds = causes, seconds
         self._excluded_by_user = set(filter(None, os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")))
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
-        """Return why the run cannot start on the free resources of nodes that are not ``excluded``."""
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+        """Return why the run cannot start on the free resources of nodes that are not ``excluded``.
+
+        With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
+        """
         self._exclude(excluded)
-        return self._assess(words)
+        return self._assess(words, scales)
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
         """Submit the run; no rank or engine of it is placed on an ``excluded`` node."""

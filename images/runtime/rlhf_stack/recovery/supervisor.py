@@ -18,6 +18,7 @@ from rlhf_stack.recovery.attempts import (
     SUCCEEDED,
     Attempt,
     excluded_nodes,
+    is_unplaced,
     kind_of,
     why_not_again,
 )
@@ -44,8 +45,11 @@ class GivenUpError(UserError):
 class Cluster(Protocol):
     """What the supervisor needs of a Ray cluster and of its job server."""
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
-        """Return why the run cannot start on the free resources now."""
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+        """Return why the run cannot start on the free resources now.
+
+        With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
+        """
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
         """Submit the run; return the id of the job."""
@@ -249,14 +253,18 @@ class Supervisor:
                 messages.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
-        """Wait for nodes; return the command line that can be placed, a smaller one if it must."""
+        """Wait for nodes; return the command line that can be placed, a smaller one if it must.
+
+        A run that may ask an autoscaler for nodes does so itself, once, before anything waits for them here.
+        """
         state, limits = self.state, self._limits
+        scales = not is_unplaced(state.attempts[-1])
         excluded = state.excluded
         if excluded:
             messages.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
         end = time.monotonic() + limits.seconds
         while True:
-            nodes, problems = self._look(state.words, excluded)
+            nodes, problems = self._look(state.words, excluded, scales)
             usable = {address: node for address, node in nodes.items() if address not in excluded}
             if not problems:
                 state.nodes = usable
@@ -338,13 +346,15 @@ class Supervisor:
         nodes = {"without": now - before, "again with": before - now}
         return [f"{how} {', '.join(sorted(those))}" for how, those in nodes.items() if those]
 
-    def _look(self, words: Sequence[str], excluded: Sequence[str]) -> tuple[Mapping[str, str], list[str]]:
+    def _look(
+        self, words: Sequence[str], excluded: Sequence[str], scales: bool = False
+    ) -> tuple[Mapping[str, str], list[str]]:
         """The nodes that answer, and why the run cannot be placed on them now."""
         try:
             nodes = self._cluster.clean()
             if unknown := [address for address in nodes.silent if address not in excluded]:
                 return nodes.answering, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
-            return nodes.answering, self._cluster.problems(words, excluded)
+            return nodes.answering, self._cluster.problems(words, excluded, scales)
         except UserError as error:  # the head has not been restarted yet
             return {}, [str(error)]
 

@@ -61,7 +61,7 @@ class Faulty:
 
     refusal = ""  # of fewer ranks, whatever nodes there are
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
         """Two engines need all nodes, one needs one node less."""
         if self.refusal and "--actor.num_nodes" in words and "3" not in words:
             return [self.refusal]
@@ -269,10 +269,10 @@ def test_a_smaller_layout_whose_numbers_contradict_each_other_is_passed_over() -
     """As ranks that --ds.zpg does not divide: the error ended the supervision."""
 
     class Undivided(Faulty):
-        def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
             if words[words.index("--actor.num_nodes") + 1] == "2":
                 raise UserError("actor has 2 ranks, which must be a multiple of 3")
-            return super().problems(words, excluded)
+            return super().problems(words, excluded, scales)
 
     cluster = Undivided([DEAD, "ok"], [nodes("abcde"), nodes("ab")], needs=2)
     supervise(cluster, [4, 9], Limits(3, min_nodes=1, seconds=0.0), State(list(RANKS), 1.0))
@@ -318,6 +318,40 @@ def test_a_node_that_was_restarted_twice_and_answers_again_is_left_out_too() -> 
     _, state, _ = supervise(cluster, [4, 5, 9], Limits(3))
     assert [one.lost for one in state.attempts] == [("c",), ("c",), ()]
     assert [without for _, without in cluster.submitted] == [[], [], ["c"]]
+
+
+class Scaled(Faulty):
+    """A cluster with an autoscaler: a run for which there is no room can be submitted, and asks for it."""
+
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = True) -> list[str]:
+        return [] if scales else super().problems(words, excluded)
+
+
+UNPLACED = "PlacementError: cannot place this run: only 2 of 3 GPUs are free"
+
+
+def test_fewer_engines_are_used_when_the_autoscaler_adds_no_node() -> None:
+    """The run was submitted at once whatever nodes there were, and given up after two placement timeouts."""
+    cluster = Scaled([DEAD, UNPLACED, "ok"], [ALL, nodes("ab")])
+    _, state, _ = supervise(cluster, [4, 4, 9], Limits(3, min_nodes=2, seconds=60.0))
+    load, fewer = [*WORDS, "--load"], ["train", "--vllm.num_engines", "1", "--load"]
+    assert [words for words, _ in cluster.submitted] == [WORDS, load, fewer]
+    assert state.attempts[1].waited == 0, "the second attempt asks the autoscaler"
+    assert 60 <= state.attempts[2].waited <= 70
+
+
+def test_a_node_is_awaited_after_the_autoscaler_was_asked_in_vain() -> None:
+    cluster = Scaled(
+        [UNPLACED, DEAD, UNPLACED, "ok"], [nodes("ab"), *[nodes("ab")] * 3, ALL, nodes("ab"), ALL]
+    )
+    _, state, _ = supervise(cluster, [0, 4, 4, 9], Limits(3))
+    assert [one.waited > 0 for one in state.attempts] == [False, True, False, False]
+
+
+def test_a_run_that_no_autoscaler_and_no_smaller_layout_can_place_is_given_up_with_the_reason() -> None:
+    cluster = Scaled([DEAD, UNPLACED], [ALL, nodes("ab")])
+    with pytest.raises(GivenUpError, match=r"after 60 s on 2 nodes \(a, b\): a GPU is missing"):
+        supervise(cluster, [4, 4], Limits(3, seconds=60.0))
 
 
 def test_a_lost_head_is_awaited() -> None:
