@@ -21,7 +21,7 @@ from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.checkpoints import checkpoints_of
-from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.ray_cluster import RayCluster
 from rlhf_stack.recovery.supervisor import (
     Limits,
@@ -54,13 +54,14 @@ class Supervision:
         address: str,
         words: Sequence[str],
         limits: Limits,
-        assess: Callable[[Sequence[str]], list[str]],
+        assess: Callable[[Sequence[str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
     ) -> None:
         self._server, self._address, self._words, self._limits = server, address, words, limits
         run, checkpoints = checkpoints_of(words)
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-        self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes)
+        silent = max(jobs.LOST_SECONDS, limits.seconds) if limits.restarts else jobs.LOST_SECONDS
+        self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes, silent)
         kept = self._cluster.recall()
         began = 0.0 if checkpoints.loads else time.time()
         self._state = read_state(kept) if kept else State(list(words), began)
@@ -94,14 +95,19 @@ class Supervision:
         Ctrl-C, and SIGTERM within `terminable`, stop its job, after a checkpoint if there is a grace time.
         """
         supervisor = Supervisor(self._cluster, checkpoints_of, self._limits, self._state, write)
+        may_run = False
         try:
             return supervisor.supervise()
+        except HeadSilentError:
+            may_run = True
+            raise
         except (KeyboardInterrupt, TerminatedError):
             if self._state.job:
                 self._stop(self._state.job)
             raise
         finally:
-            self._forget()
+            if not may_run:
+                self._forget()
             _show(self.attempts)
 
     def _stop(self, job: str) -> None:

@@ -1,7 +1,7 @@
 """The nodes of the cluster after a fault: which still answer, and what the ended run left on them."""
 
 import subprocess
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,12 @@ ANSWER_SECONDS = 90.0  # Ray notices a node that was cut off after about a minut
 
 @dataclass(frozen=True)
 class Nodes:
-    """Addresses of live nodes by whether they answer; a node that Ray still lists may have ended."""
+    """Addresses of live nodes by whether they answer; a node that Ray still lists may have ended.
 
-    answering: tuple[str, ...]
+    ``answering`` has Ray's id of each node, which is another one after it was restarted.
+    """
+
+    answering: Mapping[str, str]
     silent: tuple[str, ...]
 
 
@@ -28,20 +31,20 @@ def clean_nodes() -> Nodes:
     tasks = {
         reap.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
-        ).remote(): (str(entry["NodeManagerAddress"]))
+        ).remote(): (str(entry["NodeManagerAddress"]), str(entry["NodeID"]))
         for entry in ray.nodes()
         if entry["Alive"]
     }
     done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=ANSWER_SECONDS)
     for task in pending:
         ray.cancel(task, force=True)
-    answering = {tasks[task] for task in done if _succeeded(task)}
-    return Nodes(tuple(sorted(answering)), tuple(sorted(set(tasks.values()) - answering)))
+    answering = dict(sorted(tasks[task] for task in done if _succeeded(task)))
+    return Nodes(answering, tuple(sorted({address for address, _ in tasks.values()} - answering.keys())))
 
 
-def missing(before: Collection[str], now: Nodes) -> tuple[str, ...]:
-    """Return the nodes of ``before`` that do not answer ``now``."""
-    return tuple(sorted(set(before) - set(now.answering)))
+def lost_nodes(before: Mapping[str, str], now: Nodes) -> tuple[str, ...]:
+    """Return the addresses of ``before`` that do not answer ``now``, or where another Ray node does."""
+    return tuple(sorted(address for address, node in before.items() if now.answering.get(address) != node))
 
 
 def _succeeded(task: Any) -> bool:

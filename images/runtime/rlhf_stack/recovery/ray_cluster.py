@@ -18,7 +18,8 @@ class RayCluster:
     """A job server at ``server`` and the cluster at ``address``; ``run`` identifies the run in its GCS.
 
     ``assess`` returns why a command line cannot start now, ``environment`` the ``runtime_env`` of a job, and
-    ``causes`` the known causes in an output that the versions and settings of this image confirm.
+    ``causes`` the known causes in an output that the versions and settings of this image confirm. A head that
+    does not answer is awaited for ``seconds`` while a job runs.
     """
 
     def __init__(
@@ -26,19 +27,23 @@ class RayCluster:
         server: str,
         address: str,
         run: str,
-        assess: Callable[[Sequence[str]], list[str]],
+        assess: Callable[[Sequence[str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
         causes: Callable[[str], list[str]],
+        seconds: float,
     ) -> None:
         self._server, self._address, self._key = server, address, PREFIX + run
         self._assess, self._environment = assess, environment
-        self.known_causes = causes
+        self.known_causes, self._seconds = causes, seconds
         self._excluded_by_user = set(filter(None, os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")))
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
-        """Return why the run cannot start on the free resources of nodes that are not ``excluded``."""
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+        """Return why the run cannot start on the free resources of nodes that are not ``excluded``.
+
+        With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
+        """
         self._exclude(excluded)
-        return self._assess(words)
+        return self._assess(words, scales)
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
         """Submit the run; no rank or engine of it is placed on an ``excluded`` node."""
@@ -47,7 +52,7 @@ class RayCluster:
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         """Follow a job until it ends."""
-        return jobs.follow(self._server, job, write)
+        return jobs.follow(self._server, job, write, self._seconds)
 
     def clean(self) -> Nodes:
         """Remove what the run left on each node."""

@@ -18,7 +18,7 @@ from rlhf_stack.openrlhf import command_line
 from rlhf_stack.planning import Machine
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
-from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.supervisor import Supervisor
 
 HERE = {
@@ -133,11 +133,23 @@ def test_an_invalid_log_format_is_wrong_usage(
     assert "RLHF_STACK_LOG_FORMAT='xml': expected text or json" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.usefixtures("messages_as_before", "no_room")
 def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    monkeypatch.setattr(submit, "_once", MagicMock(side_effect=UserError("no job server")))
+    assert main(["submit", "--", "x"]) == submit.WRONG_USAGE
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("info", "8 of 16 GPUs; the run will ask the autoscaler"),
+        ("error", "no job server"),
+    ]
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run for which the cluster has too few GPUs, and an autoscaler may be asked."""
     monkeypatch.setenv(env_vars.AUTOSCALE, "1")
     monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
     for name in ("parse_run", "ray_machines", "read_shapes"):
@@ -147,13 +159,6 @@ def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     )
     refused = MagicMock(refusal="8 of 16 GPUs", problems=["8 of 16 GPUs"])
     monkeypatch.setattr("rlhf_stack.planning.assess", lambda *_: refused)
-    monkeypatch.setattr(submit, "_once", MagicMock(side_effect=UserError("no job server")))
-    assert main(["submit", "--", "x"]) == submit.WRONG_USAGE
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(line["level"], line["message"]) for line in lines] == [
-        ("info", "8 of 16 GPUs; the run will ask the autoscaler"),
-        ("error", "no job server"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +279,26 @@ def test_a_signal_stops_a_supervised_job_and_is_an_error_as_json(
     }
 
 
+@pytest.mark.usefixtures("no_room")
+def test_a_run_that_has_asked_the_autoscaler_in_vain_is_planned_on_the_nodes_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes were not awaited, and no smaller layout was tried."""
+    found: list[list[str]] = []
+
+    def cluster(
+        _server: str, _address: str, _run: str, assess: Callable[..., list[str]], *_: object
+    ) -> object:
+        found.extend(assess(["train"], scales) for scales in (True, False))
+        return MagicMock(recall=lambda: None)
+
+    monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), MagicMock(unsaved=())))
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    monkeypatch.setattr(Supervisor, "supervise", lambda _: Ended("j", "SUCCEEDED", 0))
+    assert main(["submit", "--restarts", "1", "--", "train"]) == 0
+    assert found == [[], ["8 of 16 GPUs"]]
+
+
 @pytest.mark.usefixtures("json_lines")
 def test_the_attempts_of_a_supervised_run_are_json_lines(
     supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], capsys: pytest.CaptureFixture[str]
@@ -299,6 +324,33 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
         "attempt: 2, job: j2, waited before: 600 s, changed: actor.num_nodes 3 to 2; checkpoint of step 4 "
         "converted, ended: succeeded, after: 9 s, from step: 5, saved step: 8",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        (["--restarts", "1"], 600.0),
+        (["--restarts", "1", "--node-wait", "5"], job.LOST_SECONDS),
+        (["--grace", "30"], job.LOST_SECONDS),
+    ],
+)
+def test_a_job_on_a_head_that_does_not_answer_is_awaited_and_kept(
+    options: list[str],
+    seconds: float,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state of its run was deleted, so that the same command submitted it a second time."""
+
+    def loop(_: Supervisor) -> Ended:
+        raise HeadSilentError("no answer", job.LOST)
+
+    supervise(loop)
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", *options, "--", "train"]) == job.LOST
+    assert cluster.call_args.args[-1] == seconds
+    cluster.return_value.remember.assert_not_called()
 
 
 TRAINER = """

@@ -12,9 +12,9 @@ def test_a_node_that_is_no_longer_excluded_is_used_again(monkeypatch: pytest.Mon
     """The user's own exclusions stay."""
     monkeypatch.setenv(env_vars.EXCLUDED_NODES, "10.0.0.9")
 
-    def assess(_: Any) -> list[str]:
+    def assess(*_: Any) -> list[str]:
         return os.environ[env_vars.EXCLUDED_NODES].split(",")
 
-    cluster = RayCluster("server", "auto", "run", assess, dict, lambda _: [])
+    cluster = RayCluster("server", "auto", "run", assess, dict, lambda _: [], 30.0)
     assert cluster.problems([], ["10.0.0.2"]) == ["10.0.0.2", "10.0.0.9"]
     assert cluster.problems([], []) == ["10.0.0.9"]

@@ -22,8 +22,9 @@ rank and role, and adds the flag that loads it. With --min-nodes M it then conti
 fewer engines if it must, or with fewer ranks of the trainer, for which it converts the checkpoint. A node
 that was lost twice is used again only if the run has no other place. What would fail again is not repeated: a
 rejected command line, a known cause that the installed versions confirm, memory that ran out before the first
-checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM stop the job. If this process is
-killed the job continues; the same command follows it again, unless the head was restarted.
+checkpoint, or the same error of the program in two attempts in sequence without progress. Ctrl-C and SIGTERM
+stop the job. If this process is killed, or the head does not answer for --node-wait seconds, the job
+continues; the same command follows it again, unless the head was restarted.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
@@ -224,9 +225,9 @@ def _supervision(
     environment: Callable[[], dict[str, Any]],
     variables: Mapping[str, str],
 ) -> supervised.Supervision:
-    def assess(changed: Sequence[str]) -> list[str]:
+    def assess(changed: Sequence[str], scales: bool) -> list[str]:
         described = argparse.Namespace(**(vars(options) | {"command_line": list(changed)}))
-        return _problems(described, changed, variables)  # the first attempt has shown them
+        return _problems(described, changed, variables, scales=scales)  # the first attempt has shown them
 
     limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds, options.grace)
     return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
@@ -238,7 +239,7 @@ def _once(
     """Submit the job and follow it until it ends."""
     job = jobs.submit(address, words, environment)
     try:
-        return jobs.follow(address, job, write)
+        return jobs.follow(address, job, write, jobs.LOST_SECONDS)
     except (KeyboardInterrupt, supervised.TerminatedError):
         messages.warning(f"job {job} is still running: ray job logs -f {job}, ray job stop {job}")
         raise
@@ -328,11 +329,13 @@ def _problems(
     variables: Mapping[str, str],
     warn: Callable[[str], None] = _unheard,
     idle: bool = False,
+    scales: bool = True,
 ) -> list[str]:
     """The reasons why the run cannot start on the cluster now; none for a command that is not a run.
 
     `UserError` if the image cannot run it, also for SFT, DPO and RM. Messages of OpenRLHF's parser go to
-    ``warn``. With ``idle``, the reasons why it could not even if no other job used the cluster.
+    ``warn``. With ``idle``, the reasons why it could not even if no other job used the cluster. With
+    ``scales``, too few resources are no reason if the run may ask an autoscaler for them.
     """
     try:
         command_line.extract_arguments(words)
@@ -358,7 +361,7 @@ def _problems(
     # A variable that the job does not set has the value of its machine, which is that of this one.
     found = assess(run, machines, run_options.read_shapes(run, options), os.environ | variables)
     of_checkpoints = checkpoints_of(words)[1].obstacles()
-    if found.refusal and env_vars.flag(env_vars.AUTOSCALE, variables):
+    if found.refusal and scales and env_vars.flag(env_vars.AUTOSCALE, variables):
         messages.info(f"{found.refusal}; the run will ask the autoscaler")
         return [*of_checkpoints, *(problem for problem in found.problems if problem != found.refusal)]
     return [*of_checkpoints, *found.problems]
