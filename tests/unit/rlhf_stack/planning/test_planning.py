@@ -447,6 +447,16 @@ def test_machines_come_from_a_running_ray() -> None:
     assert (found[1].gpus, found[1].gpu_memory, found[1].memory) == (8, 80 * GIB, 5)
 
 
+def test_engines_straddle_in_a_plan_as_in_the_run_if_the_user_allows_it() -> None:
+    """Two of three engines of four GPUs fit on two nodes of seven."""
+    machines = uniform_machines(2, 7, 192, 64, 2000)
+    planned = run("big", actor=2, engines=Engines(3, 4))
+    assert f"{env_vars.ALLOW_STRADDLE}=1 lets" in assess(planned, machines, SHAPES, {}).refusal
+    allowed = assess(planned, machines, SHAPES, {env_vars.ALLOW_STRADDLE: "1"})
+    assert allowed.problems == ()
+    assert as_json(allowed, [], None)["straddling"]["ours"] == [2]
+
+
 def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
     cluster = uniform_machines(2, 8, 80, 64, 2000)
     tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
