@@ -141,9 +141,9 @@ def placement_timeout(environment: Mapping[str, str] = os.environ) -> float:
     return _seconds(PLACEMENT_TIMEOUT, 120.0, environment)
 
 
-def excluded_nodes() -> set[str]:
+def excluded_nodes(environment: Mapping[str, str] = os.environ) -> set[str]:
     """Return the addresses of nodes on which nothing is placed."""
-    return {address.strip() for address in os.environ.get(EXCLUDED_NODES, "").split(",")} - {""}
+    return {address.strip() for address in environment.get(EXCLUDED_NODES, "").split(",")} - {""}
 
 
 def accelerator() -> str | None:

@@ -403,7 +403,7 @@ def test_a_run_that_is_terminated_saves_within_the_grace_time_and_is_stopped(
     monkeypatch.setattr(job, "stop", stopped)
     monkeypatch.setattr(preemption, "request", request)
     monkeypatch.setattr(Supervisor, "supervise", supervise)
-    run = supervised.Supervision("server", "auto", ["x"], Limits(0, grace=grace), lambda _: [], dict)
+    run = supervised.Supervision("server", "auto", ["x"], Limits(0, grace=grace), lambda *_: [], dict)
     with pytest.raises(UserError) as ended, supervised.terminable():
         run.run(print)
     assert ended.value.code == 143

@@ -181,7 +181,7 @@ def _run(options: argparse.Namespace) -> int:
     env_vars.check(variables)
     _warn_of_secrets(variables, words)
     is_supervised = options.restarts or options.grace
-    supervision = _supervision(options, words, environment, variables) if is_supervised else None
+    supervision = _supervision(options, words, environment) if is_supervised else None
     follows = supervision is not None and supervision.follows_a_job
     problems = [] if follows else _problems_after_wait(options, words, variables)
     for problem in problems:
@@ -222,9 +222,8 @@ def _supervision(
     options: argparse.Namespace,
     words: Sequence[str],
     environment: Callable[[], dict[str, Any]],
-    variables: Mapping[str, str],
 ) -> supervised.Supervision:
-    def assess(changed: Sequence[str]) -> list[str]:
+    def assess(changed: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         described = argparse.Namespace(**(vars(options) | {"command_line": list(changed)}))
         return _problems(described, changed, variables)  # the first attempt has shown them
 
@@ -352,11 +351,12 @@ def _problems(
     run, notes = run_options.parse_run(options)
     for note in notes:
         warn(f"OpenRLHF: {note}")
-    machines = run_options.ray_machines(options.ray, options.gpu_memory)
+    # A variable that the job does not set has the value of its machine, which is that of this one.
+    of_job = os.environ | variables
+    machines = run_options.ray_machines(options.ray, options.gpu_memory, of_job)
     if idle:
         machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
-    # A variable that the job does not set has the value of its machine, which is that of this one.
-    found = assess(run, machines, run_options.read_shapes(run, options), os.environ | variables)
+    found = assess(run, machines, run_options.read_shapes(run, options), of_job)
     of_checkpoints = checkpoints_of(words)[1].obstacles()
     if found.refusal and env_vars.flag(env_vars.AUTOSCALE, variables):
         messages.info(f"{found.refusal}; the run will ask the autoscaler")
