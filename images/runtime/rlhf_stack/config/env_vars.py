@@ -10,6 +10,7 @@ from rlhf_stack.inputs.text import shortened
 
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # set by the image, not by users
 INPUTS = "RLHF_STACK_INPUTS"  # set by the image: the digest of the inputs of its build
+PROFILE = "RLHF_STACK_PROFILE"  # read where a container starts, not by a job
 EVENTS = "RLHF_STACK_EVENTS"
 VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"

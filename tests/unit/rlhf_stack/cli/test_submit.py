@@ -13,7 +13,7 @@ from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.placement import FreeNode, reservation
@@ -35,6 +35,17 @@ HERE = {
 
 def test_the_job_gets_the_settings_of_rlhf_stack_but_not_those_of_the_image() -> None:
     assert runtime_env(HERE, []) == {"env_vars": {"RLHF_STACK_VERIFY_SYNC": "1"}}
+
+
+def test_a_default_of_the_image_is_left_to_the_profile_of_the_jobs_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image, "env_defaults", lambda: {env_vars.SYNC_BACKEND: "gloo"})
+    default = {env_vars.SYNC_BACKEND: "gloo", env_vars.SYNC_TIMEOUT: "60"}
+    assert runtime_env(default, [])["env_vars"] == {env_vars.SYNC_TIMEOUT: "60"}
+    assert runtime_env(default, [env_vars.SYNC_BACKEND])["env_vars"] == default
+    other = default | {env_vars.SYNC_BACKEND: "nccl"}
+    assert runtime_env(other, [])["env_vars"] == other
 
 
 def test_the_job_gets_named_variables(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ these programs and was not read as its start.
   rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
 
 Ray's workers inherit the environment of their machine, not of this shell. The runtime_env of the job contains
-the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
-They are public: Ray shows them to everyone who reaches its dashboard, so that a secret among them is a
-warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
+the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, unless they have the default of the
+image, and the variables named by --env. They are public: Ray shows them to everyone who reaches its
+dashboard, so that a secret among them is a warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs
+-f ID` and `ray job stop ID`.
 
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
@@ -65,7 +66,7 @@ from rlhf_stack.cli.option_types import (
     seconds,
 )
 from rlhf_stack.cluster.readiness import DASHBOARD
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
@@ -83,7 +84,6 @@ POLL_SECONDS = 2.0
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
-OF_A_CONTAINER = "RLHF_STACK_PROFILE"  # read where a container starts, not by a job
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
@@ -261,13 +261,17 @@ def runtime_env(
 ) -> dict[str, Any]:
     """Ray's ``runtime_env`` for a job: the RLHF_STACK_* variables of ``environment`` and those in ``named``.
 
+    Those with the image's default are left to the job's machines, whose profile may set another value.
     ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is given twice, that no job reads,
     or that has no value and is not in ``environment``.
     """
+    defaults = image.env_defaults()
     variables = {
         name: value
         for name, value in environment.items()
-        if name.startswith(PREFIX) and name not in (*OF_THE_IMAGE, OF_A_CONTAINER) and value
+        if name.startswith(PREFIX)
+        and name not in (*OF_THE_IMAGE, env_vars.PROFILE)
+        and value not in ("", defaults.get(name))
     }
     given: set[str] = set()
     for text in named:
@@ -276,7 +280,7 @@ def runtime_env(
             raise UserError(
                 f"--env {shortened(text)!r}: expected NAME or NAME=VALUE, such as NCCL_DEBUG=INFO"
             )
-        if name == OF_A_CONTAINER:
+        if name == env_vars.PROFILE:
             raise UserError(
                 f"--env {name}: a job does not read it: start the containers with docker run -e {name}=..."
             )
