@@ -4,7 +4,7 @@ import hashlib
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from types import FrameType
@@ -54,7 +54,7 @@ class Supervision:
         address: str,
         words: Sequence[str],
         limits: Limits,
-        assess: Callable[[Sequence[str], bool], list[str]],
+        assess: Callable[[Sequence[str], Mapping[str, str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
     ) -> None:
         self._server, self._address, self._words, self._limits = server, address, words, limits

@@ -42,7 +42,7 @@ from rlhf_stack.telemetry.events import step as record_step
 
 WITHOUT_EFFECT = {  # variables of OpenRLHF 0.11.2, with the value that asks for nothing
     env_vars.ENGINE_RESTARTS: "0",
-    env_vars.MIN_ENGINES: "0",
+    env_vars.MIN_ENGINES: "1",
     env_vars.CHECK_COTENANCY: "0",
     env_vars.SYNC_SOURCES: "auto",
 }

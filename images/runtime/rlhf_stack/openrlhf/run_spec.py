@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_stack import sync
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Zero
@@ -44,7 +45,7 @@ class Run:
     trainer have 4 bits per weight. ``asynchronous``: engines generate while the trainer trains. ``program``
     is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
     chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
-    on the CPU.
+    on the CPU. ``sync_backend`` is that of the weight sync: nccl, gloo or auto.
     """
 
     release: str
@@ -75,6 +76,7 @@ class Run:
     program: str = PPO
     pairs: int = 1
     can_offload: bool = True
+    sync_backend: str = "nccl"
 
     @property
     def flat(self) -> bool:
@@ -188,6 +190,7 @@ def _sections(release: str, args: Any) -> Run:
         answer=getattr(args.rollout, "max_new_tokens", None),
         quantized=getattr(args.ds, "load_in_4bit", False),
         asynchronous=args.train.async_enable,
+        sync_backend=sync.requested_backend(args),
     )
 
 
@@ -232,6 +235,7 @@ def _flat(release: str, args: Any) -> Run:
         ema=args.enable_ema,
         half_precision_logits=True,
         answer=None if args.max_len else args.generate_max_len,
+        sync_backend=args.vllm_sync_backend,
         quantized=getattr(args, "load_in_4bit", False),
     )
 

@@ -113,7 +113,8 @@ def assess(
     contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
     contradictions += _too_long(run, shapes[run.engine_model], variables)
     problems = list(contradictions)
-    ours, upstream, refusal = _placed(run, free, shapes)
+    allow_straddle = env_vars.flag(env_vars.ALLOW_STRADDLE, variables)
+    ours, upstream, refusal = _placed(run, free, shapes, allow_straddle)
     nodes = [
         PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
     ]
@@ -155,7 +156,7 @@ def assess(
 
 
 def _placed(
-    run: Run, free: Sequence[FreeNode], shapes: Mapping[str, Shape]
+    run: Run, free: Sequence[FreeNode], shapes: Mapping[str, Shape], allow_straddle: bool
 ) -> tuple[Plan | None, UpstreamLayout, str]:
     """The placement of this distribution, that of upstream, and the error if the run cannot be placed."""
     upstream = (
@@ -166,7 +167,7 @@ def _placed(
         return not _mismatches_of_engines(replace(run, request=request), shapes)
 
     try:
-        return plan(free, run.request, suits=suits), upstream, ""
+        return plan(free, run.request, allow_straddle, suits), upstream, ""
     except PlacementError as error:
         return None, upstream, str(error)
 

@@ -745,7 +745,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Nd", "Cs"], exclude_character
 
 def test_every_variable_with_a_limited_value_is_in_the_fuzz() -> None:
     free = (env_vars.EVENTS, env_vars.TRACEBACK, env_vars.EXCLUDED_NODES)
-    of_the_image = (env_vars.ACCELERATOR, env_vars.INPUTS)
+    of_the_image = (env_vars.ACCELERATOR, env_vars.INPUTS, env_vars.PROFILE)
     names = {value for value in vars(env_vars).values() if str(value).startswith("RLHF_STACK_")}
     assert names == {*VARIABLES, *free, *of_the_image}
 

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -12,10 +13,11 @@ from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
-from rlhf_stack.planning import Machine
+from rlhf_stack.placement import FreeNode, reservation
+from rlhf_stack.planning import Machine, cluster_spec
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.job import Ended, HeadSilentError
@@ -33,6 +35,17 @@ HERE = {
 
 def test_the_job_gets_the_settings_of_rlhf_stack_but_not_those_of_the_image() -> None:
     assert runtime_env(HERE, []) == {"env_vars": {"RLHF_STACK_VERIFY_SYNC": "1"}}
+
+
+def test_a_default_of_the_image_is_left_to_the_profile_of_the_jobs_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image, "env_defaults", lambda: {env_vars.SYNC_BACKEND: "gloo"})
+    default = {env_vars.SYNC_BACKEND: "gloo", env_vars.SYNC_TIMEOUT: "60"}
+    assert runtime_env(default, [])["env_vars"] == {env_vars.SYNC_TIMEOUT: "60"}
+    assert runtime_env(default, [env_vars.SYNC_BACKEND])["env_vars"] == default
+    other = default | {env_vars.SYNC_BACKEND: "nccl"}
+    assert runtime_env(other, [])["env_vars"] == other
 
 
 def test_the_job_gets_named_variables(tmp_path: Path) -> None:
@@ -218,6 +231,33 @@ def test_gpus_that_another_job_holds_are_awaited(
     assert errors.count(waits) == (polls > 1)
     assert ("GPUs in use were not released within 10 s" in errors) == (polls == 6)
     assert ("out of memory" in errors) == (not room), "the reasons on idle GPUs too"
+
+
+def test_a_run_is_planned_without_the_nodes_that_its_job_excludes(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [
+        {"Alive": True, "NodeManagerAddress": address, "Resources": {"GPU": 8.0, "CPU": 64.0}}
+        for address in ("10.0.0.1", "10.0.0.2")
+    ]
+    live = [FreeNode(str(entry["NodeManagerAddress"]), 8, 64, 8) for entry in table]
+    planned: list[str] = []
+
+    def assess(_run: object, machines: list[Machine], *_: object) -> SimpleNamespace:
+        planned.extend(machine.address for machine in machines)
+        return SimpleNamespace(refusal="", problems=[])
+
+    monkeypatch.setattr(run_options, "connected", lambda _: nullcontext())
+    monkeypatch.setattr(cluster_spec, "ray", SimpleNamespace(nodes=lambda: table))
+    monkeypatch.setattr(reservation, "_live_nodes", lambda _: live)
+    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
+    monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
+    monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
+    monkeypatch.setattr(
+        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
+    )
+    monkeypatch.setattr("rlhf_stack.planning.assess", assess)
+    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
+    assert main(["submit", "--env", f"{env_vars.EXCLUDED_NODES}=10.0.0.1", "--", "x"]) == 0
+    assert planned == ["10.0.0.2"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -266,6 +266,17 @@ def test_a_run_without_a_placement_or_engines_is_refused() -> None:
         ranks.ranks_of_run(Request((Group("actor", 1, 4),)))(machines(2, 4))
 
 
+def test_engines_of_the_checked_group_straddle_if_those_of_the_run_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = ranks.ranks_of_run(Request((Group("actor", 1, 2),), Engines(3, 4)))
+    with pytest.raises(UserError, match=env_vars.ALLOW_STRADDLE):
+        place(machines(2, 7))
+    monkeypatch.setenv(env_vars.ALLOW_STRADDLE, "1")
+    workers = place(machines(2, 7))[1:]
+    assert [len({*workers[first : first + 4]}) for first in (0, 4, 8)] == [1, 1, 2]
+
+
 def test_without_a_run_every_node_has_a_worker() -> None:
     """The trainer is on the first node."""
     assert ranks.one_worker_per_node(machines(3, 8)) == [0, 0, 1, 2]

@@ -77,6 +77,15 @@ def test_0_11_is_read_from_its_sections() -> None:
     assert not run.flat
 
 
+def test_the_backend_of_the_weight_sync_is_read() -> None:
+    """On shared GPUs ``auto`` is upstream's CUDA IPC, which nccl names."""
+    assert run_of("0.11.2", sections(vllm__sync_backend="gloo")).sync_backend == "gloo"
+    assert run_of("0.11.2", sections(vllm__sync_backend="auto")).sync_backend == "auto"
+    assert run_of("0.5.1", flat(vllm_sync_backend="gloo")).sync_backend == "gloo"
+    shared = sections(vllm__sync_backend="auto", train__colocate_all=True)
+    assert run_of("0.11.2", shared).sync_backend == "nccl"
+
+
 def test_gpus_shared_by_all_count_once() -> None:
     run = run_of("0.11.2", sections(train__colocate_all=True))
     assert run.request.size == 8

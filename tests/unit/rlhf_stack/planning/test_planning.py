@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rlhf_stack.cli.commands import plan as plan_command
+from rlhf_stack.compat import attention_provider
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import Zero, parse_shape
@@ -23,7 +24,7 @@ from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, d
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
-from rlhf_stack.planning.tuning import ALLOCATOR, apply_settings, tune
+from rlhf_stack.planning.tuning import ALLOCATOR, FLASH, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
 
 from tests.unit.openrlhf_arguments import sections
@@ -447,6 +448,16 @@ def test_machines_come_from_a_running_ray() -> None:
     assert (found[1].gpus, found[1].gpu_memory, found[1].memory) == (8, 80 * GIB, 5)
 
 
+def test_engines_straddle_in_a_plan_as_in_the_run_if_the_user_allows_it() -> None:
+    """Two of three engines of four GPUs fit on two nodes of seven."""
+    machines = uniform_machines(2, 7, 192, 64, 2000)
+    planned = run("big", actor=2, engines=Engines(3, 4))
+    assert f"{env_vars.ALLOW_STRADDLE}=1 lets" in assess(planned, machines, SHAPES, {}).refusal
+    allowed = assess(planned, machines, SHAPES, {env_vars.ALLOW_STRADDLE: "1"})
+    assert allowed.problems == ()
+    assert as_json(allowed, [], None)["straddling"]["ours"] == [2]
+
+
 def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
     cluster = uniform_machines(2, 8, 80, 64, 2000)
     tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
@@ -457,6 +468,34 @@ def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
     larger = replace(tuned.run, train_batch=2 * tuned.run.train_batch)
     assert tuned.run.train_batch == 32 or assess(larger, cluster, SHAPES).problems
     assert all(setting.reason for setting in tuned.settings)
+
+
+@pytest.mark.parametrize(
+    ("release", "requested", "provider", "setting", "dropped"),
+    [
+        ("0.11.2", FLASH, "torch's attention", f"--ds.attn_implementation {FLASH}", False),
+        ("0.11.2", FLASH, "", "--ds.attn_implementation sdpa", False),
+        ("0.11.2", "eager", "torch's attention", None, False),
+        ("0.5.1", "eager", "xformers 0.0.26", "--flash_attn", False),
+        ("0.5.1", FLASH, "xformers 0.0.26", "--flash_attn", False),
+        ("0.5.1", FLASH, "", "--flash_attn", True),
+    ],
+)
+def test_tuning_chooses_the_attention_that_something_here_computes(
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    requested: str,
+    provider: str,
+    setting: str | None,
+    dropped: bool,
+) -> None:
+    """Without it the memory of a long sequence is that of eager attention, whose scores are quadratic."""
+    monkeypatch.setattr(attention_provider, "provider", lambda: provider)
+    tuned = tune(run(release=release, attention=requested), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    found = [one for one in tuned.settings if "att" in one.text]
+    assert [(one.text, one.dropped) for one in found] == ([(setting, dropped)] if setting else [])
+    assert all((provider or "nothing here computes flash_attention_2") in one.reason for one in found)
+    assert (tuned.run.attention == "eager") == (dropped or setting is None)
 
 
 def test_tuning_gives_up_with_the_reason() -> None:

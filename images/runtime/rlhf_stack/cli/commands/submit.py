@@ -12,9 +12,10 @@ these programs and was not read as its start.
   rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
 
 Ray's workers inherit the environment of their machine, not of this shell. The runtime_env of the job contains
-the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
-They are public: Ray shows them to everyone who reaches its dashboard, so that a secret among them is a
-warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
+the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, unless they have the default of the
+image, and the variables named by --env. They are public: Ray shows them to everyone who reaches its
+dashboard, so that a secret among them is a warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs
+-f ID` and `ray job stop ID`.
 
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
@@ -66,7 +67,7 @@ from rlhf_stack.cli.option_types import (
     seconds,
 )
 from rlhf_stack.cluster.readiness import DASHBOARD
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
@@ -84,7 +85,6 @@ POLL_SECONDS = 2.0
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
-OF_A_CONTAINER = "RLHF_STACK_PROFILE"  # read where a container starts, not by a job
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
@@ -182,7 +182,7 @@ def _run(options: argparse.Namespace) -> int:
     env_vars.check(variables)
     _warn_of_secrets(variables, words)
     is_supervised = options.restarts or options.grace
-    supervision = _supervision(options, words, environment, variables) if is_supervised else None
+    supervision = _supervision(options, words, environment) if is_supervised else None
     follows = supervision is not None and supervision.follows_a_job
     problems = [] if follows else _problems_after_wait(options, words, variables)
     for problem in problems:
@@ -223,9 +223,8 @@ def _supervision(
     options: argparse.Namespace,
     words: Sequence[str],
     environment: Callable[[], dict[str, Any]],
-    variables: Mapping[str, str],
 ) -> supervised.Supervision:
-    def assess(changed: Sequence[str], scales: bool) -> list[str]:
+    def assess(changed: Sequence[str], variables: Mapping[str, str], scales: bool) -> list[str]:
         described = argparse.Namespace(**(vars(options) | {"command_line": list(changed)}))
         return _problems(described, changed, variables, scales=scales)  # the first attempt has shown them
 
@@ -263,13 +262,17 @@ def runtime_env(
 ) -> dict[str, Any]:
     """Ray's ``runtime_env`` for a job: the RLHF_STACK_* variables of ``environment`` and those in ``named``.
 
+    Those with the image's default are left to the job's machines, whose profile may set another value.
     ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is given twice, that no job reads,
     or that has no value and is not in ``environment``.
     """
+    defaults = image.env_defaults()
     variables = {
         name: value
         for name, value in environment.items()
-        if name.startswith(PREFIX) and name not in (*OF_THE_IMAGE, OF_A_CONTAINER) and value
+        if name.startswith(PREFIX)
+        and name not in (*OF_THE_IMAGE, env_vars.PROFILE)
+        and value not in ("", defaults.get(name))
     }
     given: set[str] = set()
     for text in named:
@@ -278,7 +281,7 @@ def runtime_env(
             raise UserError(
                 f"--env {shortened(text)!r}: expected NAME or NAME=VALUE, such as NCCL_DEBUG=INFO"
             )
-        if name == OF_A_CONTAINER:
+        if name == env_vars.PROFILE:
             raise UserError(
                 f"--env {name}: a job does not read it: start the containers with docker run -e {name}=..."
             )
@@ -355,11 +358,12 @@ def _problems(
     run, notes = run_options.parse_run(options)
     for note in notes:
         warn(f"OpenRLHF: {note}")
-    machines = run_options.ray_machines(options.ray, options.gpu_memory)
+    # A variable that the job does not set has the value of its machine, which is that of this one.
+    of_job = os.environ | variables
+    machines = run_options.ray_machines(options.ray, options.gpu_memory, of_job)
     if idle:
         machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
-    # A variable that the job does not set has the value of its machine, which is that of this one.
-    found = assess(run, machines, run_options.read_shapes(run, options), os.environ | variables)
+    found = assess(run, machines, run_options.read_shapes(run, options), of_job)
     of_checkpoints = checkpoints_of(words)[1].obstacles()
     if found.refusal and scales and env_vars.flag(env_vars.AUTOSCALE, variables):
         messages.info(f"{found.refusal}; the run will ask the autoscaler")
