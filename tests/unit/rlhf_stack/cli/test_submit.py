@@ -329,7 +329,7 @@ def test_a_run_that_has_asked_the_autoscaler_in_vain_is_planned_on_the_nodes_tha
     def cluster(
         _server: str, _address: str, _run: str, assess: Callable[..., list[str]], *_: object
     ) -> object:
-        found.extend(assess(["train"], scales) for scales in (True, False))
+        found.extend(assess(["train"], {env_vars.AUTOSCALE: "1"}, scales) for scales in (True, False))
         return MagicMock(recall=lambda: None)
 
     monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), MagicMock(unsaved=())))
