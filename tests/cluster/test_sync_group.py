@@ -320,6 +320,18 @@ def test_the_store_listens_at_the_address_of_the_run_alone(monkeypatch):
         socket.create_connection(("127.0.0.2", port), 5)
 
 
+@pytest.mark.timeout(60)
+def test_the_store_is_served_by_a_socket_that_listened_before(monkeypatch):
+    """So that no other process takes the port between its publication and the group."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "5")
+    listener = membership.listen("127.0.0.1")
+    port, file = listener.getsockname()[1], listener.fileno()
+    members = Members("127.0.0.1", port, 0, 1, listener)
+    members.connect_to_store().set("key", "value")
+    assert members.store.get("key") == b"value"
+    assert (listener.fileno(), socket.socket(fileno=os.dup(file)).getsockname()[1]) == (-1, port)
+
+
 def test_a_port_in_use_is_named_at_once():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -328,8 +340,8 @@ def test_a_port_in_use_is_named_at_once():
 
 
 def test_an_address_behind_nat_is_served_on_all_interfaces_with_a_warning(caplog):
-    listener = membership._listen("192.0.2.1", free_port())
-    assert listener is None
+    with membership.listen("192.0.2.1") as listener:
+        socket.create_connection(("127.0.0.2", listener.getsockname()[1]), 5).close()
     assert "192.0.2.1 is not an address of this node" in caplog.text
 
 

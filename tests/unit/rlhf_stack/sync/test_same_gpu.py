@@ -1,4 +1,4 @@
-"""Trainer ranks and engine workers that are to share GPUs, and the failures that they report to each other."""
+"""Trainer ranks and engine workers that share GPUs, and the failures that they report to each other."""
 
 import socket
 
@@ -47,5 +47,5 @@ def test_a_failure_with_a_long_text_is_reported_whatever_its_characters(characte
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with own, other:
         Link(own, "the engine worker").send_failure(ValueError(character * MESSAGE_BYTES))
-        with pytest.raises(SyncError, match="the trainer rank failed: ValueError: .{8000}"):
+        with pytest.raises(SyncError, match=r"the trainer rank failed: ValueError: .{8000}"):
             Link(other, "the trainer rank").receive("to pack a bucket")
