@@ -367,7 +367,7 @@ class Members:
         try:
             _, absent = self.bounded(lambda: self._split(keys), time.monotonic() + env_vars.sync_grace())
         except RuntimeError:
-            return "not every rank joined, and rank 0 has stopped waiting or does not answer"
+            return f"not every rank joined, and rank 0 at {self._host} has stopped waiting or does not answer"
         missing = [str(part[0]) if len(part) == 1 else f"some of {part[0]} to {part[-1]}" for part in absent]
         return f"ranks [{first_names(missing, MOST_NAMED)}] of {self.world} did not join"
 
