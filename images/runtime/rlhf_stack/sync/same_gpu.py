@@ -54,6 +54,11 @@ class Link:
         with self._explained("to take"):
             socket.send_fds(self._connection, [pickle.dumps((kind, content))], files)
 
+    def send_failure(self, error: BaseException) -> None:
+        """Report ``error`` to the other process, cut to what a message holds."""
+        text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: MESSAGE_BYTES // 2]
+        self.send(FAILED, text.decode(errors="ignore"))
+
     def receive(self, waited_for: str) -> tuple[Message, list[int]]:
         """Return the next message and its files; `SyncError` for a failure that the other process reports."""
         with self._explained(waited_for):
@@ -209,7 +214,7 @@ class SameGpuGroup:
             yield
         except BaseException as error:
             with suppress(SyncError):
-                self.link.send(FAILED, f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 2])
+                self.link.send_failure(error)
             raise
         finally:
             self.link.watch = unwatched

@@ -360,11 +360,16 @@ def test_the_network_of_an_address(family: int, address: str, netmask: str | Non
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_port_is_free_on_an_address_of_either_family(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_listens_at_an_address_of_either_family(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if address == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
-    assert probe.Probe(address, "gloo", 1.0).free_port() > 0
+    listening = probe.Probe(address, "gloo", 1.0)
+    with socket.create_connection((address, listening.listen()), timeout=5):
+        assert listening._listener
+    listening._listener.close()
 
 
 @pytest.mark.parametrize("failing", [False, True])
