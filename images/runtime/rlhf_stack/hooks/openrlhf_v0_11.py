@@ -43,6 +43,7 @@ from rlhf_stack.openrlhf.run_groups import (
 )
 from rlhf_stack.placement import driver_cpus, engine_place, rank_bundles
 from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
+from rlhf_stack.recovery.trainer_state import restore_trainer_state, save_trainer_state
 from rlhf_stack.sync.actor_trainer import sends_weights
 from rlhf_stack.sync.regrouping import form_group_again
 from rlhf_stack.telemetry.events import phase as record_phase

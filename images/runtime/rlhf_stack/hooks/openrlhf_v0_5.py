@@ -31,6 +31,7 @@ from rlhf_stack.openrlhf import run_groups
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.run_groups import claim_engine_groups, claim_role_group, wait_for_role_group
 from rlhf_stack.placement import rank_bundles
+from rlhf_stack.recovery.trainer_state import CountedCycle, restore_trainer_state, save_trainer_state
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import send as send_weights
 from rlhf_stack.sync import wait_for_engine_results, wait_for_sync

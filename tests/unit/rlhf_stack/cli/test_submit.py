@@ -518,8 +518,8 @@ def test_a_state_that_no_checkpoint_has_is_one_warning_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     supervise(lambda _: Ended("j", "SUCCEEDED", 0))
-    saved = MagicMock(loads=True, unsaved=("the KL coefficient (--algo.kl.target)", "the position in x"))
+    saved = MagicMock(loads=True, unsaved=("the average (--train.enable_ema)", "the position in x"))
     monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), saved))
     assert main(["submit", "--grace", "30", "--restarts", restarts, "--", "train"]) == 0
-    lacks = "the checkpoints of this run lack the KL coefficient (--algo.kl.target), the position in x:"
+    lacks = "the checkpoints of this run lack the average (--train.enable_ema), the position in x:"
     assert capsys.readouterr().err.count(lacks) == warned
