@@ -217,10 +217,13 @@ def test_a_probe_describes_the_speeds_of_its_node(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(probe, "rdma_adapters", lambda: adapters)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "")  # which a probe sets, restored after the test
-    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    for name in ("NCCL_IB_DISABLE", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
     described = probe.Probe("10.0.0.1", "nccl", 1.0).describe()
     assert described.interfaces == (Interface("eth0", "10.0.0.1", "10.0.0.0/24", 25_000),)
     assert (described.used, described.rdma_megabits) == ("eth0", 400_000)
+    monkeypatch.setenv("NCCL_IB_HCA", "=mlx5_0")
+    assert probe.Probe("10.0.0.1", "nccl", 1.0).describe().rdma_megabits == 100_000
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     assert probe.Probe("10.0.0.1", "nccl", 1.0).describe().rdma_megabits is None
 
