@@ -28,13 +28,13 @@ FLAT = """
 import contextlib
 import torch
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
-from rlhf_stack.sync.encoding import Encodings, Reach
+from rlhf_stack.sync.encoding import Encodings
 
 alone()
 group = stub(
     "the sync group",
     name="gloo",
-    answers=[],
+    answers={},
     in_place=True,
     device=torch.device("cpu"),
     broadcast=lambda *_, **__: None,
@@ -42,7 +42,7 @@ group = stub(
     start=lambda *_: stub("a transfer", finish=lambda: None),
     syncing=contextlib.nullcontext,
     kept=None,
-    encodings=Encodings(Reach(0, 0), "off"),
+    encodings=Encodings(0, "off"),
 )
 module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
 trainer = types.SimpleNamespace(

@@ -20,7 +20,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
-from rlhf_stack.sync.encoding import Encodings, Reach, refuse_gloo_only
+from rlhf_stack.sync.encoding import Encodings, refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers, Watch, unwatched
 from rlhf_stack.sync.kept import Kept
@@ -181,7 +181,7 @@ class SameGpuGroup:
 
     def __post_init__(self) -> None:
         refuse_gloo_only("the trainer shares its GPUs with the engines")
-        self.encodings = Encodings(Reach(0, 0), "off")
+        self.encodings = Encodings(0, "off")
         self.device = devices.torch_device()
         self.buffers: Buffers = SentMemory(self.link) if self.rank == 0 else OpenedMemory(self)
         self._packed = self._read = self._started = 0
