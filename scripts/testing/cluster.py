@@ -243,7 +243,7 @@ class Cluster:
         return code
 
     def _check_after(self, container: Container, code: int) -> None:
-        """`check`, after some seconds if the command was killed or not started: the container may be ending."""
+        """`check`, after some seconds if the command was killed or not started: the container may end."""
         if code in (KILLED, CANNOT_EXECUTE):
             with contextlib.suppress(requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
                 container.wait(timeout=END_SECONDS)
