@@ -146,6 +146,7 @@ def test_fewer_buckets_than_sources_are_sent_by_the_first_ones():
     assert [found[source] > 0 for source in range(SOURCES)] == [True, False, False]
 
 
+@SECTIONS  # in torch 2.3 another source ends at its own deadline; OpenRLHF 0.5 has one source
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("encodings", [(FULL,), (KEPT, CHANGED)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
