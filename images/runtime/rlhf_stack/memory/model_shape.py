@@ -132,7 +132,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
     if stored > MOST_PARAMETERS:
         raise ShapeError(f"{name}: {stored} parameters, more than {MOST_PARAMETERS:.0e}")
     config = {ALIASES.get(key, key): value for key, value in config.items()}
-    if not isinstance(config.get("model_type", ""), str):
+    if not isinstance(config.get("model_type") or "", str):
         raise ShapeError(f"{name}: model_type is {shortened(repr(config['model_type'])[:200], 60)}, not text")
     family = families.family_of(config)
     stated = {key: value for key, value in config.items() if value is not None}
@@ -174,6 +174,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         max_length=_max_length(config, family),
         estimated=not stored and family not in families.KNOWN,
     )
+    if stored < shape.embedding:  # beside the config.json are only a part of the weights, or an adapter
+        stored, shape = 0, replace(shape, parameters=0, estimated=family not in families.KNOWN)
     for wrong in _contradictions(shape):
         raise ShapeError(f"{name}: {wrong}")
     if stored:
@@ -197,7 +199,7 @@ def _max_length(config: Mapping[str, Any], family: str) -> int:
     stated = config.get("model_max_length")  # of Command-R, for which it is more
     longest = max(longest, stated) if longest and _is_size(stated) else longest
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not longest or not isinstance(rope, Mapping) or family == "gemma3":
+    if not longest or not rope or not isinstance(rope, Mapping) or family == "gemma3":
         return int(longest)
     found = []
     for part in rope.values() if all(isinstance(one, Mapping) for one in rope.values()) else [rope]:

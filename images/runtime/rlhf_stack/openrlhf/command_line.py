@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
@@ -25,7 +25,13 @@ from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
 from rlhf_stack.openrlhf.run_limits import check_values, check_words
 from rlhf_stack.openrlhf.run_spec import is_flat
-from rlhf_stack.openrlhf.trainer_command import LAUNCHERS, TRAINERS, UNREAD_LAUNCHERS, program_of
+from rlhf_stack.openrlhf.trainer_command import (
+    LAUNCHERS,
+    TRAINERS,
+    UNREAD_LAUNCHERS,
+    commands_in,
+    program_of,
+)
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
@@ -62,7 +68,7 @@ def extract_arguments(command: Sequence[str]) -> list[str]:
 
 def _refuse_launcher(words: Sequence[str]) -> None:
     """Raise `UserError` if ``words`` before the program start it once for each GPU."""
-    for name in (PurePath(word).name for word in words):
+    for name in commands_in(words):
         if name in (*LAUNCHERS, *UNREAD_LAUNCHERS):
             raise UserError(
                 f"{name} starts {NAME} once for each GPU, and each would start all ranks on Ray: start it "

@@ -4,7 +4,7 @@ deepspeed or torchrun starts these.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -23,7 +23,8 @@ READS_MODULES = re.compile(
 MODULE_FLAG = re.compile(
     r"(?:-[bBdEiIOPqRsSuvx]*m|--module$)(.*)"
 )  # of Python also in one word: -um, -mMODULE
-VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)  # of env, which may end in .py
+VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)  # of env, whose value may look like a program
+MODULE = re.compile(r"[A-Za-z_][\w.]*")
 NODE_FLAGS = ("--num_nodes", "--nnodes")
 GPU_FLAGS = ("--num_gpus", "--nproc_per_node")
 UNREAD_FLAGS = ("--include", "-i", "--exclude", "-e", "--hostfile", "-H")  # of deepspeed: which machines
@@ -67,14 +68,19 @@ def program_of(words: Sequence[str]) -> Program | None:
         if reads_modules and (found := MODULE_FLAG.fullmatch(word)):
             module = found[1] or (rest.pop(0) if rest else "")
             launcher.append(word)
-            if module not in (*LAUNCHERS, *UNREAD_LAUNCHERS):
+            if MODULE.fullmatch(module) and module not in (*LAUNCHERS, *UNREAD_LAUNCHERS):
                 return Program(module, tuple(launcher), tuple(rest))
             word = module
         elif word.endswith(".py") and not word.startswith("-") and not VARIABLE.fullmatch(word):
             return Program(word, tuple(launcher), tuple(rest))
-        reads_modules = reads_modules or bool(READS_MODULES.fullmatch(PurePath(word).name))
+        reads_modules = reads_modules or any(map(READS_MODULES.fullmatch, commands_in([word])))
         launcher.append(word)
     return None
+
+
+def commands_in(words: Iterable[str]) -> list[str]:
+    """Return the names of the files that ``words`` of a launcher name, without variables of env."""
+    return [PurePath(word).name for word in words if not VARIABLE.fullmatch(word)]
 
 
 def trainer_command(words: Sequence[str]) -> TrainerCommand | None:
@@ -112,7 +118,10 @@ def unread_program(words: Sequence[str]) -> str | None:
     found = program_of(words)
     if found and found.name in PROGRAMS:
         return None
-    named = (_name(part) for word in words for part in word.split())
+    parts = [part for word in words for part in word.split()]
+    if found:  # another program, whose arguments may be words such as train_sft
+        parts = [part for part in parts if "." in part]
+    named = map(_name, parts)
     return next((name for name in named if name in PROGRAMS), None)
 
 
@@ -129,7 +138,7 @@ def _name(program: str) -> str:
 
 def _nodes_and_gpus(launcher: Sequence[str]) -> tuple[int | None, int | None]:
     """The nodes and GPUs that the words before a program take, None for all of them."""
-    names = [PurePath(word).name for word in launcher]
+    names = commands_in(launcher)
     if unread := [name for name in names if name in UNREAD_LAUNCHERS]:
         raise UserError(
             f"{unread[0]} is a launcher that is not read: put deepspeed or torchrun in its place, with the "

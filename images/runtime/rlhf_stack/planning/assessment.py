@@ -337,7 +337,8 @@ def _too_long(run: Run, shape: Shape, variables: Mapping[str, str]) -> list[str]
     flags = "--prompt_max_len and --generate_max_len" if run.flat else "--data.max_len"
     return [
         f"vLLM refuses sequences of {run.length} tokens: the model has at most {shape.max_length} "
-        f"(max_position_embeddings): lower {flags}" + ("" if run.flat else f", or set {ALLOW_LONG}=1")
+        f"(max_position_embeddings): lower {flags}"
+        + ("" if run.flat else f", or set {ALLOW_LONG}=1 (submit: --env)")
     ]
 
 

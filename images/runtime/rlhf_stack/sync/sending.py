@@ -107,7 +107,7 @@ def least_memory_left(answers: Mapping[int, Mapping[str, Any]]) -> int:
     ``answers`` are those of the engines in the last sync. The least counts.
     """
     ranks = (rank for answer in answers.values() for rank in answer["ranks"])
-    return min([available_memory(), *(int(rank["memory_left"]) for rank in ranks)])
+    return min([available_memory(), *(int(rank.get("memory_left", 0)) for rank in ranks)])
 
 
 def _indices(buckets: Sequence[tuple[int, Bucket]]) -> list[int]:

@@ -18,6 +18,7 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
 from rlhf_stack.placement import FreeNode, reservation
 from rlhf_stack.planning import Machine, cluster_spec
+from rlhf_stack.planning.assessment import ALLOW_LONG
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.job import Ended, HeadSilentError
@@ -206,6 +207,7 @@ def test_gpus_that_another_job_holds_are_awaited(
         _run: object, seen: list[Machine], _shapes: object, variables: dict[str, str]
     ) -> SimpleNamespace:
         assert variables[env_vars.PLACEMENT_TIMEOUT] == "10", "the variables of the job"
+        assert ALLOW_LONG not in variables, "of this shell alone: the job does not get it"
         if seen[0].free_gpus is not None:
             looks.append(now[0])
         refused = [] if room and seen[0].free.gpus else ["8 of 8 GPUs are missing\n  free: a"]
@@ -214,6 +216,7 @@ def test_gpus_that_another_job_holds_are_awaited(
 
     monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "900")
+    monkeypatch.setenv(ALLOW_LONG, "1")
     monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
     monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
     monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
@@ -478,6 +481,7 @@ def test_a_program_of_the_user_is_submitted_unchecked(submitted: list[list[str]]
         (["bash", "-c", "python -m openrlhf.cli.train_ppo_ray --x 1"], "train_ppo_ray"),
         (["torchrun", "-m", "--nnodes", "1", "openrlhf.cli.train_sft"], "train_sft"),
         (["python", "train_sft.py"], None),
+        (["python", "evaluate.py", "--split", "train_sft"], None),
         (["ls", "/ckpt"], None),
     ],
     ids=str,

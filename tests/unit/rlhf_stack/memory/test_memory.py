@@ -234,9 +234,16 @@ def test_sizes_of_a_config_that_contradict_each_other_are_named(changes: dict[st
         shape_from_config(LLAMA | changes)
 
 
-def test_fewer_parameters_than_the_embedding_are_not_the_models() -> None:
-    with pytest.raises(ShapeError, match="1000 parameters, fewer than the embedding"):
-        shape_from_config(LLAMA, stored=1000)
+def test_fewer_stored_parameters_than_the_embedding_are_not_the_models() -> None:
+    """Next to a config.json there may be an adapter, or one part of the weights."""
+    assert shape_from_config(LLAMA, stored=1000) == shape_from_config(LLAMA)
+
+
+def test_an_empty_scaling_and_no_type_are_those_of_an_unknown_model() -> None:
+    """They ended `plan` as a defect, and as a type that is no text."""
+    lengths = {"max_position_embeddings": 8192, "rope_scaling": {}}
+    shape = shape_from_config(LLAMA | lengths | {"model_type": None})
+    assert (shape.max_length, shape.estimated) == (8192, True)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -158,6 +158,7 @@ def test_missing_openrlhf_is_an_error_with_remedy(monkeypatch: pytest.MonkeyPatc
         ["/venv/bin/python3.12", "-Bum", "openrlhf.cli.train_ppo_ray"],
         ["env", "CFG=/a/b.py", "python", "-m", "openrlhf.cli.train_ppo_ray"],
         ["numactl", "-m", "0", "python", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["env", "PYTHONPATH=/opt/deepspeed", "python", "-m", "openrlhf.cli.train_ppo_ray"],
         ["uv", "run", "-m", "openrlhf.cli.train_ppo_ray"],
         [],
     ],

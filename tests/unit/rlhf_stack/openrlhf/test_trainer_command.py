@@ -33,6 +33,11 @@ SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv
         ("python -mdeepspeed.launcher.runner --module train_sft", TrainerCommand("train_sft", ())),
         ("env CFG=/a/b.py deepspeed train_rm.py", TrainerCommand("train_rm", ())),
         ("numactl -m 0 torchrun -m openrlhf.cli.train_rm", TrainerCommand("train_rm", (), 1, 1)),
+        (
+            "env UV_CACHE_DIR=/a/uv PYTHONPATH=/a/accelerate numactl -m 0 python -m openrlhf.cli.train_rm",
+            TrainerCommand("train_rm", (), 1, 1),
+        ),
+        ("uv run numactl -m 0 python -m openrlhf.cli.train_rm", TrainerCommand("train_rm", (), 1, 1)),
         ("deepspeed train_sft.py --include x", TrainerCommand("train_sft", ("--include", "x"))),
         ("python -m openrlhf.cli.train_ppo_ray --path train_sft.py", None),
         ("ls train_sft", None),

@@ -354,12 +354,14 @@ def _problems(
             warn(f"OpenRLHF: {note}")
         return []
     from rlhf_stack.planning import assess
+    from rlhf_stack.planning.assessment import ALLOW_LONG
 
     run, notes = run_options.parse_run(options)
     for note in notes:
         warn(f"OpenRLHF: {note}")
     # A variable that the job does not set has the value of its machine, which is that of this one.
-    of_job = os.environ | variables
+    # vLLM's own is not passed to the job, and a shell may set it for `plan`: it counts with --env alone.
+    of_job = {**{name: value for name, value in os.environ.items() if name != ALLOW_LONG}, **variables}
     machines = run_options.ray_machines(options.ray, options.gpu_memory, of_job)
     if idle:
         machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
