@@ -404,8 +404,14 @@ def _require_engines(lost: int, left: int) -> None:
 
 
 def record_models_ready(engines: Sequence[Any] | None) -> None:
-    """See `events.models_up`; an engine that is lost now has no location."""
-    events.models_up(engines, _lost(engines or ()) if env_vars.engine_restarts() else ())
+    """See `events.models_up`; an engine that is lost now, or while it is asked, has no location."""
+    events.models_up(engines, _location if env_vars.engine_restarts() else None)
+
+
+def _location(engine: Any) -> Any | None:
+    if _lost([engine]):
+        return None
+    return roster.answer(engine, lambda engine: engine.where.remote(), "where")[1]
 
 
 def _lost(engines: Sequence[Any]) -> list[int]:

@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -142,18 +142,23 @@ def step(number: int, logs: MutableMapping[str, Any]) -> None:
     emit("step", **(values | {"step": number, "reward": reward}))
 
 
-def models_up(engines: Sequence[Any] | None, lost: Collection[int] = ()) -> None:
-    """Record that all models are loaded, and the location of the workers of each engine that is not ``lost``.
+def models_up(engines: Sequence[Any] | None, locate: Callable[[Any], Any | None] | None = None) -> None:
+    """Record that all models are loaded, and the location of the workers of each engine.
 
     The workers are queried only if events are on. OpenRLHF 0.5 then waits for its engines before it trains.
+    If engines can be lost, ``locate`` queries one, and returns None if it is.
     """
-    answers = {}
+    answers: list[Any] = []
     if os.environ.get(env_vars.EVENTS) and engines:
-        asked = {index: engine.where.remote() for index, engine in enumerate(engines) if index not in lost}
-        found = ray.get(list(asked.values()), timeout=env_vars.engine_timeout())
-        answers = dict(zip(asked, found, strict=True))
+        if locate:
+            answers = [locate(engine) for engine in engines]
+        else:
+            asked = [engine.where.remote() for engine in engines]
+            answers = ray.get(asked, timeout=env_vars.engine_timeout())
     phase("models up")
-    for index, ranks in answers.items():
+    for index, ranks in enumerate(answers):
+        if ranks is None:
+            continue
         nodes = {rank["node_id"] for rank in ranks}
         emit("engine", engine=index, ranks=ranks, straddles=len(nodes) > 1)
 
