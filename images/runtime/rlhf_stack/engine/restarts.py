@@ -26,6 +26,7 @@ from rlhf_stack.sync import (
     wait_for_sync,
 )
 from rlhf_stack.sync import report as sync_report
+from rlhf_stack.sync.trainer import uses_ray_collectives
 from rlhf_stack.telemetry import events, run_log
 
 TOTAL = 3  # times the restarts of one engine is the limit for all engines of a run together
@@ -113,10 +114,11 @@ def engine_results(
 def _start_again(
     engines: Sequence[Any], missing: Sequence[int], seen: dict[int, int], absent: set[int]
 ) -> dict[int, Any]:
-    """Let restarted ones of the ``missing`` start, and replace those whose node is gone; return both.
+    """Let restarted ones of the ``missing`` start, and replace engines whose node is gone; return both.
 
-    One without another place is None, and added to ``absent``. ``seen`` are the restarts that the last call
-    has seen; it is updated. `PeerError` if too few engines are left, or if all restarts are used.
+    These can be engines that were up: the trainer may wait for one, or has a group with it. One without
+    another place is None, and added to ``absent``. ``seen`` are the restarts that the last call has seen; it
+    is updated. `PeerError` if too few engines are left, or if all restarts are used.
     """
     _check_total()
     counts = _restarts()
@@ -124,13 +126,17 @@ def _start_again(
     seen.update(counts)
     for index in missing:
         restarted.permit(index)
-        if recipes.lost_nodes(index):
+    for index in range(len(engines)):
+        if index not in absent and recipes.lost_nodes(index):
             restarted.note_loss(index)
-            found[index] = recipes.replace(index, engines[index])
+            found[index] = recipes.replace(index, engines[index], wait=False)
+            if found[index] is None or index not in missing:
+                roster.defer_group()  # before a wait for new nodes, in which the trainer would wait for it
+            if found[index] is None and env_vars.flag(env_vars.AUTOSCALE):
+                found[index] = recipes.replace(index, engines[index])
             if found[index] is None:
                 absent.add(index)
                 _require_engines(index, len(engines) - len(absent))
-                roster.defer_group()
     return found
 
 
@@ -151,7 +157,7 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
         if _lost(trainer.vllm_engines):
             roster.defer_group()
         if roster.is_group_deferred():
-            run_log.warning("an engine is lost: the weight-sync group is formed before the first sync")
+            _begin_without_group(trainer, "an engine is lost")
             return
         since = _restarts()
         try:
@@ -160,15 +166,26 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
             if not _drop_lost(roster.of(trainer.vllm_engines), since):
                 raise
             roster.defer_group()
-            run_log.warning(f"the weight-sync group is formed before the first sync: {_last_line(error)}")
+            _begin_without_group(trainer, _last_line(error))
 
     return formed_if_none_is_lost
+
+
+def _begin_without_group(trainer: Any, why: str) -> None:
+    """Log that the group is formed later; `PeerError` with Ray's collectives, whose group is formed once."""
+    if uses_ray_collectives(trainer.strategy.args):
+        raise PeerError(
+            f"--vllm.sync_with_ray cannot leave out an engine, and one was lost at the start ({why}): submit "
+            "the run again, or without --vllm.sync_with_ray"
+        )
+    run_log.warning(f"the weight-sync group is formed before the first sync: {why}")
 
 
 def _started(index: int, handle: Any) -> Any:
     """Wait until engine ``index`` has started; return its actor, ``handle`` unless that was replaced.
 
-    It is not awaited any more once the run begins without an engine. `StartError` if it is not up in time.
+    It is not awaited any more once the group is deferred: if its node is lost, `_start_again` defers it or
+    replaces the engine. `StartError` if it is not up in time.
     """
     while True:
         handle, name = recipes.current(index, handle), recipes.name(index)

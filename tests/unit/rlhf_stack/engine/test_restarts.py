@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -78,6 +79,12 @@ def remote(result: Any) -> SimpleNamespace:
     method = SimpleNamespace(remote=lambda *_, **__: Reference(result))
     method.options = lambda **_: method
     return method
+
+
+def rank_0(engines: Sequence[Any], by_ray: bool = False) -> SimpleNamespace:
+    """The trainer's rank that forms the weight-sync group."""
+    arguments = SimpleNamespace(vllm=SimpleNamespace(sync_with_ray=by_ray))
+    return SimpleNamespace(vllm_engines=list(engines), strategy=SimpleNamespace(args=arguments))
 
 
 @pytest.mark.parametrize(
@@ -502,13 +509,67 @@ def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     engines = ["up", "lost"]
     if room:
         assert restarts._start_again(engines, [0, 1], {}, set()) == {1: "new"}
-        replace.assert_called_once_with(1, "lost")
+        replace.assert_called_once_with(1, "lost", wait=False)
+        assert not any(key.startswith("deferred-group") for key in records), "rank 0 waits for it"
     else:
         reason = (
             "engine 1 cannot be restarted: its node 10.0.0.2 is gone, .*; 1 engines are left, and .* is 2"
         )
         with pytest.raises(PeerError, match=reason):
             restarts._start_again(engines, [0, 1], {}, set())
+
+
+@pytest.mark.parametrize("room", ["elsewhere", "on a new node", ""])
+def test_rank_0_does_not_wait_for_an_engine_whose_node_is_lost_after_its_start(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    room: str,
+) -> None:
+    """Nor as long as the process that creates the engines waits for a place."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setenv(env_vars.AUTOSCALE, "1")
+    monkeypatch.setattr(gcs_kv, "list_records", lambda key: [records[one] for one in records if one == key])
+    lost, left, new = (engine(__ray_ready__=True, needs_weights=False) for _ in range(3))
+    created = [lost, left]
+    monkeypatch.setattr(
+        recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 0 and created[0] is lost else []
+    )
+    tried: list[tuple[bool, bool]] = []
+
+    def replace(*_: Any, wait: bool = True) -> Any:
+        tried.append((wait, roster.is_group_deferred()))
+        return new if room == "elsewhere" or (room and wait) else None
+
+    def wait(references: list[Any], timeout: float | None, **_: Any) -> tuple[list[Any], list[Any]]:
+        assert timeout is not None, "the trainer may wait for the engine"
+        ready = [one for one in references if one is not trainer or roster.is_group_deferred()][:1]
+        return ready, [one for one in references if one not in ready]
+
+    trainer = Reference(None)
+    ray.wait.side_effect = wait
+    monkeypatch.setattr(recipes, "replace", replace)
+    restarts.wait_for_start(created, [trainer])
+    assert created == [new if room else lost, left]
+    assert tried == [(False, False), *([] if room == "elsewhere" else [(True, True)])]
+    assert roster.Roster(created).grouped == []
+
+
+def test_a_location_is_not_awaited_from_an_engine_that_is_lost_while_it_is_asked(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray repeats the call until the engine has started again."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
+
+    def where() -> Reference:
+        states[id(lost)] = "RESTARTING"
+        return Reference(TimeoutError())
+
+    lost = SimpleNamespace(where=SimpleNamespace(remote=where))
+    restarts.record_models_ready([lost, engine(where=[{"rank": 0, "node_id": "a"}])])
+    assert [event["engine"] for event in events.read(tmp_path) if event["event"] == "engine"] == [1]
 
 
 def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_before_a_sync(
@@ -521,7 +582,7 @@ def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_b
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 0 else [])
     place: list[Any] = [None]
-    monkeypatch.setattr(recipes, "replace", lambda *_: place[0])
+    monkeypatch.setattr(recipes, "replace", lambda *_, **__: place[0])
     monkeypatch.setattr(restarts, "wait_for_sync", MagicMock())
     monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
     ray.wait.side_effect = lambda references, **_: (
@@ -540,7 +601,7 @@ def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_b
     restarts.record_models_ready(created)
 
     form = MagicMock(__name__="form")
-    restarts.forms_weight_group(form)(SimpleNamespace(vllm_engines=[lost, left]), "gloo")
+    restarts.forms_weight_group(form)(rank_0([lost, left]), "gloo")
     form.assert_not_called()
 
     engines, group = [lost, left], MagicMock()
@@ -567,6 +628,29 @@ def test_rank_0_does_not_wait_for_ever_for_an_engine(
         restarts.forms_weight_group(form)(trainer, "gloo")
 
 
+@pytest.mark.parametrize("when", ["before", "in the formation"])
+def test_a_group_of_rays_collectives_cannot_be_formed_later(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    lost = engine(__ray_ready__=True, needs_weights=TimeoutError())
+
+    def form(*_: Any) -> None:
+        assert when == "in the formation"
+        states[id(lost)] = "RESTARTING"
+        raise PeerError("engine 0 is dead")
+
+    if when == "before":
+        states[id(lost)] = "RESTARTING"
+    with pytest.raises(PeerError, match=r"--vllm.sync_with_ray cannot leave out an engine"):
+        restarts.forms_weight_group(form)(rank_0([lost], by_ray=True), "nccl")
+
+
 def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
     ray: MagicMock,
     states: dict[Any, str],
@@ -579,7 +663,7 @@ def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
     lost = engine(__ray_ready__=True)
     states[id(lost)] = "RESTARTING"
     form = MagicMock(__name__="form")
-    restarts.forms_weight_group(form)(SimpleNamespace(vllm_engines=[lost]), "gloo")
+    restarts.forms_weight_group(form)(rank_0([lost]), "gloo")
     form.assert_not_called()
     assert roster.Roster([lost]).grouped == []
 
@@ -879,7 +963,7 @@ def test_an_engine_that_is_lost_in_the_first_formation_is_in_the_group_of_the_fi
     monkeypatch.setattr(restarts, "_restarts", lambda: {i: e.number for i, e in enumerate(run.engines)})
     monkeypatch.setattr(restarts, "wait_for_engine_start", MagicMock())
     monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
-    trainer = SimpleNamespace(vllm_engines=list(run.engines))
+    trainer = rank_0(run.engines)
     if not is_lost:
         with pytest.raises(PeerError, match="engine 1 is dead"):
             restarts.forms_weight_group(form)(trainer, "gloo")
