@@ -99,7 +99,7 @@ def test_a_dead_node_is_lost_until_its_address_returns(monkeypatch: pytest.Monke
         dead("2", "ip-c", DeathReason=2, DeathReasonMessage="health check failed"),
         dead("3", "ip-c", DeathReason=1, DeathReasonMessage="received SIGTERM"),
         dead("4", "ip-d", DeathReason=2, DeathReasonMessage="health check failed"),
-        dead("5", "ip-e", DeathReason=cluster.REMOVED_WHEN_IDLE, DeathReasonMessage="idle"),
+        dead("5", "ip-e", DeathReason=ray_private.REMOVED_WHEN_IDLE, DeathReasonMessage="idle"),
     ]
     ends = {"1": 100.0, "2": 500.0, "3": 300.0, "4": 400.0, "5": 600.0}
     monkeypatch.setattr(ray_private, "node_end_times", lambda *_: ends)
