@@ -361,6 +361,29 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
 
     supervise(loop)
     assert main(["submit", "--restarts", "1", "--", "train"]) == 0
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize("stopped", [[False], KeyboardInterrupt])
+def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
+    stopped: object,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job server was silent, or Ctrl-C came twice: the state was deleted, and the job forgotten."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise KeyboardInterrupt
+
+    supervise(loop).side_effect = stopped
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", "--restarts", "1", "--address", "http://head:8265", "--", "train"]) == 130
+    cluster.return_value.remember.assert_not_called()
+    expected = "job raysubmit_1 may still run: ray job stop --address http://head:8265 raysubmit_1 stops it"
+    assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
+
+
     assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == [
         "attempt: 1, job: j1, ended: failed, after: 61 s, from step: 1, saved step: 4, lost nodes: 10.0.0.2, "
         "error: a rank died",

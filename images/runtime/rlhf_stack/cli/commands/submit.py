@@ -25,7 +25,8 @@ that was lost twice is used again only if the run has no other place. What would
 rejected command line, a known cause that the installed versions confirm, memory that ran out before the first
 checkpoint, or the same error of the program in two attempts in sequence without progress. Ctrl-C and SIGTERM
 stop the job. If this process is killed, or the head does not answer for --node-wait seconds, the job
-continues; the same command follows it again, unless the head was restarted.
+continues; the same command follows it again, unless the head was restarted. So it does after a signal, if
+the job server does not confirm within about a minute that the job has ended: the job is named then.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
