@@ -39,6 +39,14 @@ def env_defaults(folder: Path = ABOUT) -> dict[str, str]:
     return {}
 
 
+def profile_values(profile: str, folder: Path = ABOUT) -> dict[str, str]:
+    """Return the variables of a profile of this image's accelerator, by name; nothing for an unknown one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        profiles = {one["name"]: one["env"] for one in _cell(folder)["accelerator"]["profiles"]}
+        return {item["name"]: item["value"] for item in profiles[profile]}
+    return {}
+
+
 def stand_in_defaults(folder: Path = ABOUT) -> dict[str, str]:
     """Return the env defaults of a stand-in, which may name files of the cell that it lacks; else nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -19,9 +19,10 @@ class Attempt:
     """One job of a run.
 
     It began at step ``resumed`` + 1 and ended when the checkpoint of step ``saved`` was the last complete one
-    (0: none). ``lost`` are the addresses of nodes that did not answer at its end or were restarted during it.
-    ``causes`` are known causes in its output that the versions and settings of this image confirm. Before it
-    the run was not running for ``waited`` seconds, and ``changed`` is what differs from the attempt before.
+    (0: none). ``lost`` are the addresses of nodes that ended during it or did not answer at its end, except
+    those that the autoscaler removed because they were idle. ``causes`` are known causes in its output that
+    the versions and settings of this image confirm. Before it the run was not running for ``waited`` seconds,
+    and ``changed`` is what differs from the attempt before.
     """
 
     job: str

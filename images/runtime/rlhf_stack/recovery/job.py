@@ -156,26 +156,37 @@ def _status(info: Any) -> str:
     return str(getattr(info.status, "value", info.status))
 
 
-def ray_job(address: str, job: str) -> str:
-    """Return the id that Ray's processes know ``job`` by; empty if its driver has not connected to Ray."""
+def ray_job(address: str, job: str, seconds: float) -> str:
+    """Return the id that Ray's processes know ``job`` by; empty if its driver has not connected to Ray.
+
+    `TimeoutError` if the job server does not answer in ``seconds``, or in `ANSWER_SECONDS` if these are less.
+    """
     from ray.job_submission import JobSubmissionClient
 
-    return str(JobSubmissionClient(address).get_job_info(job).job_id or "")
+    limit = min(seconds, ANSWER_SECONDS)
+    return str(_within(limit, lambda: JobSubmissionClient(address).get_job_info(job)).job_id or "")
 
 
-def stop(address: str, job: str) -> None:
-    """Stop ``job``; return when it has ended or after `STOP_SECONDS`. A warning if that fails."""
-    from aiohttp import ClientError
+def stop(address: str, job: str) -> bool:
+    """Stop ``job``; return whether it has ended, within `STOP_SECONDS`. A warning if not."""
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
+    def ask() -> Any:
+        return JobSubmissionClient(address).get_job_info(job)
+
     try:
-        if _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job)):
-            tail = _tail(JobSubmissionClient(address), job, lambda _: None)
-            asyncio.run(asyncio.wait_for(tail, STOP_SECONDS))
-    except (OSError, RuntimeError, RayError, ClientError) as error:
-        why = summarize_ray_error(error) if str(error) else f"it has not ended in {STOP_SECONDS:.0f} s"
+        is_running = _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job))
+        end = time.monotonic() + STOP_SECONDS
+        while is_running and _status(_within(ANSWER_SECONDS, ask)) not in ENDED:
+            if time.monotonic() > end:
+                raise TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
+    except (OSError, RuntimeError, RayError) as error:
+        why = summarize_ray_error(error)
         messages.warning(f"job {job} may still run after its stop was requested: {why}")
+        return False
+    return True
 
 
 def _lost(job: str, address: str, why: str) -> str:

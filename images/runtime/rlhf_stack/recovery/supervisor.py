@@ -5,12 +5,13 @@ The cluster is behind `Cluster`, so that the loop is tested without one.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import one_line, shortened
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery.attempts import (
     FAILED,
@@ -86,8 +87,8 @@ class State:
 
     ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
     is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``nodes`` has
-    Ray's id of the node at each address when ``job`` was placed. ``waited`` and ``changed`` are those of the
-    `Attempt` of ``job``.
+    Ray's id of the node at each address when ``job`` was placed, and ``gone`` the ids of nodes that were dead
+    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``.
     """
 
     words: list[str]
@@ -100,6 +101,7 @@ class State:
     readmitted: list[str] = field(default_factory=list)
     waited: float = 0.0
     changed: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
 
     @property
     def excluded(self) -> list[str]:
@@ -151,7 +153,7 @@ class Supervisor:
         """
         state = self.state
         if not state.nodes:
-            state.nodes = dict(self._cluster.clean().answering)
+            self._keep(self._cluster.clean())
         while True:
             if not state.job:
                 state.job = self._submit()
@@ -203,7 +205,7 @@ class Supervisor:
         output, status = "".join(kept), ended.status
         if status not in (SUCCEEDED, HEAD_LOST):
             try:
-                lost = lost_nodes(state.nodes, self._cluster.clean())
+                lost = self._lost(self._cluster.clean())
             except UserError as problem:  # `_placeable` waits for the head; no node is blamed meanwhile
                 messages.warning(f"the head was lost after job {ended.job} had ended: {problem}")
                 status = HEAD_LOST if status == FAILED else status
@@ -225,6 +227,22 @@ class Supervisor:
             tuple(state.changed),
         )
         return ended, attempt, lost_head
+
+    def _keep(self, nodes: Nodes, excluded: Sequence[str] = ()) -> None:
+        """Keep the nodes on which the job is placed, and those that cannot be lost during it."""
+        usable = {address: node for address, node in nodes.answering.items() if address not in excluded}
+        self.state.nodes, self.state.gone = usable, sorted(nodes.gone)
+
+    def _lost(self, now: Nodes) -> tuple[str, ...]:
+        """Return, and report with Ray's reasons, the nodes that the job may have used and that were lost."""
+        excluded, found = self.state.excluded, lost_nodes(self.state.nodes, self.state.gone, now)
+        lost = {address: reason for address, reason in found.items() if address not in excluded}
+        if lost:
+            reasons = (
+                f"{address} ({shortened(one_line(why)) or 'unknown'})" for address, why in lost.items()
+            )
+            messages.warning(f"lost nodes (Ray's reason): {', '.join(reasons)}")
+        return tuple(lost)
 
     def _prepare(self) -> None:
         """Select the checkpoint, and wait until the cluster has room for the next attempt."""
@@ -265,20 +283,21 @@ class Supervisor:
         end = time.monotonic() + limits.seconds
         while True:
             nodes, problems = self._look(state.words, excluded, scales)
-            usable = {address: node for address, node in nodes.items() if address not in excluded}
+            usable = [address for address in nodes.answering if address not in excluded]
             if not problems:
-                state.nodes = usable
+                self._keep(nodes, excluded)
                 return state.words
             if time.monotonic() > end:
                 break
             time.sleep(POLL_SECONDS)
         words, why_not = self._smaller(len(usable), excluded)
         if words:
-            state.nodes = usable
+            self._keep(nodes, excluded)
             return words
         if excluded and not self._look(state.words, ())[1]:
             messages.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
-            state.readmitted, state.nodes = excluded_nodes(state.attempts), dict(nodes)
+            state.readmitted = excluded_nodes(state.attempts)
+            self._keep(nodes)
             return state.words
         raise GivenUpError(
             f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
@@ -348,15 +367,15 @@ class Supervisor:
 
     def _look(
         self, words: Sequence[str], excluded: Sequence[str], scales: bool = False
-    ) -> tuple[Mapping[str, str], list[str]]:
-        """The nodes that answer, and why the run cannot be placed on them now."""
+    ) -> tuple[Nodes, list[str]]:
+        """The nodes, and why the run cannot be placed on those that answer now."""
         try:
             nodes = self._cluster.clean()
             if unknown := [address for address in nodes.silent if address not in excluded]:
-                return nodes.answering, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
-            return nodes.answering, self._cluster.problems(words, excluded, scales)
+                return nodes, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
+            return nodes, self._cluster.problems(words, excluded, scales)
         except UserError as error:  # the head has not been restarted yet
-            return {}, [str(error)]
+            return Nodes({}, ()), [str(error)]
 
 
 def last_saved(checkpoints: Checkpoints, state: State) -> int:

@@ -49,6 +49,45 @@ def test_a_default_of_the_image_is_left_to_the_profile_of_the_jobs_machines(
     assert runtime_env(other, [])["env_vars"] == other
 
 
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("gloo", [], True),
+        ("gloo", ["--env", env_vars.SYNC_BACKEND], False),
+        ("nccl", [], False),
+        ("auto", [], False),
+        ("", [], False),
+    ],
+)
+def test_a_value_of_the_shell_that_the_profile_replaces_is_reported_once(
+    backend: str,
+    options: list[str],
+    message: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As gloo on ROCm, the image's default; ``auto`` is another value, which the job gets."""
+    profile = [{"name": "NCCL_P2P_LEVEL", "value": "LOC"}, {"name": env_vars.SYNC_BACKEND, "value": "nccl"}]
+    cell = {
+        "env": [{"name": env_vars.SYNC_BACKEND, "value": "gloo"}],
+        "accelerator": {"profiles": [{"name": "nccl", "env": profile}]},
+    }
+    (tmp_path / "cell.json").write_text(json.dumps(cell))
+    read = image._cell
+    monkeypatch.setattr(image, "_cell", lambda _: read(tmp_path))
+    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
+    monkeypatch.setenv(env_vars.PROFILE, "nccl")
+    monkeypatch.setenv(env_vars.SYNC_BACKEND, backend)
+    monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")  # not passed whatever the profile is
+    assert main(["submit", *options, "--", "ls"]) == 0
+    errors = capsys.readouterr().err
+    expected = (
+        f"the job uses {env_vars.SYNC_BACKEND}=nccl, of profile nccl; --env {env_vars.SYNC_BACKEND}=gloo"
+    )
+    assert errors == (f"rlhf-stack: {expected} selects the shell's value\n" if message else "")
+
+
 def test_the_job_gets_named_variables(tmp_path: Path) -> None:
     found = runtime_env(HERE, ["WANDB_API_KEY", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=0"], str(tmp_path))
     assert found["env_vars"] == {
@@ -320,6 +359,29 @@ def test_a_signal_stops_a_supervised_job_and_is_an_error_as_json(
         "error": why,
         "code": code,
     }
+
+
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize("stopped", [[False], KeyboardInterrupt])
+def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
+    stopped: object,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job server was silent, or Ctrl-C came twice: the state was deleted, and the job forgotten."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise KeyboardInterrupt
+
+    supervise(loop).side_effect = stopped
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", "--restarts", "1", "--address", "http://head:8265", "--", "train"]) == 130
+    cluster.return_value.remember.assert_not_called()
+    expected = "job raysubmit_1 may still run: ray job stop --address http://head:8265 raysubmit_1 stops it"
+    assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
 
 
 @pytest.mark.usefixtures("no_room")

@@ -42,6 +42,8 @@ def test_the_defaults_of_an_image_include_those_of_its_accelerator(tmp_path: Pat
     found = image.env_defaults(tmp_path)
     assert found[env_vars.SYNC_BACKEND] == "gloo"
     assert image.stand_in_defaults(tmp_path) == (found if stand_in else {})
+    assert image.profile_values("nccl", tmp_path)[env_vars.SYNC_BACKEND] == "nccl"
+    assert image.profile_values("", tmp_path) == image.profile_values("other", tmp_path) == {}
 
 
 def test_the_option_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

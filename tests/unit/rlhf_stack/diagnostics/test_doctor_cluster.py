@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_a_dead_node_is_lost_until_its_address_returns(monkeypatch: pytest.Monke
         dead("2", "ip-c", DeathReason=2, DeathReasonMessage="health check failed"),
         dead("3", "ip-c", DeathReason=1, DeathReasonMessage="received SIGTERM"),
         dead("4", "ip-d", DeathReason=2, DeathReasonMessage="health check failed"),
-        dead("5", "ip-e", DeathReason=cluster.REMOVED_WHEN_IDLE, DeathReasonMessage="idle"),
+        dead("5", "ip-e", DeathReason=ray_private.REMOVED_WHEN_IDLE, DeathReasonMessage="idle"),
     ]
     ends = {"1": 100.0, "2": 500.0, "3": 300.0, "4": 400.0, "5": 600.0}
     monkeypatch.setattr(ray_private, "node_end_times", lambda *_: ends)
@@ -133,23 +134,41 @@ def test_lost_nodes_are_found_without_a_time_or_reason(monkeypatch: pytest.Monke
         ([LostNode(f"ip-{n}") for n in range(500)], "500 nodes are lost", "ip-0; ip-1; ip-2; 497 more"),
     ],
 )
-def test_lost_nodes_are_one_warning_of_bounded_length(lost: list[LostNode], what: str, evidence: str) -> None:
+def test_nodes_that_were_lost_long_ago_or_at_an_unknown_time_are_one_note_of_bounded_length(
+    lost: list[LostNode], what: str, evidence: str
+) -> None:
     [finding] = comparison.lost_nodes(lost)
-    assert (finding.id, finding.severity, finding.evidence) == ("lost-nodes", "warning", evidence)
+    assert (finding.id, finding.severity, finding.evidence) == ("lost-nodes", "note", evidence)
     assert finding.what.startswith(what)
+
+
+def test_nodes_that_were_lost_in_the_last_hour_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1764320400.0  # 2025-11-28 09:00:00 UTC
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
+    ends = {"b": now - 3599, "c": now - 3601, "d": None, "e": now + 5}
+    recent, earlier = comparison.lost_nodes([LostNode(name, "", end) for name, end in ends.items()])
+    assert (recent.severity, earlier.severity) == ("warning", "note")
+    assert recent.what == "2 nodes are lost: Ray found them dead, and no live node has the address"
+    assert recent.evidence == "b at 2025-11-28 08:00:01 UTC; e at 2025-11-28 09:00:05 UTC"
+    assert earlier.what.startswith(
+        "2 nodes are lost: Ray found them dead more than an hour ago or at an unknown"
+    )
+    assert earlier.evidence == "c at 2025-11-28 07:59:59 UTC; d"
 
 
 def test_without_lost_nodes_nothing_is_reported() -> None:
     assert list(comparison.lost_nodes([])) == []
 
 
-def test_doctor_prints_lost_nodes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("ago", "code"), [(60.0, 1), (7200.0, 0), (None, 0)])
+def test_doctor_prints_lost_nodes_and_fails_for_recent_ones(
+    ago: float | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_table, "gcs_address", lambda _: "head:6379")
-    monkeypatch.setattr(cluster, "collect_from_nodes", lambda *_: ([], [LostNode("10.0.0.3")]))
-    assert main(["doctor", "--json"]) == 1
+    lost = LostNode("10.0.0.3", ended=None if ago is None else time.time() - ago)
+    monkeypatch.setattr(cluster, "collect_from_nodes", lambda *_: ([], [lost]))
+    assert main(["doctor", "--json"]) == code
     [finding] = json.loads(capsys.readouterr().out)["findings"]
-    assert (finding["id"], finding["evidence"], finding["node"]) == ("lost-nodes", "10.0.0.3", "")
-    assert main(["doctor"]) == 1
+    assert (finding["id"], finding["evidence"][:8], finding["node"]) == ("lost-nodes", "10.0.0.3", "")
+    assert main(["doctor", "--all"]) == code
     assert "10.0.0.3" in capsys.readouterr().out

@@ -43,7 +43,7 @@ class Server:
             raise ConnectionError("connection refused")
         if state == "hangs":
             threading.Event().wait(60)
-        return SimpleNamespace(status=state, message="why", driver_exit_code=3)
+        return SimpleNamespace(status=state, message="why", driver_exit_code=3, job_id="02000000")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_end_of_a_job_is_a_json_line_on_request(
     [
         (["unreachable"], 1.0, "connection refused"),
         (["hangs"], 1.0, "no answer within 0 s"),
-        (["RUNNING"], 1.0, "WebSocket connection closed"),
+        (["RUNNING", "unreachable"], 1.0, "connection refused"),
         (["RUNNING"], 0.0, "it has not ended in 0 s"),
     ],
 )
@@ -158,7 +158,25 @@ def test_a_job_that_cannot_be_stopped_is_a_warning(
     run_log.configure_messages()
     monkeypatch.setattr(job, "STOP_SECONDS", seconds)
     serve([["text"]], states)
-    job.stop("http://head:8265", "job1")
+    assert not job.stop("http://head:8265", "job1")
     assert capsys.readouterr().err.startswith(
         f"rlhf-stack: warning: job job1 may still run after its stop was requested: {expected}"
     )
+
+
+def test_a_job_is_stopped_when_the_server_says_that_it_has_ended(
+    serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of its log was taken for its end, which a connection that broke has too."""
+    server = serve([], ["RUNNING", "RUNNING", "STOPPED"])
+    assert job.stop("http://head:8265", "job1")
+    assert server.states == ["STOPPED"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("seconds", [0.05, 60.0])
+def test_the_question_for_rays_id_of_a_job_has_a_limit(serve: Callable[..., Server], seconds: float) -> None:
+    serve([], ["RUNNING", "hangs"])
+    assert job.ray_job("http://head:8265", "job1", seconds) == "02000000"
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        job.ray_job("http://head:8265", "job1", seconds)

@@ -15,6 +15,7 @@ from rlhf_stack.recovery import supervisor
 from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.recovery.nodes import Nodes
 from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervisor, read_state
+from rlhf_stack.telemetry import run_log
 
 
 def nodes(answering: str, silent: str = "") -> Nodes:
@@ -318,6 +319,33 @@ def test_a_node_that_was_restarted_twice_and_answers_again_is_left_out_too() -> 
     _, state, _ = supervise(cluster, [4, 5, 9], Limits(3))
     assert [one.lost for one in state.attempts] == [("c",), ("c",), ()]
     assert [without for _, without in cluster.submitted] == [[], [], ["c"]]
+
+
+def test_a_node_that_joined_during_the_attempt_is_lost_and_one_that_was_removed_when_idle_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With an autoscaler: d joins and dies, c is removed; e was dead before, as was f, which rejoined."""
+    run_log.configure_messages()
+    former = {"id e": ("e", ""), "id f": ("f", "")}
+    placed = Nodes({**ALL.answering, "f": "id F"}, (), former)
+    answering = {"a": "id a", "b": "id b", "f": "id F"}
+    ended = Nodes(answering, (), former | {"id d": ("d", "health check\nfailed")}, ("id c",))
+    cluster = Faulty([DEAD, "ok"], [placed, ended])
+    _, state, _ = supervise(cluster, [4, 9], Limits(3))
+    assert [one.lost for one in state.attempts] == [("d",), ()]
+    assert "lost nodes (Ray's reason): d (health check failed)\n" in capsys.readouterr().err
+    assert read_state(cluster.remembered[-1]).gone == ["id d", "id e", "id f"]
+
+
+def test_a_node_that_is_left_out_is_not_lost_again() -> None:
+    """The run does not use it, so that its end is no reason to repeat an error of the program."""
+    lost = nodes("ab")
+    again = Nodes(lost.answering, (), {"id C": ("c", "")})
+    cluster = Faulty(
+        [DEAD, DEAD, "ValueError: x", "ValueError: x"], [ALL, lost, ALL, lost, ALL, again], needs=2
+    )
+    _, state, _ = supervise(cluster, [4, 4, 4, 4], Limits(9))
+    assert [one.lost for one in state.attempts] == [("c",), ("c",), (), ()]
 
 
 class Scaled(Faulty):

@@ -25,7 +25,8 @@ that was lost twice is used again only if the run has no other place. What would
 rejected command line, a known cause that the installed versions confirm, memory that ran out before the first
 checkpoint, or the same error of the program in two attempts in sequence without progress. Ctrl-C and SIGTERM
 stop the job. If this process is killed, or the head does not answer for --node-wait seconds, the job
-continues; the same command follows it again, unless the head was restarted.
+continues; the same command follows it again, unless the head was restarted. So it does after a signal, if
+the job server does not confirm within about a minute that the job has ended: the job is named then.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
@@ -181,6 +182,8 @@ def _run(options: argparse.Namespace) -> int:
     variables = environment()["env_vars"]
     env_vars.check(variables)
     _warn_of_secrets(variables, words)
+    for text in replaced_by_profile(os.environ, variables):
+        messages.info(text)
     is_supervised = options.restarts or options.grace
     supervision = _supervision(options, words, environment) if is_supervised else None
     follows = supervision is not None and supervision.follows_a_job
@@ -255,6 +258,21 @@ def _warn_of_secrets(variables: Mapping[str, str], words: Sequence[str]) -> None
         messages.warning(
             f"{text}, which everyone who reaches Ray's dashboard can read: set it on the machines instead"
         )
+
+
+def replaced_by_profile(environment: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:
+    """Describe each value of this shell that the job, with ``variables``, does not get but the profile's.
+
+    The shell's is the image's default, which it also has without a user, such as in `docker exec`.
+    """
+    profile = environment.get(env_vars.PROFILE, "")
+    return [
+        f"the job uses {name}={value}, of profile {profile}; --env {name}={here} selects the shell's value"
+        for name, value in image.profile_values(profile).items()
+        if name.startswith(PREFIX)
+        and name not in variables
+        and (here := environment.get(name)) not in (None, "", value)
+    ]
 
 
 def runtime_env(

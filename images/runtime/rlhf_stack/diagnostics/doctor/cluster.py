@@ -14,7 +14,6 @@ from rlhf_stack.lazy import ray
 CLOCKS = 0.25  # of the time, kept for the clocks of the nodes that responded
 AT_ONCE = 32  # more tasks at once would measure their own queue
 END_SECONDS = 5.0  # for the times at which nodes ended, which Ray's head has at hand
-REMOVED_WHEN_IDLE = 4  # by the autoscaler: AUTOSCALER_DRAIN_IDLE in Ray's NodeDeathInfo
 
 
 def collect_from_nodes(address: str, timeout: float) -> tuple[list[NodeAnswer], list[LostNode]]:
@@ -50,7 +49,7 @@ def find_lost(table: Sequence[Mapping[str, Any]], ended: Mapping[str, float]) ->
     return [
         LostNode(address, entry.get("DeathReasonMessage", ""), ended.get(entry["NodeID"]))
         for address, entry in newest.items()
-        if entry.get("DeathReason") != REMOVED_WHEN_IDLE
+        if not ray_private.was_removed_when_idle(entry)
     ]
 
 

@@ -9,6 +9,7 @@ from rlhf_stack.inputs.text import first_names, one_line, shortened
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 SKEW_SECONDS = 1.0
+RECENT_SECONDS = 3600.0  # after which a lost node is a note: Ray lists it until the head is restarted
 MOST_LOST = 3  # named; an elastic cluster has hundreds of former nodes
 PACKAGES = (
     "ray",
@@ -63,15 +64,24 @@ def unresponsive_nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
 
 
 def lost_nodes(lost: Sequence[LostNode]) -> Iterator[Finding]:
-    """Report nodes that Ray found dead and that have not returned; only the first ones by address."""
-    if lost:
-        which = "nodes are lost: Ray found them" if len(lost) > 1 else "node is lost: Ray found it"
-        more = f"; {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
+    """Report nodes that Ray found dead and that have not returned; only the first ones of ``lost``.
+
+    A warning for those of the last `RECENT_SECONDS`; a note for earlier ones, and where the time is unknown.
+    """
+    begin = time.time() - RECENT_SECONDS
+    recent = [node for node in lost if (node.ended or 0.0) >= begin]
+    earlier = [node for node in lost if (node.ended or 0.0) < begin]
+    for severity, those in ((WARNING, recent), (NOTE, earlier)):
+        if not those:
+            continue
+        which = "nodes are lost: Ray found them" if len(those) > 1 else "node is lost: Ray found it"
+        when = "" if severity == WARNING else " more than an hour ago or at an unknown time"
+        more = f"; {len(those) - MOST_LOST} more" if len(those) > MOST_LOST else ""
         yield Finding(
             "lost-nodes",
-            WARNING,
-            f"{len(lost)} {which} dead, and no live node has the address",
-            "; ".join(map(_describe_loss, lost[:MOST_LOST])) + more,
+            severity,
+            f"{len(those)} {which} dead{when}, and no live node has the address",
+            "; ".join(map(_describe_loss, those[:MOST_LOST])) + more,
             "restart the node's container with its `rlhf-stack start --join ...`; if it was removed or has "
             "another address now, nothing: Ray lists it until the head is restarted",
         )
