@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
-from rlhf_stack.openrlhf.run_limits import check_values, check_words
+from rlhf_stack.openrlhf.run_limits import check_digits, check_values, check_words
 from rlhf_stack.openrlhf.run_spec import is_flat
 from rlhf_stack.openrlhf.trainer_command import (
     LAUNCHERS,
@@ -90,6 +90,7 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
     recorded: list[Any] = []
 
     def checked(values: Any) -> Any:
+        check_digits(arguments, values)
         check_values(values, is_flat(release))
         return values
 

@@ -59,6 +59,14 @@ def test_main_block_yields_the_arguments_of_train() -> None:
 
 
 @pytest.mark.usefixtures("upstream")
+@pytest.mark.parametrize("name", [["--name", "20261127_1030"], ["--name=20261127_1030"]])
+def test_a_name_of_digits_and_underscores_is_no_number(name: list[str]) -> None:
+    assert parse(name).values.name == "20261127_1030"
+    with pytest.raises(UserError, match=r"'0_3': expected a number in the digits 0 to 9"):
+        parse([*name, "--nodes", "0_3"])
+
+
+@pytest.mark.usefixtures("upstream")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rlhf_stack.errors import UserError
-from rlhf_stack.openrlhf.run_limits import check_values, check_words
+from rlhf_stack.openrlhf.run_limits import check_digits, check_values, check_words
 
 PUBLISHED = Path(__file__).parents[4] / "tests" / "cluster" / "published"
 INFINITE, NAN = float("inf"), float("nan")
@@ -130,11 +130,12 @@ FIVE = "\u0665"  # an Arabic digit, which `float` reads
 def test_a_number_that_only_python_reads_is_refused(flag: str, text: str) -> None:
     assert float(text)
     with pytest.raises(UserError, match="expected a number in the digits 0 to 9"):
-        check_words([flag + text])
+        check_digits([flag + text], SimpleNamespace(lr=float(text)))
 
 
 def test_words_that_are_no_such_numbers_are_accepted() -> None:
-    check_words(["--lr", "1e-6", " 5 ", ".5", "-1", "run_1", "1_a", "_", "1__0", "", "--x=a_1", "1\u00a0"])
+    words = ["--lr", "1e-6", " 5 ", ".5", "-1", "run_1", "1_a", "_", "1__0", "", "--x=a_1", "1\u00a0"]
+    check_digits(words, SimpleNamespace())
 
 
 def test_two_dashes_are_no_value() -> None:
@@ -146,7 +147,7 @@ def test_two_dashes_are_no_value() -> None:
 
 def test_a_number_of_any_length_is_checked_at_once() -> None:
     start = time.monotonic()
-    check_words(["1" * 100_000 + "x"])
+    check_digits(["1" * 100_000 + "x"], SimpleNamespace())
     assert time.monotonic() - start < 1
 
 
