@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.images import rootfs, wheels
-from scripts.images.pins import local_wheels, pinned, repin, source_pin
+from scripts.images.pins import layers_with, local_wheels, source_pin
 from scripts.locks import lockfile, targets
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting
@@ -35,10 +35,8 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     lock_file = lockfile.path(cell)
     targets.require(cell)
     patched = wheels.make_wheels(series_of(cell), lock_file, PATCHED)
-    replacements = dict(pinned(wheel) for wheel in patched)
     lock_text = lock_file.read_text(encoding="utf-8")
-    layers = lockfile.layers(lock_text, cell)
-    texts = {name: repin(text, replacements) for name, text in layers.items()}
+    texts = layers_with(patched, lockfile.layers(lock_text, cell))
     for layer in cell.layers:
         (folder / "wheels" / layer.name).mkdir(parents=True)
         found = local_wheels(texts[layer.name], [*config.find_links, PATCHED])
@@ -50,9 +48,8 @@ def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
         place_sources(cell, layer, lock_text, sources)
         against = [texts[name] for name in built_against(cell, layer, texts)]
         write(sources / "built-against.txt", "".join(against))
-    runtime = next(wheel for wheel in patched if wheel.name.startswith("rlhf_stack-"))
-    place(runtime, folder / "wheels" / "stack" / runtime.name)
-    texts["stack"] = pinned(runtime)[1]
+    for wheel in local_wheels(texts["stack"], [PATCHED]):
+        place(wheel, folder / "wheels" / "stack" / wheel.name)
     write(folder / "trim" / "stack.txt", "")
     (folder / "side_by_side" / "stack").mkdir(parents=True)
     for name, text in texts.items():

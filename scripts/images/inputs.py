@@ -1,4 +1,4 @@
-"""The inputs of a build, and their digest: the same digest means the same image, bit for bit."""
+"""The inputs of a build, and their digest: the same digest means the same content of an image."""
 
 import functools
 import os

@@ -7,9 +7,19 @@ from scripts.digests import sha256_file
 from scripts.locks import lockfile
 from scripts.matrix.load import Cell
 
+TOP = ("openrlhf", "rlhf-stack")  # what is changed most often: a change installs nothing else again
+
+
+def layers_with(wheels: Iterable[Path], layers: Mapping[str, str]) -> dict[str, str]:
+    """Return the requirements of layers with patched ``wheels``, those of `TOP` in the layer ``stack``."""
+    replacements = dict(pinned(wheel) for wheel in wheels)
+    top = {pin: block for pin, block in replacements.items() if pin.split("==")[0] in TOP}
+    texts = {name: repin(text, replacements | dict.fromkeys(top, "")) for name, text in layers.items()}
+    return {**texts, "stack": "".join(top.values())}
+
 
 def repin(requirements: str, replacements: Mapping[str, str]) -> str:
-    """Replace pins of a layer's requirements; ``replacements`` maps ``name==version`` to a new block."""
+    """Replace pins of a layer's requirements; ``replacements`` maps ``name==version`` to a block or ""."""
     blocks = lockfile.blocks(requirements)
     return "".join(replacements.get(block.split()[0], block) for block in blocks)
 

@@ -18,7 +18,7 @@ from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand_all, load
 from scripts.paths import ROOT
 from scripts.processes import captured
-from scripts.release import facts, fault_cases
+from scripts.release import facts, fault_cases, soaks
 from scripts.release.facts import Facts, Measured
 from scripts.release.measure import measure
 from scripts.release.render import fill, page
@@ -49,7 +49,8 @@ def check(offline: bool) -> list[str]:
     """
     cells = expand_all(load())
     known = facts.load(cells)
-    reasons = stale(cells, known, README.read_text(encoding="utf-8")) + removed() + contradicted(known)
+    reasons = stale(cells, known, README.read_text(encoding="utf-8"))
+    reasons += removed() + fault_cases.removed() + contradicted(known)
     if not reasons and not offline:
         for cell_id, measured in measure_all(connect(), [cell for cell in cells if cell.id in known]).items():
             reasons += differences(known[cell_id], measured)
@@ -72,7 +73,7 @@ def texts(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> dic
     """Return the generated files that result from the matrix and the facts."""
     return {
         facts.CATALOGUE: facts.dump(known),
-        PAGE: page(cells, known, fault_cases.load()),
+        PAGE: page(cells, known, fault_cases.load(), soaks.load()),
         README: fill(readme, cells, known),
     }
 
@@ -87,15 +88,15 @@ def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> lis
     ]
 
 
-def removed(root: Path = ROOT, folder: str = "images/records") -> list[str]:
-    """Return a line for each record that a commit of the history, or an uncommitted change, has removed.
+def removed(root: Path = ROOT, folders: Sequence[str] = ("images/records", "images/soaks")) -> list[str]:
+    """Return a line for each file of ``folders`` that a commit, or an uncommitted change, has removed.
 
     A shallow clone has only the history that it fetched.
     """
     only_names = ("--no-renames", "--diff-filter=D", "--name-only", "-z")
     deleted: set[str] = set()
     for command in (["log", "--format=", *only_names], ["diff", "HEAD", *only_names]):
-        listing = captured(["git", *command, "--", folder], root)
+        listing = captured(["git", *command, "--", *folders], root)
         deleted |= {name for name in listing.stdout.replace("\n", "").split("\0") if name}
     missing = sorted(name for name in deleted if not (root / name).exists())
     return [f"{name} was removed, and records are only added: git log -- {name}" for name in missing]

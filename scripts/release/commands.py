@@ -1,4 +1,4 @@
-"""Commands: ``catalogue``, ``certificates``, ``fault-table``, ``gpu-kit``, ``kernels`` and ``publish``."""
+"""``catalogue``, ``certificates``, ``fault-table``, ``gpu-kit``, ``kernels``, ``publish`` and ``soaks``."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from scripts.errors import UserError
 from scripts.matrix.commands import Check, written
 from scripts.matrix.load import expand, find, load
 from scripts.matrix.model import targets
-from scripts.release import catalogue, certificates, fault_cases, gpu_kit, image_kit, kernels
+from scripts.release import catalogue, certificates, fault_cases, gpu_kit, image_kit, kernels, soaks
 from scripts.release.publish import publish_cells
 from scripts.testing.in_image import local_image
 
@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this package to ``app``."""
     app.command("catalogue")(write_catalogue)
     app.command("fault-table")(write_fault_table)
+    app.command("soaks")(add_soaks)
     app.command("kernels")(inspect_kernels)
     app.command("publish")(publish)
     app.command("gpu-kit")(pack_gpu_kit)
@@ -55,6 +56,13 @@ def write_fault_table() -> None:
     cases = fault_cases.update()
     catalogue.write(offline=True)
     print(f"{fault_cases.MERGED.name}: {cases} cases")
+
+
+def add_soaks() -> None:
+    """Add the reports of tests.bench.soak to images/soaks and rewrite the catalogue's page."""
+    added = soaks.add()
+    catalogue.write(offline=True)
+    print(f"{soaks.COMMITTED.name}: {added} new")
 
 
 def inspect_kernels(

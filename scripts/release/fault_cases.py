@@ -16,8 +16,9 @@ from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
+from scripts.processes import captured
 from scripts.release import facts
-from scripts.testing.records import encode
+from scripts.testing.records import COMMITTED, encode
 
 MERGED = ROOT / "images" / "faults.json"
 CASES = ROOT / "build" / "faults"
@@ -49,14 +50,16 @@ ORDER = [
 class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     """The outcome of one fault in one phase of a run.
 
-    ``revision`` is the commit of the tests, ``said`` the error of the run, ``left`` the resources that were
-    left behind, None while the run went on. ``in_time`` is False if the phase had ended before the fault was
+    ``revision`` is the commit of the tests, ``tests`` their digest, ``inputs`` that of the image's inputs;
+    older cases lack both digests. ``said`` is the error of the run, ``left`` the resources that were left
+    behind, None while the run went on. ``in_time`` is False if the phase had ended before the fault was
     complete.
 
     Of a run that goes on: ``after`` are the seconds until its next step ended, ``repaired`` whether the fault
     had been removed by then, as a service manager restarts a node, ``submissions`` how often its `submit`
     submitted it again, and ``equal`` whether its rewards are those of the undisturbed run (None: unknown).
     ``refused`` counts submissions that the test repeated because a dead node was not yet known.
+    ``prompts_again`` is counted from the run's events; in cases without ``tests`` it was computed.
     """
 
     cell: str
@@ -80,6 +83,8 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     equal: bool | None = None
     refused: int = 0
     layout: str = SEPARATE
+    tests: str = ""
+    inputs: str = ""
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -127,8 +132,8 @@ def _merged(cases: Iterable[Case]) -> Merged:
 def merge(known: Iterable[Case], new: Iterable[Case], built: Mapping[str, str]) -> list[Case]:
     """Return all attempts of each `case_key`, by time, in the order of `FAULTS`; drop other faults.
 
-    All cases of a cell are of the same inputs, those of its newest case; others are dropped. ``built`` has
-    the inputs of images, by their ids. What a test recorded later about the same attempt replaces it.
+    All cases of a cell are of the same inputs, those of its newest case; others are dropped (see `inputs_of`
+    for ``built``). What a test recorded later about the same attempt replaces it.
     """
     attempts = {(case_key(case), case.when): case for case in of_same_inputs((*known, *new), built)}
     kept = (case for case in attempts.values() if case_key(case)[1:] in ORDER)
@@ -147,26 +152,64 @@ def layouts(cell: Cell) -> tuple[str, ...]:
 
 
 def of_same_inputs(cases: Iterable[Case], built: Mapping[str, str]) -> list[Case]:
-    """Return the cases, by time, of each cell's newest image and of images that have its inputs.
-
-    ``built`` has the inputs of images, by their ids; one that it lacks has inputs of its own.
-    """
+    """Return the cases, by time, of each cell's newest image and of images that have its inputs."""
     ordered = sorted(cases, key=lambda case: case.when)
-    newest = {case.cell: built.get(case.image, case.image) for case in ordered}
-    return [case for case in ordered if built.get(case.image, case.image) == newest[case.cell]]
+    newest = {case.cell: inputs_of(case, built) for case in ordered}
+    return [case for case in ordered if inputs_of(case, built) == newest[case.cell]]
+
+
+def inputs_of(case: Case, built: Mapping[str, str]) -> str:
+    """Return the digest of the inputs of a case's image.
+
+    Older cases lack it: theirs is in ``built``, by the image's id, or the image has inputs of its own.
+    """
+    return case.inputs or built.get(case.image, case.image)
 
 
 def update() -> int:
     """Merge the new cases into `MERGED` and return the number of cases.
 
-    A `UserError` names a cell whose image was not measured: which cases it replaces is unknown.
+    A `UserError` names the files of older cases, without inputs, of images that were not measured: which
+    cases they replace is unknown.
     """
-    new = [msgspec.json.decode(file.read_bytes(), type=Case) for file in sorted(CASES.glob("*/*.json"))]
+    files = sorted(CASES.glob("*/*.json"))
+    new = {file: msgspec.json.decode(file.read_bytes(), type=Case) for file in files}
     built = facts.inputs_of_images()
-    if unknown := {case.cell for case in new if case.image not in built}:
+    if unknown := [file.name for file, case in new.items() if not case.inputs and case.image not in built]:
         raise UserError(
-            f"{', '.join(sorted(unknown))}: not measured yet: run python -m scripts catalogue first"
+            f"{', '.join(unknown)} in {CASES}: written before cases had the inputs of their image, which was "
+            "not measured: run python -m scripts catalogue, then fault-table; or remove them"
         )
-    cases = merge(load(), new, built)
+    cases = merge(load(), new.values(), built)
     save(cases)
     return len(cases)
+
+
+def removed(root: Path = ROOT) -> list[str]:
+    """Return a line for each case of an earlier commit that `MERGED` lacks and `merge` would have kept.
+
+    Versions of another structure, all from before 2026-11-24, are not read. A shallow clone has only the
+    history that it fetched.
+    """
+    path = root / MERGED.relative_to(ROOT)
+    name = str(path.relative_to(root))
+    known = load(path)
+    commits = captured(["git", "log", "--full-history", "--reverse", "--format=%H", "--", name], root).stdout
+    earlier = [case for commit in commits.split() for case in _committed(commit, name, root)]
+    kept = {(case_key(case), case.when) for case in known}
+    expected = merge(earlier, known, facts.inputs_of_images(root / COMMITTED.relative_to(ROOT)))
+    return [
+        f"{name}: the case {', '.join(case_key(case))} of {case.when:%Y-%m-%d %H:%M} was removed, and "
+        f"attempts are only added: git log -- {name}"
+        for case in expected
+        if (case_key(case), case.when) not in kept
+    ]
+
+
+def _committed(commit: str, name: str, root: Path) -> tuple[Case, ...]:
+    """Return the cases of the file ``name`` in ``commit``; none if it is not there, or cannot be read."""
+    text = captured(["git", "show", f"{commit}:{name}"], root).stdout
+    try:
+        return msgspec.json.decode(text, type=Merged).cases
+    except msgspec.DecodeError:
+        return ()

@@ -45,9 +45,13 @@ SMALLEST = 1_000_000  # bytes of a library whose device code is worth a search
 RUN = """\
 #!/usr/bin/env bash
 # run.sh OUT [COMMAND...]: enter the image whose pieces are in this folder, or in $PIECES, and run a command
-# in it as its user, by default certify; it finds the folder OUT as /out. It needs root, bash, tar, xz, a
-# driver, and a python3 with the nvidia-* packages of CUDA 13. Mounts remain below $KIT_ROOT.
+# in it as its user, by default certify; it finds the folder OUT as /out. It needs root, bash, tar, xz,
+# unshare, a driver, and a python3 with the nvidia-* packages of CUDA 13. The files stay in $KIT_ROOT.
 set -euo pipefail
+# Mounts in a namespace of their own end with its processes, however these end, and never reach the machine's.
+if [ -z "${OWN_MOUNTS:-}" ]; then
+    OWN_MOUNTS=1 exec unshare --mount --propagation private bash "${BASH_SOURCE[0]}" "$@"
+fi
 out=$(realpath -m "$1")
 shift
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
@@ -62,18 +66,6 @@ if [ ! -e "$root/ready" ]; then
     (cd "$pieces" && sha256sum --check --quiet "$here/pieces.sha256")
     mkdir -p "$root"/{dev,proc,sys,out,usr/local/nvidia}
     cat "$pieces"/piece-* | xz -dc -T0 | tar -x -C "$root"
-    mount --rbind /dev "$root/dev"
-    mount -t proc proc "$root/proc"
-    mount --rbind /sys "$root/sys"
-    machine=${NVIDIA_PACKAGES:-$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])')}
-    for name in @MACHINES@; do
-        mkdir -p "$packages/$name/lib"
-        mount --bind "$machine/$name/lib" "$packages/$name/lib"
-    done
-    for name in bin nvvm; do
-        mkdir -p "$packages/cu13/$name"
-        mount --bind "${CUDA_HOME:-/usr/local/cuda}/$name" "$packages/cu13/$name"
-    done
     ldconfig -p | awk '/libcuda\\.so|libnvidia-(ml|ptxjitcompiler|nvvm|gpucomp)\\.so/ {print $NF}' |
         xargs -r -I {} cp -L {} "$root/usr/local/nvidia/"
     { command -v nvidia-smi || true; } | xargs -r -I {} cp -L {} "$root/usr/local/bin/"
@@ -84,9 +76,20 @@ if [ ! -e "$root/ready" ]; then
     chmod 1777 "$root/tmp"
     touch "$root/ready"
 fi
+machine=${NVIDIA_PACKAGES:-$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])')}
+mount --rbind /dev "$root/dev"
+mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
+for name in @MACHINES@; do
+    mkdir -p "$packages/$name/lib"
+    mount --bind "$machine/$name/lib" "$packages/$name/lib"
+done
+for name in bin nvvm; do
+    mkdir -p "$packages/cu13/$name"
+    mount --bind "${CUDA_HOME:-/usr/local/cuda}/$name" "$packages/cu13/$name"
+done
 mkdir -p "$out"
 chown @USER@ "$out"
-mountpoint -q "$root/out" && umount "$root/out"
 mount --bind "$out" "$root/out"
 [ $# -gt 0 ] || set -- rlhf-stack certify --out /out/certificate
 exec chroot --userspec=@USER@:0 "$root" /usr/bin/env -i -C /home/rlhf @ENVIRONMENT@ @ENTRYPOINT@ "$@"

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +17,12 @@ from scripts.matrix.load import Cell
 from scripts.matrix.model import Accelerator
 from scripts.matrix.suites import SUITES
 from scripts.patches.series import series_of
-from scripts.release import certificates, facts, fault_cases, published_scripts, works_with
+from scripts.release import certificates, facts, fault_cases, published_scripts, soaks, works_with
 from scripts.release.facts import Facts, SuiteResult
-from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, of_same_inputs
+from scripts.release.fault_cases import ORDER, WORST_FIRST, Case, case_key, inputs_of, of_same_inputs
+from scripts.release.soaks import Soak
 from scripts.testing import proofs, records
+from scripts.testing.acceptance import undeclared
 from scripts.testing.suite_digest import suite_digest
 
 BEGIN = "<!-- cells: begin, written by python -m scripts catalogue -->"
@@ -55,6 +56,25 @@ FAULT_COLUMNS = (
     "names the node",
     "left behind",
     "afterwards",
+    "reservations",
+)
+SOAK_COLUMNS = (
+    "cell",
+    "image",
+    "date",
+    "seed",
+    "steps",
+    "faults",
+    "submissions",
+    "restarts of engines",
+    "median restart, s",
+    "steps repeated",
+    "prompts generated again",
+    "seconds under faults / undisturbed",
+    "time",
+    "outcome",
+    "timeline",
+    "reservations",
 )
 GPUS_FIRST = ("cuda", "rocm", "cpu")
 NO_RECORDS, RECIPE_ONLY = "not verified: there are no records of an image", "recipe only, never built"
@@ -128,16 +148,24 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
 
 def reservations(name: str, suite: SuiteResult) -> list[str]:
     """Return why the result of a suite proves less than it says, although its record is a true one."""
-    undeclared = [
-        reason
-        for reason in suite.skips
-        if not any(re.fullmatch(known, reason) for known in SUITES[name].skips)
-    ]
     return [
-        *(["its tests changed since"] if suite.tests != _tests(name) else []),
-        *(["uncommitted changes"] if suite.revision.endswith(DIRTY) else []),
+        *_of_tests(suite.tests, _tests(name), suite.revision),
         *([f"{suite.most} of the same tests passed before"] if suite.passed < suite.most else []),
-        *(f"undeclared reason for a skip: {reason}" for reason in undeclared),
+        *(f"undeclared reason for a skip: {reason}" for reason in undeclared(name, suite.skips)),
+    ]
+
+
+def case_reservations(case: Case) -> list[str]:
+    """Return why a case of the table of faults proves less than it says."""
+    return _of_tests(case.tests, _tests("faults"), case.revision)
+
+
+def _of_tests(tests: str, current: str, revision: str) -> list[str]:
+    """Return what is to be said about the tests of a result, with digest ``tests``, "" if unknown."""
+    changed = "its tests changed since" if tests else "its tests are unknown"
+    return [
+        *([changed] if tests != current else []),
+        *(["uncommitted changes"] if revision.endswith(DIRTY) else []),
     ]
 
 
@@ -146,7 +174,12 @@ def _tests(name: str) -> str:
     return suite_digest(name)
 
 
-def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case] = ()) -> str:
+def page(
+    cells: Sequence[Cell],
+    known: Mapping[str, Facts],
+    cases: Sequence[Case] = (),
+    found: Mapping[str, Soak] = MappingProxyType({}),
+) -> str:
     """Return the text of ``images/README.md``."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -174,6 +207,8 @@ def page(cells: Sequence[Cell], known: Mapping[str, Facts], cases: Sequence[Case
             fault_table(cell, cases, current.get(cell, ""), built, layouts.get(cell, ()))
             for cell in dict.fromkeys(case.cell for case in cases)
         ],
+        soak_columns=SOAK_COLUMNS,
+        soaks=[soak_row(name, soak, current.get(soak.cell, "")) for name, soak in found.items()],
         certificate_columns=certificates.COLUMNS,
         certificates=certificates.rows(certificates.load()),
         script_columns=published_scripts.COLUMNS,
@@ -209,7 +244,7 @@ def fault_table(
         "images": ", ".join(sorted(f"`{_short(one)}`" for one in images)),
         "tested": len(own),
         "hung": sum(any(case.outcome == "hangs" for case in attempts) for attempts in own.values()),
-        "outdated": {built.get(image, image) for image in images} != {inputs},
+        "outdated": any(inputs_of(case, built) != inputs for attempts in own.values() for case in attempts),
         "left": sum(any(case.left for case in attempts) for attempts in own.values()),
         "cases": len(every),
         "rows": [(*key[:2], *_case(key[2], own[key])) for key in every if key in own],
@@ -218,6 +253,32 @@ def fault_table(
             for (layout, fault), keys in absent
         ],
     }
+
+
+def soak_row(name: str, soak: Soak, inputs: str = "") -> tuple[str, ...]:
+    """Return a row in the order of `SOAK_COLUMNS`; ``inputs`` are those of this checkout's image."""
+    doubts = [
+        *(["**not verified yet**: other inputs"] if soak.inputs != inputs else []),
+        *_of_tests(soak.tests, soaks.tests(), soak.revision),
+    ]
+    return (
+        f"`{soak.cell}`",
+        f"`{_short(soak.image)}`",
+        f"{soak.when:%Y-%m-%d}",
+        str(soak.seed),
+        str(soak.steps),
+        str(len(soak.faults)),
+        str(soak.submissions),
+        str(len(soak.recoveries)),
+        f"{soak.median_restart:.0f}",
+        str(soak.steps_repeated),
+        str(soak.prompts_again),
+        " / ".join(f"{seconds:.0f}" for seconds in soak.seconds),
+        soak.time,
+        "; ".join(soak.failures) or "passed",
+        f"[plot]({soaks.COMMITTED.name}/{name}.png)",
+        "; ".join(doubts) or "none",
+    )
 
 
 def megabytes(size: int) -> str:
@@ -350,6 +411,7 @@ def _outcome(case: Case) -> tuple[str, ...]:
         named,
         "" if case.left is None else "; ".join(case.left) or "nothing",
         case.afterwards + refused,
+        "; ".join(case_reservations(case)) or "none",
     )
 
 

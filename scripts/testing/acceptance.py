@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from scripts.git import DIRTY
@@ -22,6 +22,13 @@ def unproved(image: Subject, suite: str, runs: Sequence[Record], root: Path, tes
     return next(_wrong(image, suite, runs, root, tests), None)
 
 
+def undeclared(suite: str, reasons: Iterable[str]) -> list[str]:
+    """Return the reasons for skips that a suite does not declare."""
+    return [
+        reason for reason in reasons if not any(re.fullmatch(known, reason) for known in SUITES[suite].skips)
+    ]
+
+
 def _wrong(image: Subject, suite: str, runs: Sequence[Record], root: Path, tests: str) -> Iterator[str]:
     on_inputs = [record for record in runs if record.inputs == image.inputs]
     on_image = [record for record in on_inputs if record.image == image.image]
@@ -39,9 +46,8 @@ def _wrong(image: Subject, suite: str, runs: Sequence[Record], root: Path, tests
         yield f"the tests of the suite {suite} have changed since {record.revision[: records.DIGITS]}"
     if not datetime.timedelta() <= records.now() - record.when <= MAX_AGE:
         yield f"the suite {suite} ran on {record.when:%Y-%m-%d}, not in the last {MAX_AGE.days} days"
-    for reason in record.skips:
-        if not any(re.fullmatch(known, reason) for known in SUITES[suite].skips):
-            yield f"the suite {suite} skipped tests for a reason that it does not declare ({reason!r})"
+    for reason in undeclared(suite, record.skips):
+        yield f"the suite {suite} skipped tests for a reason that it does not declare ({reason!r})"
     best = max(other.passed for other in runs if other.tests == record.tests)
     if record.passed < best:
         yield f"only {record.passed} tests of the suite {suite} passed, and {best} of the same tests before"

@@ -36,6 +36,7 @@ STARTED = b"Ray runtime started"
 POLL_SECONDS = 0.5
 MEBIBYTE = 1 << 20
 KILLED = 137
+CANNOT_EXECUTE = 126  # also Docker's code for a command in a container that ends
 NOT_STARTED = "OCI runtime exec failed"  # Docker's message about a command that it did not start
 END_SECONDS = 5
 SHARES, SHARES_AT_START = 1024, 32768  # of the CPUs, against containers that have Docker's own 1024
@@ -242,8 +243,8 @@ class Cluster:
         return code
 
     def _check_after(self, container: Container, code: int) -> None:
-        """`check`, after some seconds for a killed command: its container is most often still ending."""
-        if code == KILLED:
+        """`check`, after some seconds if the command was killed or not started: the container may end."""
+        if code in (KILLED, CANNOT_EXECUTE):
             with contextlib.suppress(requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
                 container.wait(timeout=END_SECONDS)
         self.check()

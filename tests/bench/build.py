@@ -156,14 +156,14 @@ def compiled(log: Path) -> float:
 
 
 def measure_ours(inputs: Inputs, secrets: Mapping[str, Path], log: Path) -> dict[str, float]:
-    """Return seconds: cold, of these compiling, unchanged, and with a change to OpenRLHF's layer."""
+    """Return seconds: cold, of these compiling, unchanged, and with a change to the layer of OpenRLHF."""
     file = inputs.folder / "Dockerfile"
     file.write_text(uncached(without_downloads(file.read_text(encoding="utf-8"))), encoding="utf-8")
     build = build_command(inputs, secrets, log.with_suffix(".id"))
     build = [*build[:-1], f"--tag={OURS}", build[-1]]
     seconds = {"cold": timed("ours, cold", build, log), "compiled": compiled(log)}
     seconds["unchanged"] = timed("ours, unchanged", build, log)
-    with (inputs.folder / "requirements" / "openrlhf.txt").open("a", encoding="utf-8") as requirements:
+    with (inputs.folder / "requirements" / "stack.txt").open("a", encoding="utf-8") as requirements:
         requirements.write("# changed\n")
     return {**seconds, "changed": timed("ours, OpenRLHF's pin changed", build, log)}
 

@@ -1,6 +1,6 @@
 """Cost of a trainer rank that waits in a collective on the GPU of an engine that generates.
 
-``python -m tests.bench.gpu_contention [--plot FILE.png] [--json]``; about 2 minutes.
+``PYTHONPATH=images/runtime python -m tests.bench.gpu_contention [--plot FILE.png] [--json]``; 2 minutes.
 
 One container of the default cell, two engines and two ranks; a CPU core takes the place of a GPU that an
 engine and a rank share. A kernel of NCCL busy-waits, and so does the rank here: gloo's own wait uses no

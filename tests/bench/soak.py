@@ -1,45 +1,48 @@
 """A run under faults: it ends by itself, with the weights of the undisturbed run, and leaves nothing.
 
-``PYTHONPATH=images/runtime python -m tests.bench.soak [--steps 200] [--seed 1] [--out build/soak]``, as root.
+``PYTHONPATH=images/runtime python -m tests.bench.soak [--steps 200] [--seed 1]``, as root.
 Six containers of the cell are nodes: a head, four with a fake GPU (the trainer, two engines, a spare one),
 and one that submits the run.
 First nothing is disturbed, then a random fault hits a random node every 30 to 90 s; the sequence follows from
 the seed. A node that was killed is started again by its machine, as a service manager would. No human acts.
-The report is a JSON file and a plot of steps and faults over time.
+The undisturbed run is run once for an image, its steps and settings. The report, a JSON file, and a plot of
+steps and faults over time are in a folder of each run below ``build/soak``, from which ``python -m scripts
+soaks`` adds them to the catalogue.
 """
 
 import hashlib
-import json
 import os
 import random
 import re
-import shutil
 import signal
-import statistics
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
+import msgspec
 from matplotlib.figure import Figure
 from rlhf_stack.telemetry import events
 
+from scripts.digests import sha256
 from scripts.docker.client import connect, with_docker_errors
 from scripts.errors import UserError, run
 from scripts.git import revision
 from scripts.matrix.load import Cell, find, load
-from scripts.paths import ROOT
-from scripts.testing import demo
+from scripts.release import soaks
+from scripts.release.soaks import Fault, Soak
+from scripts.testing import demo, records
 from scripts.testing.cluster import Cluster, ContainerNode
 from scripts.testing.in_image import local_image
 from tests.bench.results import Row, parser, show
 from tests.faults.injecting import Site, by_address, cut_link, pause, processes, restore_link
-from tests.faults.runs import CHECKPOINTS, run_of
-from tests.faults.trial import EVENTS, left_behind
+from tests.faults.once import once
+from tests.faults.runs import CHECKPOINTS, RUNS, run_of
+from tests.faults.trial import EVENTS, generated_again, left_behind
 from tests.network import links, remote
 
 NODES = (
@@ -70,23 +73,16 @@ ENGINE, TRAINER = "VLLM::EngineCore", "ray::PolicyModelActor"
 KINDS = {"engine killed": 5, "node killed": 2, "node paused": 2, "link cut": 2, "trainer killed": 1}
 MOST_HOURS = 12
 POLL = 2.0
-SLOWEST = 2.5  # times the undisturbed run, the aim
-
-
-@dataclass
-class Fault:
-    """A fault at ``began``, in seconds after the run began; ``seconds`` is how long it lasts."""
-
-    kind: str
-    node: str
-    began: float
-    seconds: float
 
 
 @dataclass
 class Run:
-    """A run: its steps (number, seconds after its beginning), rewards by step, and digest of its weights."""
+    """A run: its steps (number, seconds after its beginning), rewards by step, and digest of its weights.
 
+    ``again`` is the number of prompts that were generated again.
+    """
+
+    when: datetime
     code: int = -1
     seconds: float = 0.0
     submissions: int = 1
@@ -94,7 +90,7 @@ class Run:
     rewards: dict[int, float] = field(default_factory=dict)
     weights: str = ""
     recoveries: list[float] = field(default_factory=list)
-    moved: int = 0
+    again: int = 0
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -133,7 +129,7 @@ class Disturber(threading.Thread):
         if prefix and not (nodes := [node for node in nodes if processes(node, prefix)]):
             return  # the run is starting
         node = nodes[number % len(nodes)]
-        fault = Fault(kind, NODES[self._cluster.containers.index(node)].name, self._now(), 0.0)
+        fault = Fault(kind, NODES[self._cluster.containers.index(node)].name, round(self._now(), 1), 0.0)
         self._found.append(fault)
         print(f"  {fault.began:5.0f} s: {kind} on {fault.node}", file=sys.stderr, flush=True)
         if prefix:
@@ -153,7 +149,7 @@ class Disturber(threading.Thread):
             cut_link(site)
             self._wait(lasts)
             restore_link(site)
-        fault.seconds = self._now() - fault.began
+        self._found[-1] = msgspec.structs.replace(fault, seconds=round(self._now() - fault.began, 1))
 
     def _wait(self, seconds: float) -> bool:
         """Wait, and meanwhile start nodes that end: Ray ends one that it had declared dead. True: stop."""
@@ -171,8 +167,9 @@ class Disturber(threading.Thread):
         return time.monotonic() - self._began
 
 
-def train(cluster: Cluster, cell: Cell, folder: Path, name: str, steps: int, seed: int | None) -> Run:
+def train(cluster: Cluster, cell: Cell, folder: Path, log_file: Path, steps: int, seed: int | None) -> Run:
     """Run ``steps`` steps, disturbed by the faults of ``seed``; ``folder`` has the events and the models."""
+    name = log_file.stem
     for file in (folder / "events").glob("*.jsonl"):
         file.unlink()
     saved = f"{CHECKPOINTS}/{name}"
@@ -182,8 +179,8 @@ def train(cluster: Cluster, cell: Cell, folder: Path, name: str, steps: int, see
         *LAYOUT,
         *("--ckpt.path", saved, "--ckpt.output_dir", f"{saved}/trained", "--ckpt.max_num", "2"),
     ]
-    found, began, at = Run(), time.monotonic(), time.time()
-    log = demo.JobLog(folder / f"{name}.log")
+    found, began, at = Run(records.now()), time.monotonic(), time.time()
+    log = demo.JobLog(log_file)
     disturber = Disturber(cluster, seed, began, found.faults) if seed is not None else None
     if disturber:
         disturber.start()
@@ -199,14 +196,14 @@ def train(cluster: Cluster, cell: Cell, folder: Path, name: str, steps: int, see
         if disturber:
             disturber.stop()
     found.seconds = time.monotonic() - began
-    for event in events.read(folder / "events"):
+    of_run = events.read(folder / "events")
+    for event in of_run:
         if event["event"] == "step":
             found.steps.append((int(event["step"]), event["time"] - at))
             found.rewards[int(event["step"])] = event["reward"]
         elif event["event"] == "engine restored":
-            found.recoveries.append(float(event["seconds"]))
-        elif event["event"] == "prompts moved":
-            found.moved += int(event["prompts"])
+            found.recoveries.append(round(float(event["seconds"]), 1))
+    found.again = generated_again(of_run, len(found.rewards), run_of(cell).generations)
     found.submissions = len(set(re.findall(JOB, log.path.read_text(encoding="utf-8"))))
     found.weights = digest(folder / "checkpoints" / name / "trained")
     return found
@@ -218,9 +215,10 @@ def digest(trained: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
 
 
-def plot(file: Path, undisturbed: Run, disturbed: Run) -> None:
+def plot(file: Path, undisturbed: Run, disturbed: Run, title: str) -> None:
     """Plot the steps of both runs over time, and the faults as bars below."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure.suptitle(title)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     for label, one in (("undisturbed", undisturbed), ("under faults", disturbed)):
         above.plot([0, *(when for _, when in one.steps)], [0, *(step for step, _ in one.steps)], label=label)
@@ -234,13 +232,44 @@ def plot(file: Path, undisturbed: Run, disturbed: Run) -> None:
     figure.savefig(file, dpi=100)
 
 
-def soak(cell: str | None, steps: int, seed: int, out: Path) -> dict[str, Any]:
-    """Run undisturbed, then under the faults of ``seed``; write the report to ``out`` and return it."""
+def chosen_cell(name: str | None) -> Cell:
+    """Return a cell, by default the default one; `UserError` if its OpenRLHF lacks the flags of `LAYOUT`."""
+    matrix = load()
+    cell = find(matrix, name or matrix.default)
+    if cell.accelerator.kind != "cpu" or run_of(cell) is not RUNS["0.11"]:
+        raise UserError(
+            f"--cell {cell.id}: this run has flags of OpenRLHF 0.11 and no GPUs: choose a CPU cell with it"
+        )
+    return cell
+
+
+def undisturbed_run(cluster: Cluster, cell: Cell, folder: Path, image: str, steps: int) -> Run:
+    """Return the undisturbed run of ``steps`` steps of this image and these settings, which is run once."""
+    settings = [image, steps, run_of(cell).arguments, LAYOUT, ENVIRONMENT]
+    key = sha256(msgspec.json.encode(settings))[: records.DIGITS]
+    kept = soaks.REPORTS / cell.id / f"undisturbed-{key}"
+
+    def compute() -> Run:
+        log = kept / "undisturbed.log"
+        found = train(cluster, cell, folder, log, steps, None)
+        if found.code:
+            raise UserError(f"the undisturbed run ended with exit code {found.code}: {log}")
+        return found
+
+    found = once(kept, Run, compute, "an undisturbed run")
+    print(f"the undisturbed run is of {found.when:%Y-%m-%d %H:%M} UTC: {kept}", file=sys.stderr, flush=True)
+    return found
+
+
+def soak(cell: Cell, steps: int, seed: int, out: Path | None) -> Soak:
+    """Run under the faults of ``seed``, next to the undisturbed run; write and return the report.
+
+    It is in ``out``, by default in a new folder of the cell below `soaks.REPORTS`.
+    """
     if reason := links.obstacle():
         raise UserError(reason)
-    matrix = load()
-    found = find(matrix, cell or matrix.default)
-    client = connect()
+    client, commit, tests, when = connect(), revision(), soaks.tests(), records.now()
+    out = out or soaks.REPORTS / cell.id / f"seed-{seed}-{steps}-steps-{when:%Y%m%dT%H%M%S}"
     with TemporaryDirectory(prefix="soak-") as temporary:
         folder = Path(temporary)
         mounts = {}
@@ -249,66 +278,69 @@ def soak(cell: str | None, steps: int, seed: int, out: Path) -> dict[str, Any]:
             (folder / name).chmod(0o777)  # the containers' user has another uid
             mounts[str(folder / name)] = {"bind": path, "mode": "rw"}
         options = {"volumes": mounts}
-        image = local_image(client, found)
-        with Cluster(client, found.tag, NODES, ENVIRONMENT, options=options, start=remote.reachable) as nodes:
+        subject = records.subject(cell, client.images.get(local_image(client, cell)))
+        with Cluster(
+            client, subject.image, NODES, ENVIRONMENT, options=options, start=remote.reachable
+        ) as nodes:
             demo.prepare(nodes, steps, seed=0)
-            undisturbed = train(nodes, found, folder, "undisturbed", steps, None)
-            disturbed = train(nodes, found, folder, "disturbed", steps, seed)
+            undisturbed = undisturbed_run(nodes, cell, folder, subject.image, steps)
+            disturbed = train(nodes, cell, folder, out / "disturbed.log", steps, seed)
             left = left_behind(nodes)
-        out.mkdir(parents=True, exist_ok=True)
-        for name in ("undisturbed", "disturbed"):
-            shutil.copy(folder / f"{name}.log", out)
-    runs = undisturbed, disturbed
-    report = {
-        "cell": found.id,
-        "image": image,
-        "revision": revision(),
-        "steps": steps,
-        "seed": seed,
-        "ended": [one.code for one in runs],
-        "seconds": [round(one.seconds, 1) for one in runs],
-        "same_rewards": undisturbed.rewards == disturbed.rewards,
-        "same_weights": bool(disturbed.weights) and undisturbed.weights == disturbed.weights,
-        "left": left,
-        "submissions": disturbed.submissions,
-        "steps_repeated": len(disturbed.steps) - len(disturbed.rewards),
-        "prompts_again": disturbed.moved,
-        "recoveries": [round(one, 1) for one in disturbed.recoveries],
-        "faults": [asdict(one) for one in disturbed.faults],
-    }
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(out / "timeline.png", undisturbed, disturbed)
+    report = Soak(
+        cell=subject.cell,
+        image=subject.image,
+        inputs=subject.inputs,
+        tests=tests,
+        revision=commit,
+        when=disturbed.when,
+        undisturbed_when=undisturbed.when,
+        steps=steps,
+        seed=seed,
+        ended=disturbed.code,
+        seconds=(round(disturbed.seconds, 1), round(undisturbed.seconds, 1)),
+        same_rewards=undisturbed.rewards == disturbed.rewards,
+        same_weights=bool(disturbed.weights) and undisturbed.weights == disturbed.weights,
+        left=tuple(left),
+        submissions=disturbed.submissions,
+        steps_repeated=len(disturbed.steps) - len(disturbed.rewards),
+        prompts_again=disturbed.again,
+        recoveries=tuple(disturbed.recoveries),
+        faults=tuple(disturbed.faults),
+    )
+    (out / soaks.REPORT).write_bytes(records.encode(report))
+    plot(out / soaks.TIMELINE, undisturbed, disturbed, f"{report.cell}, seed {seed}: {report.time}")
     return report
 
 
 def main() -> int:
-    """Print the report; 1 if the run did not end as the undisturbed one."""
+    """Print the report; 1 if the run did not end as the undisturbed one, however long it took."""
     options = parser("soak", __doc__)
     options.add_argument("--steps", type=int, default=200, help="steps of each run")
     options.add_argument("--seed", type=int, default=1, help="of the sequence of faults")
-    options.add_argument("--out", type=Path, default=ROOT / "build" / "soak", help="folder of the report")
+    options.add_argument(
+        "--out", type=Path, help="folder of the report [a new one of each run below build/soak]"
+    )
     chosen = options.parse_args()
     if chosen.steps < 1:
         raise UserError("--steps: expected a number greater than 0")
-    report = with_docker_errors(lambda: soak(chosen.cell, chosen.steps, chosen.seed, chosen.out))()
-    before, after = report["seconds"]
+    cell = chosen_cell(chosen.cell)
+    report = with_docker_errors(lambda: soak(cell, chosen.steps, chosen.seed, chosen.out))()
+    after, before = report.seconds
     rows = [
-        Row(f"{report['steps']} steps", "s", after, before),
-        Row("faults", "", len(report["faults"])),
-        Row("submissions", "", report["submissions"]),
-        Row("steps repeated", "", report["steps_repeated"]),
-        Row("prompts generated again", "", report["prompts_again"]),
-        Row("restarts of engines", "", len(report["recoveries"])),
-        Row("median restart", "s", statistics.median(report["recoveries"] or [0.0])),
+        Row(f"{report.steps} steps", "s", after, before),
+        Row("faults", "", len(report.faults)),
+        Row("submissions", "", report.submissions),
+        Row("steps repeated", "", report.steps_repeated),
+        Row("prompts generated again", "", report.prompts_again),
+        Row("restarts of engines", "", len(report.recoveries)),
+        Row("median restart", "s", report.median_restart),
     ]
-    same = report["same_rewards"] and report["same_weights"]
     notes = [
-        f"both runs ended: {report['ended'] == [0, 0]}; rewards and weights are equal: {same}",
-        f"left behind: {', '.join(report['left']) or 'nothing'}",
-        f"{after / before:.2f} times the undisturbed run (aim: at most {SLOWEST:g})",
+        f"as the undisturbed run: {'; '.join(report.failures) or 'yes'}",
+        report.time,
     ]
     show(rows, notes, chosen.json, "undisturbed")
-    return 0 if report["ended"] == [0, 0] and same and not report["left"] else 1
+    return 1 if report.failures else 0
 
 
 if __name__ == "__main__":

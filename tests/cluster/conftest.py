@@ -32,6 +32,7 @@ class Run:
     seconds: float
     events: list[dict[str, Any]]
     left_over: list[str]  # commands that still run, and new files in shared memory
+    trained: Path  # the folder of the trained model, unless the arguments name another one
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """Return the events of one kind."""
@@ -105,7 +106,8 @@ def train() -> Iterator[Callable[..., Run]]:
         elapsed = time.monotonic() - start
         left_over = still_running(mark, END_SECONDS)
         left_over += sorted(str(file) for file in set(SHARED.iterdir()) - shared)
-        return Run(code, log.read_text(), elapsed, events.read(folder / "events"), left_over)
+        trained = folder / "tiny" / "trained"
+        return Run(code, log.read_text(), elapsed, events.read(folder / "events"), left_over, trained)
 
     yield run
     for number in marked(mark):

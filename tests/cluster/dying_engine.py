@@ -1,6 +1,7 @@
 """Kills an engine's processes in a phase of a run: `install` is the RLHF_STACK_TEST_HOOK of each process.
 
-DYING_PROCESS is "actor", "core" (vLLM's own process below the actor) or "node", all processes of its node.
+DYING_PROCESS is "actor", "core" (vLLM's own process below the actor) or "node", all processes of its node, or
+"stopped": actor and core do not die but never run again.
 DYING_PHASE is "start", "join" (the weight-sync group), or "generation", "sync" or "sleep" of step DYING_STEP
 (from 1). It dies DYING_TIMES times (once by default), each time in the next step.
 """
@@ -77,13 +78,14 @@ def _die() -> None:
     if (deaths := _deaths()) == int(os.environ.get(TIMES, "1")):
         return
     (_folder() / f"{DEAD}-{deaths + 1}").touch()
-    if os.environ[PROCESS] in ("core", "node"):
+    number = signal.SIGSTOP if os.environ[PROCESS] == "stopped" else signal.SIGKILL
+    if os.environ[PROCESS] in ("core", "node", "stopped"):
         (pid,) = _core()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     if os.environ[PROCESS] == "node":
         os.kill(os.getppid(), signal.SIGKILL)  # the raylet
-    if os.environ[PROCESS] in ("actor", "node"):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ[PROCESS] in ("actor", "node", "stopped"):
+        os.kill(os.getpid(), number)
 
 
 def _deaths() -> int:

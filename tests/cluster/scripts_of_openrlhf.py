@@ -1,6 +1,7 @@
 """The commands of OpenRLHF's published scripts, and the same for a model that trains on two cores."""
 
 import json
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from rlhf_stack.demo import tiny_model
+from rlhf_stack.demo import digit_reward_model, tiny_model, tiny_run
 
 PUBLISHED = Path(__file__).with_name("published")
 HERE = Path(__file__).parent
@@ -18,10 +19,10 @@ FOLDER = "{folder}"
 PROMPTS, SAMPLES, LENGTH, RESPONSE, STEPS = 4, 4, 96, 16, 2
 PAIRS = 52  # of a step of a reward model: it evaluates on 1 % of all pairs, of which it needs one
 FILTERED = 6  # times the prompts that dynamic filtering keeps
-ROLES = ("actor", "ref", "critic", "reward")
+ROLE_GPUS = re.compile(r"--(actor|ref|critic|reward)[._]num_gpus_per_node")
 # Removed: a key of a service that this machine cannot reach, a number of episodes, and what `plan` refuses.
 RING = ("--ds.ring_attn_size", "--ds.ring_attn_head_stride")
-REMOVED = ("--logger.wandb.key", "--train.num_episodes", *RING)
+REMOVED = ("--logger.wandb.key", "--use_wandb", "--train.num_episodes", *RING)
 # Sizes, and the files that the script reads and writes: replaced where it has the flag.
 SMALL: Mapping[str, str] = {
     "--actor.model_name_or_path": f"{FOLDER}/model",
@@ -43,6 +44,23 @@ SMALL: Mapping[str, str] = {
     "--train.micro_batch_size": "2",
     "--train.max_tokens_per_gpu": "512",
     "--vllm.gpu_memory_utilization": "0.1",
+}
+# The same for OpenRLHF 0.5, whose flags have no sections; its engine on a CPU has one rank.
+SMALL_FLAT: Mapping[str, str] = {
+    "--pretrain": f"{FOLDER}/model",
+    "--reward_pretrain": f"{FOLDER}/reward",
+    "--prompt_data": f"{FOLDER}/prompts.jsonl",
+    "--save_path": f"{FOLDER}/trained",
+    "--ckpt_path": f"{FOLDER}/checkpoints",
+    "--prompt_max_len": str(LENGTH - RESPONSE),
+    "--generate_max_len": str(RESPONSE),
+    "--rollout_batch_size": str(PROMPTS),
+    "--micro_rollout_batch_size": "2",
+    "--train_batch_size": str(PROMPTS),
+    "--micro_train_batch_size": "2",
+    "--max_samples": str(PROMPTS * STEPS),
+    "--vllm_num_engines": "1",
+    "--vllm_tensor_parallel_size": "1",
 }
 CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -93,28 +111,33 @@ def published() -> list[Command]:
 def small(command: Command) -> list[str]:
     """The arguments with the sizes and files of a tiny run; `FOLDER` stands for the folder of the files."""
     flags = dict(_flags(command.words))
-    samples = min(SAMPLES, int((flags.get("--rollout.n_samples_per_prompt") or ["1"])[0]))
-    changes = {name: [value] for name, value in SMALL.items() if name in flags}
-    for role in ROLES:
-        if number := flags.get(f"--{role}.num_gpus_per_node"):
-            changes[f"--{role}.num_gpus_per_node"] = [_gpus(number[0])]
-    if command.module == PPO:
-        size = int(flags["--vllm.tensor_parallel_size"][0])
-        colocated = "--train.colocate_all" in flags and "--train.async_enable" not in flags
-        engines = int(changes["--actor.num_gpus_per_node"][0]) // size if colocated else 1
-        changes["--vllm.num_engines"] = [str(engines)]
-        changes["--rollout.n_samples_per_prompt"] = [str(samples)]
-        changes["--train.batch_size"] = [str(PROMPTS * samples)]
-        filtered = "--algo.dynamic_filtering_enable" in flags  # takes more prompts for a step
-        changes["--data.max_samples"] = [str(PROMPTS * STEPS * (FILTERED if filtered else 1))]
-        if "--train.colocate_all" not in flags or "--train.async_enable" in flags:
-            changes["--vllm.sync_backend"] = ["gloo"]
-    else:
-        batch = PAIRS if command.module == REWARD_MODEL else PROMPTS
-        changes["--train.batch_size"] = [str(batch)]
-        changes["--data.max_samples"] = [str(batch * STEPS)]
+    changes = {name: [value] for name, value in {**SMALL, **SMALL_FLAT}.items() if name in flags}
+    changes |= {name: [_gpus(values[0])] for name, values in flags.items() if ROLE_GPUS.fullmatch(name)}
+    if "--pretrain" not in flags:  # OpenRLHF 0.11: these sizes depend on other flags
+        changes |= _sizes(command.module, flags, changes)
     merged = {name: values for name, values in (flags | changes).items() if name not in REMOVED}
     return [word for name, values in merged.items() for word in (name, *values)]
+
+
+def _sizes(
+    module: str, flags: Mapping[str, list[str]], changes: Mapping[str, list[str]]
+) -> dict[str, list[str]]:
+    """Batches, engines and the sync backend of a command with the published ``flags`` and ``changes``."""
+    if module != PPO:
+        batch = PAIRS if module == REWARD_MODEL else PROMPTS
+        return {"--train.batch_size": [str(batch)], "--data.max_samples": [str(batch * STEPS)]}
+    samples = min(SAMPLES, int((flags.get("--rollout.n_samples_per_prompt") or ["1"])[0]))
+    size = int(flags["--vllm.tensor_parallel_size"][0])
+    colocated = "--train.colocate_all" in flags and "--train.async_enable" not in flags
+    engines = int(changes["--actor.num_gpus_per_node"][0]) // size if colocated else 1
+    filtered = "--algo.dynamic_filtering_enable" in flags  # takes more prompts for a step
+    sizes = {
+        "--vllm.num_engines": [str(engines)],
+        "--rollout.n_samples_per_prompt": [str(samples)],
+        "--train.batch_size": [str(PROMPTS * samples)],
+        "--data.max_samples": [str(PROMPTS * STEPS * (FILTERED if filtered else 1))],
+    }
+    return sizes if colocated else sizes | {"--vllm.sync_backend": ["gloo"]}
 
 
 def _flags(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -135,12 +158,15 @@ def _gpus(published_number: str) -> str:
 def gpus_of_roles(arguments: list[str]) -> dict[str, int]:
     """The GPUs per node of each role in the arguments of a small command."""
     flags = dict(_flags(arguments))
-    return {role: int(flags[name][0]) for role in ROLES if (name := f"--{role}.num_gpus_per_node") in flags}
+    return {found[1]: int(flags[name][0]) for name in flags if (found := ROLE_GPUS.fullmatch(name))}
 
 
 def make_files(folder: Path, experts: bool = False) -> None:
-    """Write the model, of ``experts`` if the script trains one, prompts as messages, and pairs of answers."""
-    tokenizer = tiny_model.make_model(folder / "model", seed=0, layers=2, heads=2)
+    """Write models, that to train of ``experts`` if the script has one, prompts as messages, and pairs."""
+    generation = tiny_run.installed()
+    tokenizer = tiny_model.make_model(folder / "model", seed=0, layers=2, heads=generation.heads)
+    if generation.reward_model:
+        digit_reward_model.make(folder / "reward", tokenizer, tiny_model.VOCABULARY)
     if experts:
         _make_experts(folder / "model")
     tokenizer.chat_template = CHAT

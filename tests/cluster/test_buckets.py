@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from ranks import (
+    DTYPES,
     FOUR_NODES,
     LIMIT,
     ONE_NODE,
@@ -17,53 +18,14 @@ from ranks import (
     arrive,
     described,
     errors_without,
-    random_bytes,
     receive_all,
     send,
+    weights,
 )
 from rlhf_stack import sync
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.engine_parameters import parameter_spec
-
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
-SHAPES = [(7, 5), (0,), (), (3,), (1 << 20,), (900, 1000), (1,), (5, 0, 2), ((4 << 20) + 5,)]
-NAMES = ["w", "w.w", "w.weight", "w.weight_scale", "w1", "w10", "w1.w"]
-
-
-def weights(dtype, seed=0):
-    """Named tensors; some names are prefixes of others.
-
-    Empty, one element, small, larger than `LARGE`, larger than a bucket; then parts of others: transposed,
-    with an offset, with steps, wide rows, repeated, permuted.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def of(*shape):
-        return random_bytes(dtype, shape, generator)
-
-    tensors = [
-        *(of(*shape) for shape in SHAPES),
-        of(3, 1000).t(),
-        of(2000)[3:1502],
-        of(40, 50)[1::3, 2:49:2],
-        of(1200, 1300)[100:, 7:1299],
-        of(3, 1).expand(3, 4),
-        of(4, 5, 6).permute(2, 0, 1),
-    ]
-    names = [*NAMES, *(f"w{index}.bias" for index in range(len(NAMES), len(tensors)))]
-    return list(zip(names, tensors, strict=True))
 
 
 @pytest.mark.timeout(120)

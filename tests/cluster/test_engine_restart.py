@@ -9,7 +9,7 @@ import pytest
 import replacing
 from driver import HOOK
 from rlhf_stack.config import env_vars
-from trained import SECTIONS, assert_one_policy
+from trained import SECTIONS, assert_one_policy, weights
 
 pytestmark = pytest.mark.integration
 
@@ -21,7 +21,8 @@ LAYOUT = (
     *("--vllm.tensor_parallel_size", "1"),
     *("--data.max_len", "240", "--rollout.max_new_tokens", "200"),  # long enough to be hit
 )
-ASYNC = "--train.async_enable"
+ASYNC = ("--train.async_enable",)
+ZERO3 = ("--actor.num_gpus_per_node", "2", "--ds.zero_stage", "3")
 HYBRID = (
     *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2"),
     *("--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "1"),
@@ -48,18 +49,23 @@ def engines(count):
     return "--vllm.num_engines", str(count)
 
 
+def changed(layout, count, more):
+    return HYBRID if layout == "hybrid" else (*LAYOUT, *engines(count), *more)
+
+
 def learned(run):
+    """Return reward, loss and gradient norm of each step, and the digests of the final weights."""
     names = "reward", "policy_loss", "actor_grad_norm"
-    return [[event[name] for name in names] for event in run.of("step")]
+    return [[event[name] for name in names] for event in run.of("step")], weights(run.trained)
 
 
 UNDISTURBED = {}  # what was learned, by layout
 
 
-def undisturbed(train, layout, *more):
+def undisturbed(train, layout, more=()):
     if (layout, more) not in UNDISTURBED:
-        changes = HYBRID if layout == "hybrid" else (*LAYOUT, *engines(1), *more)
-        run = train(layout, (2,), STEPS, SECONDS, *changes, **{env_vars.REPEATABLE: "1"})
+        gpus = (3,) if more == ZERO3 else (2,)
+        run = train(layout, gpus, STEPS, SECONDS, *changed(layout, 1, more), **{env_vars.REPEATABLE: "1"})
         assert run.code == 0, run.log
         UNDISTURBED[layout, more] = learned(run)
     return UNDISTURBED[layout, more]
@@ -78,24 +84,19 @@ def assert_continued(run, is_async=False):
 @SECTIONS
 @pytest.mark.timeout(2 * SECONDS + 40)
 @pytest.mark.parametrize(
-    ("layout", "gpus", "changes", "process", "phase"),
+    ("layout", "gpus", "count", "more", "process", "phase"),
     [
-        ("separate", (1, 2), (*LAYOUT, *engines(2)), "actor", "generation"),
-        ("separate", (1, 1), (*LAYOUT, *engines(1)), "core", "generation"),
-        ("separate", (1, 1, 1, 1), (*LAYOUT, *engines(2)), "node", "generation"),
-        ("separate", (1, 2), (*LAYOUT, *engines(2)), "core", "sync"),
-        (
-            "separate",
-            (2, 2),
-            (*LAYOUT, *engines(2), *("--actor.num_gpus_per_node", "2", "--ds.zero_stage", "3")),
-            "core",
-            "sync",
-        ),
-        ("separate", (1, 2), (*LAYOUT, *engines(2)), "actor", "start"),
-        ("separate", (1, 1, 1, 1), (*LAYOUT, *engines(2)), "node", "start"),
-        ("separate", (1, 2), (*LAYOUT, *engines(2)), "core", "join"),
-        ("separate", (1, 2), (*LAYOUT, *engines(2), ASYNC), "actor", "generation"),
-        ("hybrid", (2,), HYBRID, "core", "sleep"),
+        ("separate", (1, 2), 2, (), "actor", "generation"),
+        ("separate", (1, 1), 1, (), "core", "generation"),
+        ("separate", (1, 1, 1, 1), 2, (), "node", "generation"),
+        ("separate", (1, 2), 2, (), "core", "sync"),
+        ("separate", (2, 2), 2, ZERO3, "core", "sync"),
+        ("separate", (1, 2), 2, (), "actor", "start"),
+        ("separate", (1, 1, 1, 1), 2, (), "node", "start"),
+        ("separate", (1, 2), 2, (), "core", "join"),
+        ("separate", (1, 2), 2, ASYNC, "actor", "generation"),
+        ("hybrid", (2,), 2, (), "core", "sleep"),
+        ("hybrid", (2,), 2, (), "stopped", "sleep"),
     ],
     ids=[
         "one of two",
@@ -108,12 +109,12 @@ def assert_continued(run, is_async=False):
         "while it joins the first weight-sync group",
         "in asynchronous training",
         "while it sleeps on the trainer's GPUs",
+        "while it sleeps there, and its processes are stopped",
     ],
 )
-def test_a_run_continues_with_an_engine_that_was_killed(train, layout, gpus, changes, process, phase):
-    run = train(layout, gpus, STEPS, SECONDS, *changes, **dying(process, phase))
-    more = (ASYNC,) if ASYNC in changes else ()
-    assert_continued(run, is_async=bool(more))
+def test_a_run_continues_with_an_engine_that_was_lost(train, layout, gpus, count, more, process, phase):
+    run = train(layout, gpus, STEPS, SECONDS, *changed(layout, count, more), **dying(process, phase))
+    assert_continued(run, is_async=more == ASYNC)
     (restart,), (restored,) = run.of("engine restart"), run.of("engine restored")
     assert (restart["engine"], restart["restarts"], restored["engine"]) == (0, 1, 0)
     assert restored["seconds"] > 0
@@ -122,8 +123,7 @@ def test_a_run_continues_with_an_engine_that_was_killed(train, layout, gpus, cha
     if phase == "generation":
         (moved,) = run.of("prompts moved")
         assert 1 <= moved["prompts"] <= PROMPTS
-    if "3" not in changes:
-        assert learned(run) == undisturbed(train, layout, *more), "the run is not the same"
+    assert learned(run) == undisturbed(train, layout, more), "the run is not the same"
 
 
 @SECTIONS
@@ -148,10 +148,12 @@ def test_the_only_engine_generates_again_after_a_recovery_on_the_trainers_gpu(tr
 
 @SECTIONS
 @pytest.mark.timeout(2 * SECONDS + 40)
-def test_a_run_continues_without_an_engine_whose_node_is_gone(train):
-    run = train("separate", (1, 1, 1), STEPS, SECONDS, *LAYOUT, *engines(2), **dying("node"))
+@pytest.mark.parametrize(("phase", "begin"), [("generation", [0, 1]), ("start", [1])])
+def test_a_run_continues_without_an_engine_whose_node_is_gone(train, phase, begin):
+    run = train("separate", (1, 1, 1), STEPS, SECONDS, *LAYOUT, *engines(2), **dying("node", phase))
     assert_continued(run)
-    assert [event["back"] for event in run.of("recovered")] == [[]]
+    assert [event["engine"] for event in run.of("engine")] == begin
+    assert [(event["lost"], event["back"]) for event in run.of("recovered")] == [([0], [])]
     assert run.of("engine restart") == []
     assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
 

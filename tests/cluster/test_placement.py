@@ -199,7 +199,9 @@ def test_plan_on_stale_resources_is_repeated(nodes, monkeypatch):
         current = reservation._nodes
         taken = placement.reserve(Request((Group("actor", 1, 6),)))["actor"]
         monkeypatch.setattr(
-            reservation, "_nodes", lambda free: stale.pop() if free and stale else current(free)
+            reservation,
+            "_nodes",
+            lambda free, *variables: stale.pop() if free and stale else current(free, *variables),
         )
         group = placement.reserve(Request((Group("critic", 1, 6),)))["critic"]
         assert not stale

@@ -3,23 +3,20 @@
 import os
 import signal
 from dataclasses import astuple
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import DTYPES, FORK, LIMIT, are_equal, arrive, flip_last_bits, receive_all, send, weights
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError, same_gpu
-from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.receiving import receive
-from rlhf_stack.sync.sending import BucketSender
 
-FORK = get_context("fork")
 GPU = "node:0"
 TRAINER, WORKER = "trainer rank 3 on one", "rank 1 of engine 2 on two"
 FILES = Path("/proc/self/fd")
-LIMIT = 100_000  # bytes of a bucket: the first parameter is split
+WEIGHTS = weights(torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -27,30 +24,10 @@ def small_buckets(monkeypatch):
     monkeypatch.setenv(env_vars.SYNC_BUCKET, str(LIMIT / 10**6))
 
 
-def weights(seed):
-    """Random bytes in tensors of many sizes, of which one is empty."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [(300, 1000), (7,), (0, 3), (33, 65), *[(64, 64)] * 40]
-    bits = (
-        torch.randint(-(1 << 15), 1 << 15, size, dtype=torch.int16, generator=generator) for size in sizes
-    )
-    return [(f"w{index}", each.view(torch.bfloat16)) for index, each in enumerate(bits)]
-
-
-def send(group, named):
-    specs = [parameter_spec(*each) for each in named]
-    buckets = plan_buckets(specs, LIMIT)
-    with group.syncing():
-        sender = BucketSender(group, in_place=True)
-        for number, bucket in enumerate(buckets):
-            sender.send(number, bucket, [named[span.index][1] for span in bucket.spans])
-        sender.finish()
-
-
-def load(group, named, keep):
+def load(group, named):
     """Receive, and keep what was received for as long as the real loader may."""
     content, held = [astuple(parameter_spec(*each)) for each in named], {}
-    report = receive([group], content, LIMIT, group.device, held.update, torch.bfloat16, load_keeps=keep)
+    report = receive([group], content, LIMIT, group.device, held.update, torch.bfloat16, load_keeps=True)
     return held, report
 
 
@@ -79,21 +56,36 @@ class Worker:
         self.group.close()
 
 
+@pytest.mark.timeout(150)
+def test_every_dtype_and_shape_arrives_bit_for_bit_sync_after_sync():
+    def each_sync():
+        for number, dtype in enumerate(DTYPES):
+            parameters = weights(dtype, seed=number)
+            yield parameters
+            flip_last_bits(parameters)
+            yield parameters
+
+    with Worker(lambda group: [arrive(group, each) for each in each_sync()]) as worker:
+        for each in each_sync():
+            send(worker.group, each)
+        assert worker.results.get(timeout=100) == [True] * 2 * len(DTYPES)
+
+
 @pytest.mark.timeout(60)
 def test_the_worker_holds_every_byte_in_each_sync():
+    each_sync = [weights(torch.bfloat16, seed) for seed in range(3)]
+
     def action(group):
         found = []
-        for seed in range(3):
-            held, report = load(group, weights(seed), keep=True)
-            expected = {name: each.view(torch.int16) for name, each in weights(seed)}
-            equal = all(torch.equal(held[name].view(torch.int16), expected[name]) for name in expected)
-            found.append((equal, report["who"]))
+        for parameters in each_sync:
+            held, report = load(group, parameters)
+            found.append((are_equal(held, parameters), report["who"]))
         return found
 
     files = len(list(FILES.iterdir()))
     with Worker(action) as worker:
-        for seed in range(3):
-            send(worker.group, weights(seed))
+        for parameters in each_sync:
+            send(worker.group, parameters)
         assert worker.results.get(timeout=30) == [(True, f"engine worker on GPU {GPU}")] * 3
     assert len(list(FILES.iterdir())) <= files + 4, "the queue's files, and none of the memory"
 
@@ -101,14 +93,13 @@ def test_the_worker_holds_every_byte_in_each_sync():
 @pytest.mark.timeout(60)
 def test_a_failure_of_the_loader_ends_the_trainers_sync_at_once():
     def action(group):
-        content = [astuple(parameter_spec(*each)) for each in weights(0)]
-        receive([group], content, LIMIT, group.device, lambda _: 1 // 0, torch.bfloat16)
+        receive_all(group, WEIGHTS, load=lambda _: 1 // 0)
 
     with (
         Worker(action) as worker,
         pytest.raises(SyncError, match=r"worker on GPU node:0 failed: ZeroDivisionError"),
     ):
-        send(worker.group, weights(0))
+        send(worker.group, WEIGHTS)
 
 
 @pytest.mark.timeout(60)
@@ -117,7 +108,7 @@ def test_a_failure_of_the_trainer_ends_the_workers_sync_at_once():
         with group.syncing():
             raise RuntimeError("out of memory")
 
-    with Worker(lambda group: load(group, weights(0), keep=True)) as worker:
+    with Worker(lambda group: load(group, WEIGHTS)) as worker:
         with pytest.raises(RuntimeError, match="out of memory"):
             fail(worker.group)
         assert "trainer rank on GPU node:0 failed: RuntimeError: out of memory" in worker.results.get(
@@ -138,7 +129,37 @@ def test_a_worker_that_ends_or_stops_is_named_within_the_deadline(monkeypatch, s
     with Worker(lambda _: signal.pause()) as worker:
         os.kill(worker.process.pid, signal_sent)
         with pytest.raises(SyncError, match=reason):
-            send(worker.group, weights(0))
+            send(worker.group, WEIGHTS)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("packed", [0, 3])  # buckets before it: none, and more than slots
+@pytest.mark.parametrize(
+    ("signal_sent", "reason"),
+    [
+        (signal.SIGKILL, "the trainer rank on GPU node:0 does not answer: "),
+        (signal.SIGSTOP, r"waited 4 s for the trainer rank on GPU node:0 to (offer memory|pack bucket 4 of)"),
+    ],
+)
+def test_a_trainer_that_ends_or_stops_is_named_within_the_deadline(monkeypatch, signal_sent, reason, packed):
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "4")
+    offer = same_gpu.Offer(GPU, TRAINER)
+
+    def reach(number):
+        if number == packed:
+            os.kill(os.getpid(), signal_sent)
+
+    trainer = FORK.Process(target=lambda: send(offer.accept(), WEIGHTS, before=reach), daemon=True)
+    trainer.start()
+    offer.withdraw()
+    try:
+        group = same_gpu.join({GPU: offer.address}, GPU, WORKER)
+        with pytest.raises(SyncError, match=reason):
+            receive_all(group, WEIGHTS)
+        group.close()
+    finally:
+        trainer.kill()
+        trainer.join()
 
 
 def test_a_worker_that_does_not_join_is_named_within_the_deadline(monkeypatch):
@@ -196,11 +217,9 @@ def test_a_gpus_memory_travels_as_a_handle(monkeypatch):
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
 
     def action(group):
-        held, _ = load(group, weights(0), keep=True)
-        return len(opened), all(
-            torch.equal(held[n].view(torch.int16), w.view(torch.int16)) for n, w in weights(0)
-        )
+        held, _ = load(group, WEIGHTS)
+        return len(opened), are_equal(held, WEIGHTS)
 
     with Worker(action) as worker:
-        send(worker.group, weights(0))
+        send(worker.group, WEIGHTS)
         assert worker.results.get(timeout=30) == (2, True), "a handle for each slot"

@@ -1,11 +1,26 @@
 """Syncs in which each worker copies only the shard that its loader reads."""
 
+import re
+import signal
 from dataclasses import astuple
 
 import pytest
 import torch
-from ranks import FOUR_NODES, LIMIT, ONE_NODE, WORLD, Ranks, as_bits, random_bytes, send
+from ranks import (
+    FOUR_NODES,
+    LIMIT,
+    ONE_NODE,
+    TWO_NODES,
+    WORLD,
+    Ranks,
+    as_bits,
+    errors_without,
+    nothing,
+    random_bytes,
+    send,
+)
 from rlhf_stack import sync
+from rlhf_stack.config import env_vars
 from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.reads import Reads
@@ -29,6 +44,9 @@ HELD = {  # by parameter: its shape, and what a rank of a size holds of it
     "tied": ((32, 8), lambda whole, rank, size: None),
 }
 
+with Reads().recorded():  # before a fork and the deadline of a sync: torch imports for seconds at first use
+    torch.empty(0)
+
 
 def weights(dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -45,12 +63,13 @@ class Worker:
         views = {name: HELD[name][1](whole, self.rank, self.size) for name, whole in parameters}
         return {name: view for name, view in views.items() if view is not None}
 
-    def sync(self, parameters, encoding=FULL):
+    def sync(self, parameters, encoding=FULL, before=nothing):
         """Receive; return the bytes that were copied, and the parameters of which wrong bits were loaded."""
         content = [astuple(parameter_spec(name, tensor)) for name, tensor in parameters]
         slices, device, dtype = {}, torch.device("cpu"), parameters[0][1].dtype
 
         def load(tensors):
+            before(tensors)
             slices.update(self.slices(tensors))
 
         options = {"load_keeps": True, "reads": self.reads}
@@ -124,3 +143,31 @@ def test_a_loader_that_reads_other_elements_fails_and_the_next_sync_copies_all(m
         assert right == part == again == "[]"
         assert "column: the engine's loader reads other elements than in earlier syncs" in other
         assert "RLHF_STACK_SYNC_SHARDED=off" in other
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("nodes", "victim", "how", "encodings"),
+    [
+        (TWO_NODES, 0, signal.SIGKILL, (FULL, FULL)),
+        (TWO_NODES, 2, signal.SIGSTOP, (FULL, FULL)),
+        (ONE_NODE, 3, signal.SIGKILL, (KEPT, CHANGED)),
+        (FOUR_NODES, 2, signal.SIGSTOP, (KEPT, CHANGED)),
+    ],
+)
+def test_every_other_rank_names_one_that_is_lost_while_shards_are_copied(
+    monkeypatch, nodes, victim, how, encodings
+):
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "12")
+    count, workers = 20, {}
+    for index in range(count):
+        monkeypatch.setitem(HELD, f"w{index}", HELD["embed"])
+
+    def take(group, parameters, encoding, load):
+        is_first = not workers
+        worker = workers.setdefault(group.rank, Worker(group, (group.rank - 1) % 2, 2))
+        assert worker.reads.is_known != is_first
+        worker.sync(parameters, encoding, load)
+
+    for error in errors_without(victim, how, nodes, count, encodings, take):
+        assert re.search(r"bucket \d+ of 20 \(w\d+|the size of the first message", error), error

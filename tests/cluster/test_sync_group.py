@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import free_port
+from ranks import DTYPES, as_bits, weights
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
@@ -20,7 +21,6 @@ from rlhf_stack.sync import backend, backend_selection, membership
 from rlhf_stack.sync.membership import Members
 
 WORLD = 3
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool]
 FORK = multiprocessing.get_context("fork")
 OPEN = []  # groups stay open, so that a finished rank does not leave while another still joins
 
@@ -47,46 +47,29 @@ def run_ranks(target, ranks=range(WORLD), seconds=60):
             process.join()
 
 
-def content(dtype):
-    return (torch.arange(24) % 7).reshape(2, 3, 4).to(dtype)
-
-
 def join(rank, port, name="gloo"):
     group = sync.create_group("127.0.0.1", port, rank, WORLD, torch.device("cpu"), name)
     OPEN.append(group)
     return group
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("source", [0, 2])
 def test_every_dtype_and_shape_arrives_bit_for_bit(source):
     def exchange(rank, port):
-        group, equal = join(rank, port), []
+        group, wrong = join(rank, port), []
         for dtype in DTYPES:
-            for whole in (
-                content(dtype),
-                content(dtype)[0, 0, 0],
-                content(dtype)[:0],
-                content(dtype)[:, ::2],
-            ):
-                tensor = whole.clone() if rank == source else torch.zeros_like(whole)
+            for name, whole in weights(dtype):
+                tensor = whole
+                if rank != source:
+                    tensor = torch.empty_like(whole)
+                    tensor.untyped_storage().fill_(0)  # torch 2.3 has no zeros_like of 8-bit floats
                 group.broadcast(tensor, src=source, stream=None)
-                equal.append(torch.equal(tensor, whole))
-        return all(equal)
+                if not torch.equal(as_bits(tensor), as_bits(whole)):
+                    wrong.append(f"{name} of {dtype}")
+        return wrong
 
-    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), True)
-
-
-@pytest.mark.timeout(90)
-def test_nan_and_negative_zero_arrive_unchanged():
-    bits = torch.tensor([0x7FC1, 0x7F81, 0x8000, 0x0001], dtype=torch.int32).to(torch.int16)
-
-    def exchange(rank, port):
-        tensor = (bits if rank == 0 else torch.zeros_like(bits)).view(torch.bfloat16)
-        join(rank, port).broadcast(tensor, src=0, stream=None)
-        return torch.equal(tensor.view(torch.int16), bits)
-
-    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), True)
+    assert run_ranks(exchange, seconds=140) == {rank: [] for rank in range(WORLD)}
 
 
 @pytest.mark.timeout(90)
@@ -303,7 +286,7 @@ def test_a_frozen_trainer_is_named_within_the_deadline(monkeypatch):
     errors, seconds = run_ranks(exchange, range(2), seconds=100)[1]
     begun, exchanged, failed, connected = errors
     assert "beginning a sync: rank 0 (the trainer) on 127.0.0.1 does not answer: dead" in begun
-    assert "rank 0 has stopped waiting or does not answer within 4 s" in exchanged
+    assert "rank 0 at 127.0.0.1 has stopped waiting or does not answer within 4 s" in exchanged
     assert "bucket 1 of 9: rank 0 (the trainer) on 127.0.0.1 does not answer" in failed
     assert "rank 0 (the trainer) is not reachable at 127.0.0.1" in connected
     assert seconds < 25
@@ -320,6 +303,18 @@ def test_the_store_listens_at_the_address_of_the_run_alone(monkeypatch):
         socket.create_connection(("127.0.0.2", port), 5)
 
 
+@pytest.mark.timeout(60)
+def test_the_store_is_served_by_a_socket_that_listened_before(monkeypatch):
+    """So that no other process takes the port between its publication and the group."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "5")
+    listener = membership.listen("127.0.0.1")
+    port, file = listener.getsockname()[1], listener.fileno()
+    members = Members("127.0.0.1", port, 0, 1, listener)
+    members.connect_to_store().set("key", "value")
+    assert members.store.get("key") == b"value"
+    assert (listener.fileno(), socket.socket(fileno=os.dup(file)).getsockname()[1]) == (-1, port)
+
+
 def test_a_port_in_use_is_named_at_once():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -328,8 +323,8 @@ def test_a_port_in_use_is_named_at_once():
 
 
 def test_an_address_behind_nat_is_served_on_all_interfaces_with_a_warning(caplog):
-    listener = membership._listen("192.0.2.1", free_port())
-    assert listener is None
+    with membership.listen("192.0.2.1") as listener:
+        socket.create_connection(("127.0.0.2", listener.getsockname()[1]), 5).close()
     assert "192.0.2.1 is not an address of this node" in caplog.text
 
 

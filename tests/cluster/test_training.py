@@ -59,6 +59,15 @@ def test_zero3_shards_equal_the_policy_of_the_engine(train):
     assert all(0 <= each < event["tolerance"] for event in computed for each in event["differences"])
 
 
+@SECTIONS
+@pytest.mark.timeout(SECONDS + 40)
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_weights_that_no_stage_shards_equal_the_policy_of_the_engine(train, stage):
+    run = train("separate", (2, 2), 2, SECONDS, "--ds.zero_stage", stage, **SMALL_BUCKETS)
+    assert_trained(run, steps=2, backend="gloo", engines=1)
+    assert_one_policy(run)
+
+
 @CPU_ENGINE
 @pytest.mark.timeout(2 * SECONDS + 40)
 def test_a_seed_repeats_a_run_digit_by_digit(train):

@@ -1,5 +1,6 @@
 """Assertions on the events of every run that trained."""
 
+import hashlib
 import math
 
 import pytest
@@ -25,6 +26,13 @@ def assert_trained(run, steps, backend, engines):
     assert [event["straddles"] for event in run.of("engine")] == [False] * engines
     assert [event["name"] for event in run.of("phase")][-3:] == ["models up", "trained", "saved"]
     assert run.left_over == []
+
+
+def weights(folder):
+    """Return the digest of each file with weights of a trained model."""
+    files = sorted(folder.glob("*.safetensors"))
+    assert files, f"no weights in {folder}"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def assert_one_policy(run):

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import docker
 import pytest
+from docker.models.images import Image
 from docker.models.volumes import Volume
 
+from scripts.git import revision
 from scripts.matrix.load import Cell
+from scripts.testing import records
 from scripts.testing.cluster import LABEL, Cluster, ContainerNode, owner_label
+from scripts.testing.suite_digest import suite_digest
 from tests.faults.runs import CHECKPOINTS, run_of
 from tests.faults.trial import ENVIRONMENT, EVENTS
 from tests.network import links, remote
@@ -16,6 +21,19 @@ from tests.network import links, remote
 HEAD, DESK = ContainerNode("head", gpus=0), ContainerNode("desk", gpus=0, cpus=0)
 GPU_NODES = tuple(ContainerNode(name, gpus=1) for name in ("one", "two", "three", "four"))
 DISK = {"type": "tmpfs", "device": "tmpfs", "o": "size=48m,mode=1777"}
+
+
+@pytest.fixture(scope="session")
+def tested(cell: Cell, image: Image) -> dict[str, Any]:
+    """What is tested and by which tests, as fields of a case; an edit during the tests does not count."""
+    subject = records.subject(cell, image)
+    return {
+        "cell": subject.cell,
+        "image": subject.image,
+        "inputs": subject.inputs,
+        "tests": suite_digest("faults"),
+        "revision": revision(),
+    }
 
 
 @pytest.fixture

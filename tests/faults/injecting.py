@@ -22,7 +22,12 @@ SHARED_MEMORY = "/dev/shm"
 MEGABITS = 4
 SYNC_MEGABITS = 0.3  # at which the weights of the tiny model take some seconds
 FILLED = "filled-by-the-test"
-CGROUP = Path("/sys/fs/cgroup/memory/docker")
+CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+# Names in memory.stat of what cannot be taken from processes; version 2 of cgroups counts the kernel's too.
+UNRECLAIMABLE = {
+    "memory.oom_control": ("total_rss", "total_shmem"),
+    "memory.events": ("anon", "shmem", "kernel_stack", "pagetables", "slab_unreclaimable"),
+}
 MEGABYTE = 1 << 20
 SLACK = tuple(MEGABYTE * size for size in (32, 64, 128, 256, 512))
 OVERFLOW = 64 * MEGABYTE
@@ -149,40 +154,64 @@ def limit_memory(site: Site) -> None:
 
     Returns when the kernel or Ray has ended a process for it; `UserError` if neither does.
     """
-    before = _kills(site)
-    slack = _limit(site)
+    cgroup = memory_cgroup(site.node)
+    before = kills(cgroup)
+    slack = _limit(site, cgroup)
     size = (slack + OVERFLOW) // MEGABYTE
     command = f"dd if=/dev/zero of={SHARED_MEMORY}/{FILLED} bs=1M count={size} 2>/dev/null"
     with contextlib.suppress(UserError):  # this command or the whole node may be ended
         site.cluster.output(site.node, ["sh", "-c", command])
     until = time.monotonic() + KILL_SECONDS
-    while processes(site.node, site.process) and _kills(site) == before:
+    while processes(site.node, site.process) and kills(cgroup) == before:
         if time.monotonic() > until:
             raise UserError(f"no process on {site.node.name} was ended at its memory limit")
         time.sleep(POLL_SECONDS)
 
 
-def _limit(site: Site) -> int:
-    """Limit the memory of the node; return the bytes of slack above its use."""
+def memory_cgroup(node: Container) -> Path:
+    """Return the folder of the cgroup that limits the memory of ``node``, of version 1 or 2."""
+    node.reload()
+    text = (PROC / str(node.attrs["State"]["Pid"]) / "cgroup").read_text(encoding="utf-8")
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in text.splitlines())}
+    parent = CGROUPS / "memory" if "memory" in paths else CGROUPS
+    return parent / paths.get("memory", paths.get("", "")).removeprefix("/")
+
+
+def counters(file: Path) -> dict[str, int]:
+    """Return the numbers in a file of a cgroup, by name; none if there is no such file."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return {}
+    return {name: int(number) for name, number in map(str.split, lines)}
+
+
+def unreclaimable(cgroup: Path) -> int:
+    """Return the bytes below which the memory of a cgroup cannot be limited without ending a process."""
+    known = counters(cgroup / "memory.stat")
+    names = next(names for file, names in UNRECLAIMABLE.items() if (cgroup / file).exists())
+    return sum(known.get(name, 0) for name in names)  # older kernels count fewer
+
+
+def kills(cgroup: Path) -> int | None:
+    """Return how often the kernel ended a process of a cgroup at its limit; None if the cgroup is gone."""
+    found = (counters(cgroup / file).get("oom_kill") for file in UNRECLAIMABLE)
+    return next((count for count in found if count is not None), None)
+
+
+def _limit(site: Site, cgroup: Path) -> int:
+    """Limit the memory of the node; return the bytes of slack above its use.
+
+    With version 2 of cgroups the kernel refuses no limit; it may end a process at once.
+    """
     for slack in SLACK:
-        counted = (CGROUP / str(site.node.id) / "memory.stat").read_text(encoding="ascii").split()
-        used = dict(zip(counted[::2], map(int, counted[1::2]), strict=True))
-        limit = used["total_rss"] + used["total_shmem"] + slack
+        limit = unreclaimable(cgroup) + slack
         try:
             site.node.update(mem_limit=limit, memswap_limit=limit)
             return slack
         except docker.errors.APIError:
             continue  # the kernel cannot reclaim that much
     raise UserError(f"the memory of {site.node.name} cannot be limited to what it uses")
-
-
-def _kills(site: Site) -> str:
-    """Return how often the kernel ended a process of the node at its limit; "" if the node has ended."""
-    try:
-        control = (CGROUP / str(site.node.id) / "memory.oom_control").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return ""
-    return control.split("oom_kill ")[-1].strip()
 
 
 def processes(node: Container, prefix: str) -> list[int]:

@@ -15,7 +15,8 @@ class Run:
     ``layout`` is a layout of the image; ``arguments`` save a checkpoint after every step, from which the same
     command resumes, and make phases long enough to be hit. ``gpus`` is the number of nodes with a GPU;
     ``engine`` and ``trainer`` are prefixes of process command lines, and ``trains`` appears in the output
-    when training begins.
+    when training begins. ``generations`` is the number of generations of a step: OpenRLHF 0.5 has one for
+    each rank, which share its prompts.
     """
 
     layout: str
@@ -24,6 +25,7 @@ class Run:
     engine: str
     trainer: str
     trains: str
+    generations: int
     keeps_nothing: Sequence[str]  # arguments with which it saves no checkpoint
 
 
@@ -40,6 +42,7 @@ RUNS = {
         engine="VLLM::EngineCore",
         trainer="ray::PolicyModelActor",
         trains="Sample: [",
+        generations=1,
         keeps_nothing=("--ckpt.path", "/tmp/none", "--ckpt.save_steps", "-1"),
     ),
     "0.5": Run(
@@ -52,6 +55,7 @@ RUNS = {
         engine="ray::LLMRayActor",
         trainer="ray::ActorModelRayActor",
         trains="Train epoch [1/1]:   0%",
+        generations=2,
         keeps_nothing=("--ckpt_path", "/tmp/none", "--save_steps", "-1"),
     ),
 }

@@ -1,46 +1,47 @@
 """A fault in each phase of a run: it ends with an error or continues, leaves nothing, and can resume."""
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from docker.models.images import Image
-from rlhf_stack.demo.tiny_run import PROMPTS_PER_STEP
 
+from scripts.digests import sha256
 from scripts.errors import UserError
-from scripts.git import revision
 from scripts.matrix.load import Cell
 from scripts.release import fault_cases
-from scripts.release.fault_cases import HYBRID, SEPARATE, START, TRAINING, Case
+from scripts.release.fault_cases import HYBRID, SEPARATE, TRAINING, Case
 from scripts.testing import demo, records
 from scripts.testing.cluster import Cluster
 from tests.faults.injecting import FAULTS, Site, by_address, rejoin
+from tests.faults.once import once
 from tests.faults.runs import run_of
-from tests.faults.trial import STEPS, Job, end, left_behind
+from tests.faults.trial import (
+    ENVIRONMENT,
+    REACH_SECONDS,
+    STEPS,
+    TEST_SECONDS,
+    Job,
+    end,
+    generated_again_after,
+    left_behind,
+)
 
 REFUSED_SECONDS = 120.0
+UNDISTURBED = fault_cases.CASES.with_name("undisturbed")
 KNOWN_STEPS, KNOWN_SECONDS = 24, 1200.0  # of the undisturbed run
 ERROR_LENGTH = 220  # characters of an error in the table
-
-
-class Undisturbed(msgspec.Struct, frozen=True):
-    """The reward of each step of a run without faults in ``image``."""
-
-    image: str
-    rewards: dict[int, float]
 
 
 class Trial:
     """The runs that one fault hits, sequentially; each resumes the previous one."""
 
     def __init__(
-        self, cluster: Cluster, folder: Path, fault: str, layout: str, cell: Cell, image: str
+        self, cluster: Cluster, folder: Path, fault: str, layout: str, cell: Cell, tested: dict[str, Any]
     ) -> None:
         self._cluster, self._folder, self._fault, self._layout = cluster, folder, fault, layout
-        self._cell, self._image = cell.id, image
+        self._tested = tested
         self._run = run_of(cell)
         layout = HYBRID if layout == HYBRID else self._run.layout
         demo.prepare(cluster, STEPS, seed=0)
@@ -59,20 +60,17 @@ class Trial:
         return job
 
     def _rewards_of_the_undisturbed_run(self) -> dict[int, float]:
-        """Return the reward of each step of a run without faults, which is run once for an image."""
-        path = fault_cases.CASES / f"undisturbed-{self._cell}-{self._layout}.json"
-        with suppress(FileNotFoundError, msgspec.DecodeError):
-            known = msgspec.json.decode(path.read_bytes(), type=Undisturbed)
-            if known.image == self._image:
-                return known.rewards
+        """Return the reward of each step of a run without faults, which is run once for image and command."""
+        key = sha256(msgspec.json.encode([self._tested["image"], self._command, ENVIRONMENT]))
+        folder = UNDISTURBED / f"{self._tested['cell']}-{self._layout}-{key[: records.DIGITS]}"
+        return once(folder, dict[int, float], self._run_undisturbed, "an undisturbed run")
+
+    def _run_undisturbed(self) -> dict[int, float]:
         job = self._submit(*self._run.keeps_nothing)
         if not job.wait_until(lambda: len(job.steps()) >= KNOWN_STEPS, KNOWN_SECONDS):
             raise UserError(f"the run without faults did not train: {demo.cause(job.printed)}")
         job.stop()
-        known = Undisturbed(self._image, job.rewards())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(known))
-        return known.rewards
+        return job.rewards()
 
     def _submit(self, *changes: str) -> Job:
         self._runs += 1
@@ -113,9 +111,7 @@ class Trial:
             rejoin(self._cluster)
             left = self._left_after(job)
         case = Case(
-            cell=self._cell,
-            image=self._image,
-            revision=revision(),
+            **self._tested,
             when=records.now(),
             layout=self._layout,
             fault=self._fault,
@@ -128,7 +124,7 @@ class Trial:
             left=left,
             repaired=repaired and fault.lasts,
             refused=self._refused,
-            **(self._recovery(job, phase, since, last, submissions) if outcome == "goes on" else {}),
+            **(self._recovery(job, since, last, submissions) if outcome == "goes on" else {}),
         )
         if outcome == "goes on":
             rejoin(self._cluster)
@@ -138,19 +134,17 @@ class Trial:
             end(self._cluster)
         return outcome == "goes on"
 
-    def _recovery(self, job: Job, phase: str, since: float, last: int, submissions: int) -> dict[str, Any]:
+    def _recovery(self, job: Job, since: float, last: int, submissions: int) -> dict[str, Any]:
         """Return what a fault at ``since``, after step ``last`` had ended, cost a run that goes on."""
+        job.wait_until(lambda: max(job.steps(since)) > last, REACH_SECONDS)
         steps = [event for event in job.events("step") if event["time"] > since]
-        again = job.submissions - submissions
-        lost = max(0, last + 1 - int(steps[0]["step"]))
-        moved = sum(int(one["prompts"]) for one in job.events("prompts moved") if one["time"] > since)
         rewards = job.rewards(since)
         is_known = rewards.keys() <= self._undisturbed.keys()
         return {
             "after": round(steps[0]["time"] - since, 1),
-            "submissions": again,
-            "steps_lost": lost,
-            "prompts_again": moved + (again > 0) * PROMPTS_PER_STEP * (lost + (phase != START)),
+            "submissions": job.submissions - submissions,
+            "steps_lost": max(0, last + 1 - int(steps[0]["step"])),
+            "prompts_again": generated_again_after(job.all_events(), since, last, self._run.generations),
             "equal": rewards.items() <= self._undisturbed.items() if is_known else None,
         }
 
@@ -186,16 +180,16 @@ class Trial:
         self.record_afterwards(f"resumes at step {step}" if job.begins_after else "starts from step 1")
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("layout", [SEPARATE, HYBRID])
 @pytest.mark.parametrize("fault", fault_cases.FAULTS)
 def test_a_run_ends_with_an_error_or_continues_after_a_fault(
-    cluster: Cluster, folder: Path, cell: Cell, image: Image, fault: str, layout: str
+    cluster: Cluster, folder: Path, cell: Cell, tested: dict[str, Any], fault: str, layout: str
 ) -> None:
     """The run does not hang, leaves nothing, and the next run resumes from the last checkpoint."""
     if layout not in fault_cases.layouts(cell):
         pytest.skip("this release has no hybrid layout")
-    trial = Trial(cluster, folder, fault, layout, cell, str(image.id))
+    trial = Trial(cluster, folder, fault, layout, cell, tested)
     job = trial.submit()
     for phase in fault_cases.FAULTS[fault]:
         if trial.hit(job, phase):

@@ -1,13 +1,15 @@
 """A training run on a cluster, observed by its events, its output, and the resources that it leaves."""
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlhf_stack.demo.tiny_run import PROMPTS_PER_STEP
 from rlhf_stack.telemetry import events
 
 from scripts.errors import UserError
@@ -21,7 +23,10 @@ EVENTS = "/events"
 STEPS = 400  # prompts for more steps than any run here does
 POLL_SECONDS = 0.05
 REACH_SECONDS = 300.0
-HANG_SECONDS = 240.0
+# After its repair a run may use all its deadlines in turn (`--node-wait`, placement, start of an engine) and
+# then trains: 240 s was less than these. A run that continues does not wait for the end of it.
+HANG_SECONDS = 480.0
+TEST_SECONDS = 7200.0  # four phases that hang, each with a new run, and before an undisturbed run of 20 min
 LEFT_SECONDS = 30.0
 STOP_SECONDS = 120.0
 STEPS_TO_GO_ON = 2
@@ -55,6 +60,41 @@ print(json.dumps(found + [f"placement group {{one.state}}" for one in groups]))
 def names_one(error: str, nodes: Collection[str]) -> bool:
     """Whether an error names one of ``nodes`` itself; Ray puts the address of an actor before its output."""
     return any(node in OF_AN_ACTOR.sub("", error) for node in nodes)
+
+
+def run_placement(placements: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the newest of ``placements`` that is of a whole run; an engine that moves has one of its own."""
+    return next(event for event in reversed(placements) if "actor" in event["groups"])
+
+
+def generated_again(of_run: Iterable[Mapping[str, Any]], steps: int, generations: int) -> int:
+    """Return how many prompts were generated again during ``steps`` steps, from the events ``of_run``.
+
+    These are the prompts that a lost engine had not answered, and the batches whose generation began again
+    after a new submission, each as a whole. A step has ``generations``, which share its prompts.
+    """
+    moved = begun = 0
+    for event in of_run:
+        if event["event"] == "prompts moved":
+            moved += int(event["prompts"])
+        elif event["event"] == "begins" and event["name"] == GENERATION:
+            begun += 1
+    return moved + PROMPTS_PER_STEP * begun // generations - PROMPTS_PER_STEP * steps
+
+
+def generated_again_after(
+    of_run: Sequence[Mapping[str, Any]], since: float, last: int, generations: int
+) -> int:
+    """Return `generated_again` because of a fault at ``since``, when step ``last`` had ended.
+
+    The events from the end of that step to the end of a later one are counted, however often the run was
+    submitted between them.
+    """
+    ended = [(float(event["time"]), int(event["step"])) for event in of_run if event["event"] == "step"]
+    begin = max((time for time, _ in ended if time <= since), default=0.0)
+    end, step = next((one for one in ended if one[0] > since and one[1] > last), (math.inf, last))
+    within = [event for event in of_run if begin < float(event["time"]) <= end]
+    return generated_again(within, step - last, generations)
 
 
 class Job:
@@ -93,7 +133,11 @@ class Job:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events of one kind so far."""
-        return [event for event in events.read(self._folder) if event["event"] == name]
+        return [event for event in self.all_events() if event["event"] == name]
+
+    def all_events(self) -> list[dict[str, Any]]:
+        """Return all events so far, oldest first."""
+        return events.read(self._folder)
 
     @property
     def submissions(self) -> int:
@@ -190,8 +234,8 @@ class Job:
             self.wait_until(lambda: False, STOP_SECONDS)
 
     @property
-    def _placed(self) -> dict[str, Any]:
-        return self.events("placement")[-1]
+    def _placed(self) -> Mapping[str, Any]:
+        return run_placement(self.events("placement"))
 
     def _count(self, phase: str) -> int:
         if phase == START:
@@ -210,7 +254,9 @@ class Job:
     def _follow(self, command: list[str]) -> int:
         try:
             desk = self._cluster.containers[-1]
-            return self._cluster.follow(command, self._print, nodes_may_end=True, container=desk)
+            return self._cluster.follow(
+                command, self._print, timeout=TEST_SECONDS, nodes_may_end=True, container=desk
+            )
         finally:
             self.ended_at = time.monotonic()
 

@@ -5,6 +5,7 @@ torch's global libraries are loaded, and the folders of the libraries of ``impor
 object does not run, so a machine without a GPU can check libraries for a GPU.
 """
 
+import ctypes
 import importlib
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf_stack.config import env_vars
 
 PACKAGES = ("torch", "vllm", "xformers", "deepspeed", "ray", "flash-attn")
 SHARED = re.compile(r"\.so(\.[0-9]+)*$")
@@ -27,6 +29,9 @@ ELF = b"\x7fELF"
 LOADED = ("libtorch_global_deps.so", "libamdhip64.so")
 # Part of the machine's driver, with all functions that match the pattern.
 DRIVER, OF_DRIVER = "libcuda.so.1", re.compile(r"cu[A-Z]\w+")
+# What NCCL and UCX load for RDMA adapters, and the drivers of adapters of NVIDIA, Amazon and Broadcom.
+VERBS, PROVIDERS = ("libibverbs.so.1", "librdmacm.so.1"), Path("/usr/lib/x86_64-linux-gnu/libibverbs")
+DRIVERS = {"bnxt_re", "efa", "mlx5"}
 SECONDS = 60
 
 
@@ -122,6 +127,15 @@ def test_only_the_driver_s_part_is_ignored() -> None:
     printed = f"\t{DRIVER} => not found\n\tlibx.so => not found\nundefined symbol: cuInit\t(a.so)\n"
     assert parse(printed).without_driver() == Finding(frozenset({"libx.so"}), frozenset())
     assert parse("undefined symbol: cuInit\t(a.so)\n").without_driver().symbols == {"cuInit"}
+
+
+@pytest.mark.skipif(env_vars.accelerator() == "cpu", reason="for GPUs, which this cell does not have")
+def test_rdma_libraries_and_the_drivers_of_adapters_load() -> None:
+    """Without one of them NCCL uses TCP, with no error; a machine without an adapter can load them too."""
+    drivers = {file.name.partition("-")[0].removeprefix("lib"): file for file in PROVIDERS.glob("*.so")}
+    assert drivers.keys() >= DRIVERS
+    for library in (*VERBS, *map(str, drivers.values())):
+        ctypes.CDLL(library)
 
 
 def test_triton_has_the_linker_of_amd_kernels() -> None:

@@ -57,6 +57,22 @@ def test_doctor_queries_every_node(start: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.timeout(TEST_SECONDS)
+def test_doctor_names_a_lost_node(start: Callable[..., Cluster]) -> None:
+    """A node was killed; Ray finds it dead after about a minute."""
+    cluster = start()
+    (address,) = (node["address"] for node in cluster.addresses if not node["is_head"])
+
+    def lost() -> list[str]:
+        command = ["sh", "-c", "rlhf-stack doctor --json --timeout 20 || test $? -ne 2"]
+        report = json.loads(cluster.output(cluster.head, command))
+        return [one["evidence"] for one in report["findings"] if one["id"] == "lost-nodes"]
+
+    assert lost() == []
+    cluster.containers[1].kill()
+    until(lambda: any(address in evidence for evidence in lost()), "doctor to name the killed node")
+
+
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_killed_node_is_named(start: Callable[..., Cluster]) -> None:
     """A node is killed while a command on the head would wait for it."""
     cluster = start()

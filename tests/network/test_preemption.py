@@ -21,6 +21,10 @@ STEPS = 8
 GRACE = 30
 SECONDS = 600  # for what takes a minute on a quiet machine
 EVENTS = "/events"
+ADAPTIVE_KL = (  # with the reference model that it needs; its coefficient changes by 2 % in each step
+    *("--train.colocate_actor_ref", "--ref.num_nodes", "1", "--ref.num_gpus_per_node", "2"),
+    *("--algo.kl.init_coef", "0.1", "--algo.kl.target", "0.1", "--algo.kl.horizon", "640"),
+)
 SUBMIT = f"echo $$ > {EVENTS}/pid; exec rlhf-stack submit --grace {GRACE} -- "
 
 
@@ -83,11 +87,12 @@ def test_a_preempted_run_saves_in_time_and_ends_as_the_undisturbed_one(
 
     Its steps have the rewards and losses of a run that nobody disturbed, and its last weights are those.
     In the undisturbed run each engine is on one node and has the trainer's weights; in the layout hybrid both
-    nodes have an engine on the GPUs of the trainer's ranks.
+    nodes have an engine on the GPUs of the trainer's ranks, in separate the KL penalty is adaptive.
     """
     for file in folder.glob("*.jsonl"):
         file.unlink()
     training = demo.command(cluster, layout, STEPS, seed=0)
+    training += ADAPTIVE_KL if layout == "separate" else ()
     printed: list[str] = []
 
     def submit(name: str) -> int:

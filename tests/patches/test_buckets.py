@@ -8,7 +8,7 @@ import torch
 
 import ray
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
-from rlhf_stack.sync.encoding import Encodings, Reach
+from rlhf_stack.sync.encoding import Encodings
 from rlhf_stack.telemetry.throughput import Work
 
 alone()
@@ -22,7 +22,7 @@ def method(name):
 @stub("the sync group")
 class Group:
     name, device, answers, in_place, kept = "gloo", torch.device("cpu"), {}, True, None
-    encodings = Encodings(Reach(nodes=0, room=0), "off")
+    encodings = Encodings(0, "off")
 
     class buffers:
         for_bucket = staticmethod(lambda size, number: torch.empty(size, dtype=torch.uint8))

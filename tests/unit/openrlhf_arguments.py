@@ -16,6 +16,7 @@ FLAT: dict[str, Any] = {
     "colocate_critic_reward": False,
     "vllm_num_engines": 2,
     "vllm_tensor_parallel_size": 4,
+    "vllm_sync_backend": "nccl",
     "pretrain": "policy",
     "critic_pretrain": "value",
     "reward_pretrain": "judge",

@@ -101,6 +101,18 @@ def test_commands_exist() -> None:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
 
 
+def test_commands_of_benchmarks_name_the_path_of_the_runtime_package() -> None:
+    """The runtime's package is installed in images alone; a benchmark that imports it needs its path."""
+    files = {f"tests.bench.{file.stem}": file for file in (ROOT / "tests" / "bench").glob("*.py")}
+    sources = {module: file.read_text(encoding="utf-8") for module, file in files.items()}
+    text = "\n".join([*(page.read_text(encoding="utf-8") for page in PAGES), *sources.values()])
+    commands_of = re.findall(r"`([^`\n]*)python -m (tests\.bench\.\w+)", text)
+    assert commands_of
+    for before, module in commands_of:
+        needed = re.search(r"^(?:from|import) rlhf_stack", sources[module], re.M)
+        assert not needed or before.startswith("PYTHONPATH=images/runtime "), module
+
+
 def packages() -> Iterator[Path]:
     """The packages that `[tool.importlinter]` has as layers, and modules next to them."""
     for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]:

@@ -55,3 +55,10 @@ def test_metrics() -> None:
 def test_variables() -> None:
     found = {value for value in vars(env_vars).values() if str(value).startswith("RLHF_STACK_")}
     assert listed("variables") == found
+
+
+def test_the_users_guide_explains_every_variable() -> None:
+    guide = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+    table = guide.partition("## Variables")[2].partition("##")[0]
+    explained = set(re.findall(r"^\| `(RLHF_STACK_[A-Z_]+)", table, re.MULTILINE))
+    assert explained == listed("variables") - {env_vars.ACCELERATOR, env_vars.INPUTS}

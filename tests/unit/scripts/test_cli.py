@@ -167,7 +167,7 @@ def test_no_name_of_a_cell_is_taken_or_ends_with_a_traceback(command: list[str],
 # Each is refused with any further word: it is no such suite, file, number, action or argument.
 WITH_WORD = [["suites"], ["test"], ["kernels", load().default], ["certificates"], ["certificates", "add"]]
 WITH_WORD += [["gpu-kit", "--out", "/", *option] for option in (["--piece"], ["--architecture"], ["--wheel"])]
-WITH_WORD += [["patches"], ["docker"], ["matrix"], ["catalogue"], ["fault-table"], ["lint"]]
+WITH_WORD += [["patches"], ["docker"], ["matrix"], ["catalogue"], ["fault-table"], ["soaks"], ["lint"]]
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,7 +12,7 @@ from rlhf_stack.certify.model import Measurement
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import plan_buckets
 from rlhf_stack.sync.digest import checksum
-from rlhf_stack.sync.encoding import Encodings, Reach
+from rlhf_stack.sync.encoding import Encodings
 from rlhf_stack.sync.engine_parameters import parameter_spec
 from rlhf_stack.sync.group import Buffers, Watch, unwatched
 from rlhf_stack.sync.kept import Kept
@@ -47,7 +47,7 @@ class _Loopback:
         self.answers: dict[int, dict[str, Any]] = {}
         self.kept: Kept | None = None
         self.selection = ""
-        self.encodings = Encodings(Reach(0, 0), "off")
+        self.encodings = Encodings(0, "off")
         self.sent: list[list[torch.Tensor]] = []
         self.receiving = False
 

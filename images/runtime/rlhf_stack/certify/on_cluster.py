@@ -182,7 +182,7 @@ def node_report(place: Place, seconds: float) -> list[dict[str, Any]]:
     """Facts, address and Ray's GPUs of each node as JSON values; RuntimeError names silent nodes."""
     from rlhf_stack.diagnostics.doctor.cluster import collect_from_nodes
 
-    found = collect_from_nodes(place.address, seconds)
+    found, _ = collect_from_nodes(place.address, seconds)
     if silent := [each.address for each in found if each.node is None]:
         raise RuntimeError(f"no facts of {', '.join(silent)} within {seconds:.0f} s")
     connect(place.address)

@@ -2,7 +2,9 @@
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,12 +91,14 @@ def process_ages(table: Iterable[Process]) -> dict[int, float]:
 
 
 def segments(now: float, folder: Path = SHM) -> list[Segment]:
-    """The segments with names that the stack uses; ``now`` in Unix seconds."""
+    """The segments with names that the stack uses; ``now`` in Unix seconds. Links and folders are none."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if SEGMENT.match(path.name):
-            status = path.stat()
-            found.append(Segment(str(path), status.st_size, status.st_uid, now - status.st_mtime))
+            with suppress(FileNotFoundError):  # its process has removed it
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found.append(Segment(str(path), status.st_size, status.st_uid, now - status.st_mtime))
     return found
 
 

@@ -1,7 +1,8 @@
 """Options that describe a run and a cluster, shared by several commands, and the values that they give."""
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,13 @@ def read_machines(options: argparse.Namespace) -> list[Machine]:
     return cluster_spec.uniform_machines(options.nodes, gpus, *sizes)
 
 
-def ray_machines(address: str, gpu_memory: float) -> list[Machine]:
-    """Return the machines of the Ray cluster at ``address``; `UserError` if it does not respond."""
+def ray_machines(address: str, gpu_memory: float, variables: Mapping[str, str] = os.environ) -> list[Machine]:
+    """Return the machines of the Ray cluster at ``address``; `UserError` if it does not respond.
+
+    See `cluster_spec.ray_machines`.
+    """
     with connected(address):
-        return cluster_spec.ray_machines(gpu_memory)
+        return cluster_spec.ray_machines(gpu_memory, variables)
 
 
 def read_shapes(run: Run, options: argparse.Namespace) -> dict[str, Shape]:

@@ -4,7 +4,7 @@ import hashlib
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from types import FrameType
@@ -21,7 +21,7 @@ from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.checkpoints import checkpoints_of
-from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.ray_cluster import RayCluster
 from rlhf_stack.recovery.supervisor import (
     Limits,
@@ -54,13 +54,14 @@ class Supervision:
         address: str,
         words: Sequence[str],
         limits: Limits,
-        assess: Callable[[Sequence[str]], list[str]],
+        assess: Callable[[Sequence[str], Mapping[str, str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
     ) -> None:
         self._server, self._address, self._words, self._limits = server, address, words, limits
         run, checkpoints = checkpoints_of(words)
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-        self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes)
+        silent = max(jobs.LOST_SECONDS, limits.seconds) if limits.restarts else jobs.LOST_SECONDS
+        self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes, silent)
         kept = self._cluster.recall()
         began = 0.0 if checkpoints.loads else time.time()
         self._state = read_state(kept) if kept else State(list(words), began)
@@ -91,21 +92,37 @@ class Supervision:
     def run(self, write: Callable[[str], None]) -> Ended:
         """Supervise the run; its jobs' output goes to ``write``.
 
-        Ctrl-C, and SIGTERM within `terminable`, stop its job, after a checkpoint if there is a grace time.
+        Ctrl-C, and SIGTERM within `terminable`, stop its job, after a checkpoint if there is a grace time. If
+        the job server does not confirm that, the state is kept, so that the same command follows the job.
         """
         supervisor = Supervisor(self._cluster, checkpoints_of, self._limits, self._state, write)
+        may_run = False
         try:
             return supervisor.supervise()
+        except HeadSilentError:
+            may_run = True
+            raise
         except (KeyboardInterrupt, TerminatedError):
-            if self._state.job:
-                self._stop(self._state.job)
+            if job := self._state.job:
+                may_run = True  # also if another signal ends the wait
+                try:
+                    may_run = not self._stop(job)
+                finally:
+                    if may_run:
+                        messages.warning(
+                            f"job {job} may still run: ray job stop --address {self._server} {job} stops it, "
+                            "and the same command follows it again"
+                        )
+                if self._limits.grace:
+                    self._select()
             raise
         finally:
-            self._forget()
+            if not may_run:
+                self._forget()
             _show(self.attempts)
 
-    def _stop(self, job: str) -> None:
-        """Stop ``job``; within the grace time, after a checkpoint."""
+    def _stop(self, job: str) -> bool:
+        """Stop ``job``, within the grace time after a checkpoint; return whether it has ended."""
         if self._limits.grace:
             messages.info(f"a checkpoint is requested, within {self._limits.grace:.0f} s")
             try:
@@ -113,13 +130,11 @@ class Supervision:
             except (UserError, OSError, RuntimeError) as error:
                 messages.info(f"no checkpoint was saved: {error}")
         messages.info(f"stopping job {job}")
-        jobs.stop(self._server, job)
-        if self._limits.grace:
-            self._select()
+        return jobs.stop(self._server, job)
 
     def _save(self, job: str, seconds: float) -> None:
         end = time.monotonic() + seconds
-        known = jobs.ray_job(self._server, job)
+        known = jobs.ray_job(self._server, job, seconds)
         with connected(self._address):
             replies = preemption.request(end - time.monotonic(), known, False) if known else []
         for line in preemption.describe(replies):

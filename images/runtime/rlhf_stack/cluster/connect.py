@@ -2,10 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 from rlhf_stack.cluster import auth_token
@@ -48,14 +49,27 @@ def summarize_ray_error(error: Exception) -> str:
 
 @contextmanager
 def connected(address: str = "auto", show_workers: bool = False) -> Iterator[None]:
-    """Connect to the cluster at ``address`` for the duration of the context; see `connect`."""
+    """Connect to the cluster at ``address`` for the duration of the context; see `connect`.
+
+    ``sys.stdout`` is the standard error meanwhile.
+    """
     handler = signal.getsignal(signal.SIGTERM)
-    connect(address, show_workers)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        _handle_sigterm(handler)
+    with off_stdout():
+        connect(address, show_workers)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            _handle_sigterm(handler)
+
+
+def off_stdout() -> AbstractContextManager[Any]:
+    """Redirect ``sys.stdout`` to the standard error.
+
+    A connected Ray prints there what it reports of nodes and of the autoscaler, in a thread that ends with
+    the connection, whatever its ``log_to_driver``.
+    """
+    return redirect_stdout(sys.stderr)
 
 
 def _handle_sigterm(handler: Any) -> None:

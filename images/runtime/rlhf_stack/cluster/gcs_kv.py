@@ -5,6 +5,7 @@ A process that Ray did not start can use it too: a child of an actor finds the G
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from rlhf_stack.telemetry import run_log
 NAMESPACE = b"rlhf_stack"
 TIMEOUT_SECONDS = 10.0
 
-_lost_reports: list[str] = []  # what this process could not report or read
+_warned = threading.Event()  # this process logged that the GCS did not answer
 
 
 def put_record(key: str, record: dict[str, Any]) -> None:
@@ -43,12 +44,12 @@ def best_effort(action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type: Ray's differ from release to release
-        if not _lost_reports:
+        if not _warned.is_set():
+            _warned.set()
             run_log.warning(
                 f"Ray's head did not {action}, so that errors and events may lack a name, a step or a time: "
                 f"{error}; later failures of this process are not logged"
             )
-        _lost_reports.append(action)
 
 
 def add_record(key: str, record: dict[str, Any]) -> bool:

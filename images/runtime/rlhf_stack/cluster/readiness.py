@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.cluster.connect import connect
+from rlhf_stack.cluster.connect import connect, off_stdout
 from rlhf_stack.errors import UserError
 from rlhf_stack.lazy import ray
 
@@ -117,14 +117,15 @@ def wait_for_nodes(
         return describe_missing(parse_nodes(ray.nodes()), nodes, gpus)
 
     deadline = time.monotonic() + timeout
-    _poll(deadline, connection)
-    try:
-        _poll(deadline, members)
-        if jobs:
-            _poll(deadline, _dashboard)
-        return parse_nodes(ray.nodes())
-    finally:
-        ray.shutdown()
+    with off_stdout():
+        _poll(deadline, connection)
+        try:
+            _poll(deadline, members)
+            if jobs:
+                _poll(deadline, _dashboard)
+            return parse_nodes(ray.nodes())
+        finally:
+            ray.shutdown()
 
 
 def main() -> int:

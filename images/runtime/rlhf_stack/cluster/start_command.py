@@ -108,8 +108,14 @@ def _require_reachable(
     """Raise `UserError` for an address that no other machine can connect to."""
     if parsed.is_multicast or (parsed.is_unspecified and not any_interface):
         raise UserError(f"{shown}: no machine has this address; expected one such as 10.0.0.1")
-    if isinstance(parsed, ipaddress.IPv6Address) and (parsed.scope_id or parsed.ipv4_mapped):
-        kind = "an address with a zone" if parsed.scope_id else "an IPv4 address in the form of IPv6"
+    if not isinstance(parsed, ipaddress.IPv6Address):
+        return
+    kinds = {
+        "an address with a zone": parsed.scope_id,
+        "an IPv4 address in the form of IPv6": parsed.ipv4_mapped,
+        "a link-local address, of a zone": parsed.is_link_local,
+    }
+    if kind := next((kind for kind, applies in kinds.items() if applies), ""):
         raise UserError(
             f"{shown}: {kind}, which Ray does not support; expected one such as 10.0.0.1 or fd00::1"
         )

@@ -14,11 +14,11 @@ def provider() -> str:
     """The provider in words, such as "xformers 0.0.26.post1"; "" if models cannot use flash_attention_2."""
     if importlib.util.find_spec("flash_attn") is not None:
         return _named("flash_attn")
+    if env_vars.accelerator() == "cpu":
+        return "exact attention on the CPU, one sequence at a time"
     if _file(*TORCH) is not None:
         return "torch's variable-length attention"
-    if not is_flash_attention_2_served():
-        return ""
-    return "exact attention on the CPU" if env_vars.accelerator() == "cpu" else _named("xformers")
+    return _named("xformers") if compiled_file() else ""
 
 
 def is_flash_attention_2_served() -> bool:

@@ -4,11 +4,14 @@ Each function names the Ray versions on which it was checked; check them again b
 imported on the first call.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhf_stack.accelerator import visible_devices
+
+REMOVED_WHEN_IDLE = 4  # AUTOSCALER_DRAIN_IDLE in Ray's NodeDeathInfo
 
 
 def actor_state(actor: str) -> dict[str, Any]:
@@ -72,6 +75,25 @@ def gcs_client(address: str) -> Any:
     from ray._raylet import GcsClient
 
     return GcsClient(address=address)
+
+
+def node_end_times(address: str, timeout: float) -> dict[str, float]:
+    """Return when each dead node ended, in seconds since 1970 by node id; empty before Ray 2.55.
+
+    Raises a `RayError` if the GCS at ``address`` does not answer in ``timeout`` seconds. Read in Ray
+    2.55.0; in 2.9.3 and 2.12.0 the values are dictionaries without this time.
+    """
+    table = gcs_client(address).get_all_node_info(timeout=timeout)
+    ended = {node.hex(): getattr(info, "end_time_ms", 0) / 1000 for node, info in table.items()}
+    return {node: seconds for node, seconds in ended.items() if seconds}
+
+
+def was_removed_when_idle(entry: Mapping[str, Any]) -> bool:
+    """Return whether autoscaler v2 removed the node of ``entry`` of ``ray.nodes()`` because it was idle.
+
+    Read in Ray 2.55.0. False where the reason is missing: in 2.9.3 and 2.12.0, and with autoscaler v1.
+    """
+    return entry.get("DeathReason") == REMOVED_WHEN_IDLE
 
 
 def has_ipv6() -> bool:

@@ -10,6 +10,7 @@ from rlhf_stack.inputs.text import shortened
 
 ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # set by the image, not by users
 INPUTS = "RLHF_STACK_INPUTS"  # set by the image: the digest of the inputs of its build
+PROFILE = "RLHF_STACK_PROFILE"  # read where a container starts, not by a job
 EVENTS = "RLHF_STACK_EVENTS"
 VERIFY_SYNC = "RLHF_STACK_VERIFY_SYNC"
 REPEATABLE = "RLHF_STACK_REPEATABLE"
@@ -141,9 +142,9 @@ def placement_timeout(environment: Mapping[str, str] = os.environ) -> float:
     return _seconds(PLACEMENT_TIMEOUT, 120.0, environment)
 
 
-def excluded_nodes() -> set[str]:
+def excluded_nodes(environment: Mapping[str, str] = os.environ) -> set[str]:
     """Return the addresses of nodes on which nothing is placed."""
-    return {address.strip() for address in os.environ.get(EXCLUDED_NODES, "").split(",")} - {""}
+    return {address.strip() for address in environment.get(EXCLUDED_NODES, "").split(",")} - {""}
 
 
 def accelerator() -> str | None:

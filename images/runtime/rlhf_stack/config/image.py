@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf_stack import __version__
 from rlhf_stack.config import env_vars
@@ -26,16 +27,30 @@ class About:
 def about(folder: Path = ABOUT) -> About:
     """What image this process runs in."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
+        cell = _cell(folder)
         return About(str(cell["id"]), str(cell["release"]), os.environ.get(env_vars.INPUTS, ""))
     return About()
+
+
+def env_defaults(folder: Path = ABOUT) -> dict[str, str]:
+    """Return the env defaults of this image, by name; nothing outside of one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return {item["name"]: item["value"] for item in _cell(folder)["env"]}
+    return {}
+
+
+def profile_values(profile: str, folder: Path = ABOUT) -> dict[str, str]:
+    """Return the variables of a profile of this image's accelerator, by name; nothing for an unknown one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        profiles = {one["name"]: one["env"] for one in _cell(folder)["accelerator"]["profiles"]}
+        return {item["name"]: item["value"] for item in profiles[profile]}
+    return {}
 
 
 def stand_in_defaults(folder: Path = ABOUT) -> dict[str, str]:
     """Return the env defaults of a stand-in, which may name files of the cell that it lacks; else nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        cell = json.loads((folder / CELL).read_text(encoding="utf-8"))
-        return {item["name"]: item["value"] for item in cell["env"]} if cell["stand_in"] else {}
+        return env_defaults(folder) if _cell(folder)["stand_in"] else {}
     return {}
 
 
@@ -49,3 +64,8 @@ def description(folder: Path = ABOUT) -> str:
         return f"rlhf-stack {__version__}, not in an image of the stack"
     digest = f"sha256:{found.inputs[:DIGITS]}" if found.inputs else f"unknown, {env_vars.INPUTS} is not set"
     return f"rlhf-stack {found.release}, cell {found.cell}, inputs {digest} (rlhf_stack {__version__})"
+
+
+def _cell(folder: Path) -> Any:
+    """Read the file that describes the cell of an image."""
+    return json.loads((folder / CELL).read_text(encoding="utf-8"))

@@ -36,11 +36,29 @@ def rdma_adapters(
 
 
 def nccl_adapters(adapters: Iterable[RdmaAdapter], variables: Mapping[str, str]) -> tuple[RdmaAdapter, ...]:
-    """The active adapters that NCCL does not exclude by NCCL_NET or NCCL_IB_DISABLE in ``variables``."""
+    """The active adapters that NCCL uses with NCCL_NET, NCCL_IB_DISABLE and NCCL_IB_HCA in ``variables``."""
     if variables.get("NCCL_NET", "").lower() == "socket":
         return ()
     efa_only = variables.get("NCCL_IB_DISABLE", "0") not in ("", "0")
-    return tuple(each for each in adapters if each.active and (each.is_efa or not efa_only))
+    listed = variables.get("NCCL_IB_HCA", "")
+    return tuple(
+        each
+        for each in adapters
+        if each.active and (each.is_efa or (not efa_only and _is_selected(each.name, listed)))
+    )
+
+
+def _is_selected(name: str, listed: str) -> bool:
+    """Whether ``listed`` selects an adapter, as NCCL reads NCCL_IB_HCA: prefixes by commas, or after = names.
+
+    After ^ it has the adapters that are not used. A port (mlx5_0:1) counts as its adapter, which has one.
+    """
+    excludes = listed.startswith("^")
+    listed = listed.removeprefix("^")
+    names = tuple(each.partition(":")[0] for each in listed.removeprefix("=").split(",") if each)
+    if not names:
+        return True
+    return (name in names if listed.startswith("=") else name.startswith(names)) != excludes
 
 
 def rate_megabits(text: str) -> int:

@@ -35,6 +35,7 @@ def record(index: int, strategy: Any, shares: bool, gpus: float, arguments: dict
         "engine": index,
         "moved": False,
         "name": None,
+        "awaited": None,  # after how many restarts a place was awaited in vain
         "group": None if shares else group.id.hex(),
         "addresses": pinned_addresses(group, places),
         "size": len(places),
@@ -119,24 +120,29 @@ def current(index: int, handle: Any) -> Any:
         return handle
 
 
-def replace(index: int, former: Any) -> Any | None:
+def replace(index: int, former: Any, wait: bool = True) -> Any | None:
     """Create engine ``index`` on nodes with free GPUs; end ``former``, its actor, and release its place.
 
-    Returns the new actor, which has not started, or None if there is no room. An engine that shares the GPUs
-    of the trainer has no other place.
+    Returns the new actor, which has not started, or None if there is no room; with ``wait`` and an
+    autoscaler, room is awaited once after a loss. An engine that shares the GPUs of the trainer has no other
+    place.
     """
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
     entry = load(index)
     if entry is None or entry["group"] is None:
         return None
-    if (left := env_vars.engine_restarts() - restarted.count(index)) < 1:
+    used = restarted.count(index)
+    if (left := env_vars.engine_restarts() - used) < 1:
         raise PeerError(
-            f"engine {index} was restarted {restarted.count(index)} times, as often as "
+            f"engine {index} was restarted {used} times, as often as "
             f"{env_vars.ENGINE_RESTARTS} allows, and is lost again"
         )
     _note_lost_nodes(index)
-    if (group := _reserve(index, entry["size"])) is None:
+    wait = wait and env_vars.flag(env_vars.AUTOSCALE) and entry["awaited"] != used
+    if (group := _reserve(index, entry["size"], wait)) is None:
+        if wait:
+            gcs_kv.put_record(_key(index), entry | {"awaited": used})
         return None
     arguments, gpus = dict(entry["arguments"]), entry["gpus"]
     bundles = list(range(entry["size"]))
@@ -164,8 +170,11 @@ def replace(index: int, former: Any) -> Any | None:
     return handle
 
 
-def _reserve(index: int, size: int) -> Any | None:
-    """Reserve a place for engine ``index``, on unreliable nodes only if there is no other; None if none."""
+def _reserve(index: int, size: int, wait: bool) -> Any | None:
+    """Reserve a place for engine ``index``, on unreliable nodes only if there is no other; None if none.
+
+    With ``wait`` it is awaited until `env_vars.placement_timeout`.
+    """
     avoided = unreliable_nodes()
     if avoided:
         names = f"nodes on which engines were lost {LOSSES_OF_A_NODE} times: {', '.join(avoided)}"
@@ -177,7 +186,7 @@ def _reserve(index: int, size: int) -> Any | None:
             run_log.info(f"engine {index} avoids {names}")
             return group
     try:
-        (group,) = reserve_engines(1, size, wait=env_vars.flag(env_vars.AUTOSCALE))
+        (group,) = reserve_engines(1, size, wait=wait)
     except PlacementError as error:
         run_log.info(f"engine {index} has no other place: {str(error).splitlines()[0]}")
         return None

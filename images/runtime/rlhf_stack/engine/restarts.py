@@ -26,6 +26,7 @@ from rlhf_stack.sync import (
     wait_for_sync,
 )
 from rlhf_stack.sync import report as sync_report
+from rlhf_stack.sync.trainer import uses_ray_collectives
 from rlhf_stack.telemetry import events, run_log
 
 TOTAL = 3  # times the restarts of one engine is the limit for all engines of a run together
@@ -59,16 +60,21 @@ def wait_for_start(engines: Any, others: Sequence[Any] = ()) -> None:
     """See `startup.wait_for_engine_startup`; an engine that is lost meanwhile starts again, if it may.
 
     Ray restarts its process. If its node is gone, an actor on other free GPUs replaces it in ``engines``.
+    Without such GPUs the run begins without it, and the weight-sync group is formed before the first sync.
     """
     if not env_vars.engine_restarts():
         startup.wait_for_engine_startup(engines, others)
         return
     engines = [] if engines is None else engines
     seen: dict[int, int] = {}
+    absent: set[int] = set()
     while True:
-        startup.wait_for_engine_startup(engines, others, lambda missing: _start_again(engines, missing, seen))
+        absent.clear()
+        startup.wait_for_engine_startup(
+            engines, others, lambda missing: _start_again(engines, missing, seen, absent)
+        )
         with actor_registry.translate_actor_errors("waiting for the engines"):
-            if all(_is_ready(*entry) for entry in enumerate(engines)):
+            if all(_is_ready(*entry) for entry in enumerate(engines) if entry[0] not in absent):
                 return
         others = ()
 
@@ -105,34 +111,40 @@ def engine_results(
     return results
 
 
-def _start_again(engines: Sequence[Any], missing: Sequence[int], seen: dict[int, int]) -> dict[int, Any]:
-    """Let restarted ones of the ``missing`` start, and replace those whose node is gone; return both.
+def _start_again(
+    engines: Sequence[Any], missing: Sequence[int], seen: dict[int, int], absent: set[int]
+) -> dict[int, Any]:
+    """Let restarted ones of the ``missing`` start, and replace engines whose node is gone; return both.
 
-    ``seen`` are the restarts that the last call has seen; it is updated. `PeerError` if there is no other
-    place, or if all restarts are used.
+    These can be engines that were up: the trainer may wait for one, or has a group with it. One without
+    another place is None, and added to ``absent``. ``seen`` are the restarts that the last call has seen; it
+    is updated. `PeerError` if too few engines are left, or if all restarts are used.
     """
     _check_total()
     counts = _restarts()
-    replaced = {index: engines[index] for index in missing if counts.get(index, 0) > seen.get(index, 0)}
+    found = {index: engines[index] for index in missing if counts.get(index, 0) > seen.get(index, 0)}
     seen.update(counts)
     for index in missing:
         restarted.permit(index)
-        if nodes := recipes.lost_nodes(index):
+    for index in range(len(engines)):
+        if index not in absent and recipes.lost_nodes(index):
             restarted.note_loss(index)
-            if (replacement := recipes.replace(index, engines[index])) is None:
-                raise PeerError(
-                    f"{_no_place(index, nodes)}; it has not started, and a run begins with all its engines, "
-                    f"whatever {env_vars.MIN_ENGINES} is (see submit --restarts --min-nodes)"
-                )
-            replaced[index] = replacement
-    return replaced
+            found[index] = recipes.replace(index, engines[index], wait=False)
+            if found[index] is None or index not in missing:
+                roster.defer_group()  # before a wait for new nodes, in which the trainer would wait for it
+            if found[index] is None and env_vars.flag(env_vars.AUTOSCALE):
+                found[index] = recipes.replace(index, engines[index])
+            if found[index] is None:
+                absent.add(index)
+                _require_engines(index, len(engines) - len(absent))
+    return found
 
 
 def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
     """See `actor_trainer.forms_weight_group`; engines that were replaced while they started are used.
 
-    If an engine is lost meanwhile, the process that creates the engines waits for its restart, and the group
-    is formed before the first sync.
+    If an engine is lost meanwhile, the process that creates the engines waits for its restart or begins
+    without it, and the group is formed before the first sync.
     """
     formed = actor_trainer.forms_weight_group(method)
 
@@ -142,6 +154,11 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
             formed(trainer, backend)
             return
         trainer.vllm_engines = [_started(*entry) for entry in enumerate(trainer.vllm_engines)]
+        if _lost(trainer.vllm_engines):
+            roster.defer_group()
+        if roster.is_group_deferred():
+            _begin_without_group(trainer, "an engine is lost")
+            return
         since = _restarts()
         try:
             formed(trainer, backend)
@@ -149,15 +166,35 @@ def forms_weight_group(method: Callable[[Any, str], None]) -> Callable[[Any, str
             if not _drop_lost(roster.of(trainer.vllm_engines), since):
                 raise
             roster.defer_group()
-            run_log.warning(f"the weight-sync group is formed before the first sync: {_last_line(error)}")
+            _begin_without_group(trainer, _last_line(error))
 
     return formed_if_none_is_lost
 
 
+def _begin_without_group(trainer: Any, why: str) -> None:
+    """Log that the group is formed later; `PeerError` with Ray's collectives, whose group is formed once."""
+    if uses_ray_collectives(trainer.strategy.args):
+        raise PeerError(
+            f"--vllm.sync_with_ray cannot leave out an engine, and one was lost at the start ({why}): submit "
+            "the run again, or without --vllm.sync_with_ray"
+        )
+    run_log.warning(f"the weight-sync group is formed before the first sync: {why}")
+
+
 def _started(index: int, handle: Any) -> Any:
-    """Wait until engine ``index`` has started; return its actor, ``handle`` unless that was replaced."""
+    """Wait until engine ``index`` has started; return its actor, ``handle`` unless that was replaced.
+
+    It is not awaited any more once the group is deferred: if its node is lost, `_start_again` defers it or
+    replaces the engine. `StartError` if it is not up in time.
+    """
     while True:
         handle, name = recipes.current(index, handle), recipes.name(index)
+        started, end = [answer_once.started(handle)], time.monotonic() + env_vars.engine_timeout()
+        while not ray.wait(started, timeout=POLL_SECONDS)[0]:
+            if roster.is_group_deferred():
+                return handle
+            if time.monotonic() > end:
+                raise startup.late([index])
         try:
             wait_for_engine_start([handle])
             return handle
@@ -370,13 +407,30 @@ def _is_as_the_others(index: int, handle: Any) -> bool:
 
 def _require_others(team: Roster) -> None:
     """Raise `PeerError` unless enough engines are left without the lost ones, which have no place."""
-    left, least = len(team.engines), env_vars.min_engines()
     for index in team.lost:
-        why = _no_place(index, recipes.lost_nodes(index))
-        if left < least:
-            raise PeerError(f"{why}; {left} engines are left, and {env_vars.MIN_ENGINES} is {least}")
-        run_log.warning(f"{why}; the run continues with {left} engines")
+        _require_engines(index, len(team.engines))
 
 
-def _no_place(index: int, nodes: Sequence[str]) -> str:
-    return f"engine {index} cannot be restarted: its node {', '.join(nodes)} is gone, and no other has room"
+def _require_engines(lost: int, left: int) -> None:
+    """Raise `PeerError` unless ``left`` engines are enough without engine ``lost``, which has no place."""
+    nodes, least = ", ".join(recipes.lost_nodes(lost)), env_vars.min_engines()
+    why = f"engine {lost} cannot be restarted: its node {nodes} is gone, and no other has room"
+    if left < least:
+        raise PeerError(f"{why}; {left} engines are left, and {env_vars.MIN_ENGINES} is {least}")
+    run_log.warning(f"{why}; the run continues with {left} engines")
+
+
+def record_models_ready(engines: Sequence[Any] | None) -> None:
+    """See `events.models_up`; an engine that is lost now, or while it is asked, has no location."""
+    events.models_up(engines, _location if env_vars.engine_restarts() else None)
+
+
+def _location(engine: Any) -> Any | None:
+    if _lost([engine]):
+        return None
+    return roster.answer(engine, lambda engine: engine.where.remote(), "where")[1]
+
+
+def _lost(engines: Sequence[Any]) -> list[int]:
+    """Return the indices of the started ``engines`` that are lost now."""
+    return [index for index, engine in enumerate(engines) if ray_private.handle_state(engine) != ALIVE]

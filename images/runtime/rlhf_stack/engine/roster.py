@@ -31,7 +31,7 @@ class Roster:
         is_grouped = True
         if env_vars.engine_restarts():  # one may have been replaced while it started
             engines[:] = [recipes.current(*entry) for entry in enumerate(engines)]
-            is_grouped = not gcs_kv.list_records(_deferred())
+            is_grouped = not is_group_deferred()
         self.engines = engines
         self.handles = dict(enumerate(engines))
         self.lost: dict[int, float] = {}  # since when, on the monotonic clock
@@ -67,7 +67,8 @@ class Roster:
         """Return the result of ``call`` for each engine; one that is lost is dropped and has no result.
 
         ``started`` are the references, if the calls were made already. A call that did not reach a living
-        engine is repeated, so it must be idempotent. `SyncError` if an engine does not answer in time.
+        engine is repeated, so it must be idempotent. An engine that does not answer in time is restarted;
+        without restarts it is a `SyncError`.
         """
         references = list(started) or [call(engine) for engine in self.engines]
         end = _deadline()
@@ -121,6 +122,11 @@ def defer_group() -> None:
     gcs_kv.put_record(_deferred(), {"deferred": True})
 
 
+def is_group_deferred() -> bool:
+    """Report whether the run begins without a weight-sync group."""
+    return bool(gcs_kv.list_records(_deferred()))
+
+
 def _deferred() -> str:
     return f"deferred-group/{ray.get_runtime_context().get_job_id()}"
 
@@ -166,7 +172,8 @@ def _deadline() -> float:
 def _wait(engine: Any, reference: Any, call: Call, what: str, end: float) -> tuple[bool, Any]:
     """Return whether ``engine`` has answered, and its answer; it has not if it is being restarted.
 
-    Raises Ray's error for an engine that stays dead.
+    One that does not answer until ``end``, such as a stopped process, is ended, and Ray restarts it. Raises
+    Ray's error for an engine that stays dead, and `SyncError` for a late one if there are no restarts.
     """
     while True:
         try:
@@ -178,7 +185,12 @@ def _wait(engine: Any, reference: Any, call: Call, what: str, end: float) -> tup
         if ray_private.handle_state(engine) not in (ALIVE, DEAD):
             return False, None
         if time.monotonic() > end:
-            raise SyncError(f"{what}: no answer from {actor_registry.describe_callee(reference)}")
+            late = f"{what}: no answer from {actor_registry.describe_callee(reference)}"
+            if not env_vars.engine_restarts():
+                raise SyncError(late)
+            run_log.warning(f"{late}: its process is ended")
+            ray.kill(engine, no_restart=False)
+            return False, None
         if again:
             time.sleep(PAUSE_SECONDS)
             reference = call(engine)

@@ -143,13 +143,14 @@ def _use_process_local_tqdm_lock() -> None:
 def wait_for_engine_startup(
     engines: list[Any] | None,
     others: Sequence[Any] = (),
-    check: Callable[[Sequence[int]], Mapping[int, Any]] = lambda _: {},
+    check: Callable[[Sequence[int]], Mapping[int, Any | None]] | None = None,
 ) -> None:
     """Wait until every engine is up and ``others`` (references) are done; raise the first error at once.
 
     Raises `StartError` if an engine is slow and not up in time. A dead engine raises Ray's error. ``check``
-    is called with the indices of the missing engines from time to time; it returns the actors of those that
-    start again, some of which replace others in ``engines``. The time starts again for them.
+    is called with the indices of the missing engines, which may be none, from time to time; it returns the
+    actors of those that start again, some of which replace others in ``engines``. One that is None is not
+    awaited any more. The time starts again with each.
     """
     engines = [] if engines is None else engines
     starts = {answer_once.started(engine): index for index, engine in enumerate(engines)}
@@ -157,16 +158,19 @@ def wait_for_engine_startup(
     end = time.monotonic() + env_vars.engine_timeout()
     while pending:
         missing = [starts[reference] for reference in pending if reference in starts]
-        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS if missing else None)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS if missing or check else None)
         ray.get(ready)
-        if missing and not ready:
-            for index, engine in check(missing).items():
-                engines[index] = engine
+        if not ready:
+            for index, engine in (check(missing) if check else {}).items():
                 pending = [reference for reference in pending if starts.get(reference) != index]
+                end = time.monotonic() + env_vars.engine_timeout()
+                if engine is None:
+                    continue
+                engines[index] = engine
                 pending.append(answer_once.started(engine))
                 starts[pending[-1]] = index
-                end = time.monotonic() + env_vars.engine_timeout()
-            if time.monotonic() > end:
+            missing = [starts[reference] for reference in pending if reference in starts]
+            if missing and time.monotonic() > end:
                 raise late(missing)
 
 

@@ -25,6 +25,7 @@ from rlhf_stack.engine.request_balancer import assign_prompts
 from rlhf_stack.engine.restarts import (
     engine_results,
     forms_weight_group,
+    record_models_ready,
     sync_weights,
     use_to_send_weights,
     wait_for_restarts,
@@ -42,8 +43,8 @@ from rlhf_stack.openrlhf.run_groups import (
 )
 from rlhf_stack.placement import driver_cpus, engine_place, rank_bundles
 from rlhf_stack.recovery.checkpoint_on_request import begins_step, ends_step, trains, uses_models
+from rlhf_stack.recovery.trainer_state import restore_trainer_state, save_trainer_state
 from rlhf_stack.sync.actor_trainer import sends_weights
 from rlhf_stack.sync.regrouping import form_group_again
-from rlhf_stack.telemetry.events import models_up as record_models_ready
 from rlhf_stack.telemetry.events import phase as record_phase
 from rlhf_stack.telemetry.events import step as record_step

@@ -31,6 +31,7 @@ from rlhf_stack.openrlhf import run_groups
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.run_groups import claim_engine_groups, claim_role_group, wait_for_role_group
 from rlhf_stack.placement import rank_bundles
+from rlhf_stack.recovery.trainer_state import CountedCycle, restore_trainer_state, save_trainer_state
 from rlhf_stack.sync import create_group as create_weight_group
 from rlhf_stack.sync import send as send_weights
 from rlhf_stack.sync import wait_for_engine_results, wait_for_sync
@@ -42,7 +43,7 @@ from rlhf_stack.telemetry.events import step as record_step
 
 WITHOUT_EFFECT = {  # variables of OpenRLHF 0.11.2, with the value that asks for nothing
     env_vars.ENGINE_RESTARTS: "0",
-    env_vars.MIN_ENGINES: "0",
+    env_vars.MIN_ENGINES: "1",
     env_vars.CHECK_COTENANCY: "0",
     env_vars.SYNC_SOURCES: "auto",
 }

@@ -124,6 +124,8 @@ def require_writable(path: Path) -> None:
     folder = path.parent
     if path.is_dir():
         raise UserError(f"{_name(path)}: is a directory")
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its reader
+        raise UserError(f"{_name(path)}: is not a regular file")
     if not folder.is_dir():
         raise UserError(f"{_name(path)}: the folder {_name(folder)} does not exist")
     if not os.access(path if path.exists() else folder, os.W_OK):

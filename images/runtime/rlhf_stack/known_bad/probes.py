@@ -179,8 +179,8 @@ def on_nodes(question: str) -> None:
         cluster.add_node(num_cpus=cpus, num_gpus=GPUS, object_store_memory=100 << 20)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     answer = {"order": _order, "pending": _pending, "pinned": _pinned}[question]()
+    ray.shutdown()  # which ends what Ray prints
     print(json.dumps(answer), flush=True)
-    ray.shutdown()
     cluster.shutdown()
 
 

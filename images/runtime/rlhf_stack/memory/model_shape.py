@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs import numbers
@@ -27,6 +27,8 @@ ALIASES = {
     "num_layers": "num_hidden_layers",
     "ffn_dim": "intermediate_size",
 }
+LENGTHS = ("max_position_embeddings", "n_positions")
+UNSCALED = ("su", "longrope", "llama3")  # rotary embeddings whose scaling the length includes
 VISION = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14, "spatial_merge_size": 2, "depth": 32}
 VISION |= {"intermediate_size": 3420}  # of Qwen2.5-VL, whose config.json omits its defaults
 HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
@@ -44,7 +46,8 @@ class Shape:
 
     ``intermediate`` is the width of the MLP, or of one expert. ``experts`` is 0 for a dense model; each token
     uses ``active`` of them. ``cached_layers`` have a cache that grows with the length, 0: all. ``latent`` is
-    what latent attention caches for a token, 0 without it. ``estimated``: the family is not known.
+    what latent attention caches for a token, 0 without it. ``max_length`` is the longest sequence in
+    tokens, 0 if unknown. ``estimated``: the family is not known.
     """
 
     layers: int
@@ -62,6 +65,7 @@ class Shape:
     parameters: int = 0
     cached_layers: int = 0
     latent: int = 0
+    max_length: int = 0
     estimated: bool = False
 
     @property
@@ -128,6 +132,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
     if stored > MOST_PARAMETERS:
         raise ShapeError(f"{name}: {stored} parameters, more than {MOST_PARAMETERS:.0e}")
     config = {ALIASES.get(key, key): value for key, value in config.items()}
+    if not isinstance(config.get("model_type") or "", str):
+        raise ShapeError(f"{name}: model_type is {shortened(repr(config['model_type'])[:200], 60)}, not text")
     family = families.family_of(config)
     stated = {key: value for key, value in config.items() if value is not None}
     config = {**families.DEFAULTS.get(family, {}), **stated}
@@ -165,8 +171,13 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         parameters=stored,
         cached_layers=read("num_hidden_layers") - linear if linear else 0,
         latent=(read("kv_lora_rank") + read("qk_rope_head_dim")) if read("kv_lora_rank") else 0,
+        max_length=_max_length(config, family),
         estimated=not stored and family not in families.KNOWN,
     )
+    if stored < shape.embedding:  # beside the config.json are only a part of the weights, or an adapter
+        stored, shape = 0, replace(shape, parameters=0, estimated=family not in families.KNOWN)
+    for wrong in _contradictions(shape):
+        raise ShapeError(f"{name}: {wrong}")
     if stored:
         return shape
     counted = shape.embedding * (1 if shape.tied else 2) + shape.hidden
@@ -177,6 +188,33 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
     if whole.get("vision_config") and not vision:
         shape = replace(shape, estimated=True)
     return shape if counted == shape.total else replace(shape, parameters=counted)
+
+
+def _max_length(config: Mapping[str, Any], family: str) -> int:
+    """The longest sequence that vLLM accepts; 0 if it is unknown.
+
+    Rotary embeddings may be scaled, all or each kind of layer; the length of Gemma 3 includes that.
+    """
+    longest = min((config[key] for key in LENGTHS if _is_size(config.get(key))), default=0)
+    stated = config.get("model_max_length")  # of Command-R, for which it is more
+    longest = max(longest, stated) if longest and _is_size(stated) else longest
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not longest or not rope or not isinstance(rope, Mapping) or family == "gemma3":
+        return int(longest)
+    found = []
+    for part in rope.values() if all(isinstance(one, Mapping) for one in rope.values()) else [rope]:
+        kind, factor = part.get("rope_type", part.get("type")), part.get("factor", 1)
+        original = part.get("original_max_position_embeddings", longest) if kind == "yarn" else longest
+        if kind in UNSCALED:
+            factor = 1
+        if not _is_size(factor) or not _is_size(original):
+            return 0
+        found.append(int(original * factor))
+    return max(found)
+
+
+def _is_size(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_SIZE
 
 
 def _vision(config: Mapping[str, Any], name: str) -> int:
@@ -190,7 +228,7 @@ def _vision(config: Mapping[str, Any], name: str) -> int:
 
 REMEDY = (
     "Give its dimensions: --model NAME=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,"
-    "vocabulary:152064 (optional: head_dim, tied, experts, active, parameters)"
+    "vocabulary:152064 (optional: head_dim, tied, experts, active, parameters, max_length)"
 )
 
 
@@ -243,6 +281,7 @@ def parse_shape(text: str) -> Shape:
         parameters=values.get("parameters", 0),
         cached_layers=values.get("cached_layers", 0),
         latent=values.get("latent", 0),
+        max_length=values.get("max_length", 0),
     )
     for wrong in _contradictions(shape):
         raise ShapeError(f"{shortened(text)!r}: {wrong}")

@@ -17,15 +17,21 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import renamed_flags
-from rlhf_stack.openrlhf.run_limits import check_values, check_words
+from rlhf_stack.openrlhf.run_limits import check_digits, check_values, check_words
 from rlhf_stack.openrlhf.run_spec import is_flat
-from rlhf_stack.openrlhf.trainer_command import LAUNCHERS, TRAINERS, UNREAD_LAUNCHERS
+from rlhf_stack.openrlhf.trainer_command import (
+    LAUNCHERS,
+    TRAINERS,
+    UNREAD_LAUNCHERS,
+    commands_in,
+    program_of,
+)
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 NAME = "train_ppo_ray"
@@ -49,23 +55,20 @@ class Parsed:
 def extract_arguments(command: Sequence[str]) -> list[str]:
     """Return the arguments of ``train_ppo_ray`` in ``command``, which may consist of them only.
 
-    The program is the first module after ``-m``, or the first file of Python; a value may end as it does.
+    `ArgumentsError` if the program is another one, or if there is none; a value may end as a program does.
     """
-    for index, word in enumerate(command):
-        is_module = index > 0 and command[index - 1] in ("-m", "--module")
-        if is_module or word.endswith(".py"):
-            if word.removesuffix(".py").replace("/", ".").split(".")[-1] == NAME:
-                _refuse_launcher(command[:index])
-                return list(command[index + 1 :])
-            raise _not_a_run(word)
-    if command and not command[0].startswith("-"):
-        raise _not_a_run(command[0])
-    return list(command)
+    if not command or command[0].startswith("-"):
+        return list(command)
+    found = program_of(command)
+    if found is None or found.name != NAME:
+        raise _not_a_run((found and found.word) or command[0])
+    _refuse_launcher(found.launcher)
+    return list(found.arguments)
 
 
 def _refuse_launcher(words: Sequence[str]) -> None:
     """Raise `UserError` if ``words`` before the program start it once for each GPU."""
-    for name in (PurePath(word).name for word in words):
+    for name in commands_in(words):
         if name in (*LAUNCHERS, *UNREAD_LAUNCHERS):
             raise UserError(
                 f"{name} starts {NAME} once for each GPU, and each would start all ranks on Ray: start it "
@@ -87,6 +90,7 @@ def parse(arguments: Sequence[str], program: str = NAME) -> Parsed:
     recorded: list[Any] = []
 
     def checked(values: Any) -> Any:
+        check_digits(arguments, values)
         check_values(values, is_flat(release))
         return values
 

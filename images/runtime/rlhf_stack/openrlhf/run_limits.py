@@ -144,14 +144,30 @@ CHOICES: Mapping[str, Sequence[str | None]] = {
     ),
 }
 PROBABILITIES = "_probs"  # the end of a flag with the probability of each dataset, by commas
-NUMBER = re.compile(r"[+-]?[\d_]+(?:\.[\d_]*)?(?:[eE][+-]?\d+)?")
+DIGITS = r"\d(?:_?\d)*"  # of any script, as `float` reads them
+NUMBER = re.compile(rf"[+-]?(?:{DIGITS}(?:\.(?:{DIGITS})?)?|\.{DIGITS})(?:[eE][+-]?{DIGITS})?")
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise `UserError` for a number in digits or a form that only Python reads, such as 1_000."""
+    """Raise `UserError` for ``--flag=--``, of which argparse makes an empty list."""
+    for word in words:
+        if word.startswith("--") and word.endswith("=--"):
+            raise UserError(f"{shortened(word, 60)}: expected a value")
+
+
+def check_digits(words: Sequence[str], values: Any) -> None:
+    """Raise `UserError` for a number in digits or a form that only Python reads, such as 1_000.
+
+    ``values`` are the parsed arguments: what they have as text is no number, such as the name 20261127_1030.
+    """
+    parsed = [
+        each for _, value in flags_of(values) for each in (value if isinstance(value, list) else [value])
+    ]
+    texts = {each for each in parsed if isinstance(each, str)}
     for word in words:
         value = word.partition("=")[2] if word.startswith("--") else word
-        if NUMBER.fullmatch(value) and (not value.isascii() or "_" in value):
+        is_unusual = NUMBER.fullmatch(value.strip()) and (not value.strip().isascii() or "_" in value)
+        if is_unusual and value not in texts:
             raise UserError(f"{shortened(value, 60)!r}: expected a number in the digits 0 to 9")
 
 

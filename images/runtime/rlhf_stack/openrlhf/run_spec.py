@@ -1,9 +1,11 @@
 """The specification of an OpenRLHF run, in one form for all releases, from its parsed arguments."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_stack import sync
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Zero
@@ -43,7 +45,7 @@ class Run:
     trainer have 4 bits per weight. ``asynchronous``: engines generate while the trainer trains. ``program``
     is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
     chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
-    on the CPU.
+    on the CPU. ``sync_backend`` is that of the weight sync: nccl, gloo or auto.
     """
 
     release: str
@@ -74,6 +76,7 @@ class Run:
     program: str = PPO
     pairs: int = 1
     can_offload: bool = True
+    sync_backend: str = "nccl"
 
     @property
     def flat(self) -> bool:
@@ -117,13 +120,27 @@ def run_of(release: str, values: Any) -> Run:
 
 
 def _check_ranks(run: Run) -> None:
-    """Raise `UserError` if ring attention and tensor parallelism do not divide the ranks of a role."""
+    """Raise `UserError` if ring attention, tensor parallelism or ZeRO++ does not divide a role's ranks."""
     together = run.ring * run.tensor_parallel
     for role in run.roles:
         if role.ranks % together:
             raise UserError(
                 f"{role.name} has {role.ranks} ranks, which must be a multiple of {together}: ring attention "
                 f"of {run.ring} times tensor parallelism of {run.tensor_parallel}"
+            )
+
+    for wrong in undivided(run):
+        raise UserError(wrong)
+
+
+def undivided(run: Run) -> Iterator[str]:
+    """Yield a line for each trained role whose ranks DeepSpeed cannot divide into groups of ``--ds.zpg``."""
+    for role in run.roles if run.zero.stage == 3 else ():
+        group = min(run.zero.shards, role.ranks)  # as DeepSpeed does
+        if role.trained and role.ranks % group:
+            yield (
+                f"{role.name} has {role.ranks} ranks, which must be a multiple of {group}: the group that "
+                f"holds the weights a second time ({'--zpg' if run.flat else '--ds.zpg'})"
             )
 
 
@@ -173,6 +190,7 @@ def _sections(release: str, args: Any) -> Run:
         answer=getattr(args.rollout, "max_new_tokens", None),
         quantized=getattr(args.ds, "load_in_4bit", False),
         asynchronous=args.train.async_enable,
+        sync_backend=sync.requested_backend(args),
     )
 
 
@@ -217,6 +235,7 @@ def _flat(release: str, args: Any) -> Run:
         ema=args.enable_ema,
         half_precision_logits=True,
         answer=None if args.max_len else args.generate_max_len,
+        sync_backend=args.vllm_sync_backend,
         quantized=getattr(args, "load_in_4bit", False),
     )
 

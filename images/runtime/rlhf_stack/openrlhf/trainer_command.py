@@ -1,6 +1,10 @@
-"""The command lines of OpenRLHF's trainers without Ray: SFT, DPO and RM, started by deepspeed or torchrun."""
+"""The program in a command line, and OpenRLHF's trainers without Ray: SFT, DPO and RM.
 
-from collections.abc import Callable, Sequence
+deepspeed or torchrun starts these.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -8,10 +12,19 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.numbers import GPUS_PER_NODE, NODES, whole
 
 TRAINERS = ("train_sft", "train_dpo", "train_rm")
+PROGRAMS = ("train_ppo_ray", *TRAINERS)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
 LAUNCHERS = (*TORCHRUN, *DEEPSPEED)
 UNREAD_LAUNCHERS = ("accelerate", "accelerate.commands.launch", "mpirun", "mpiexec")
+READS_MODULES = re.compile(
+    rf"(?:python|pypy)[\w.]*|{'|'.join(map(re.escape, (*LAUNCHERS, 'accelerate', 'uv')))}"
+)
+MODULE_FLAG = re.compile(
+    r"(?:-[bBdEiIOPqRsSuvx]*m|--module$)(.*)"
+)  # of Python also in one word: -um, -mMODULE
+VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)  # of env, whose value may look like a program
+MODULE = re.compile(r"[A-Za-z_][\w.]*")
 NODE_FLAGS = ("--num_nodes", "--nnodes")
 GPU_FLAGS = ("--num_gpus", "--nproc_per_node")
 UNREAD_FLAGS = ("--include", "-i", "--exclude", "-e", "--hostfile", "-H")  # of deepspeed: which machines
@@ -28,15 +41,57 @@ class TrainerCommand:
     gpus: int | None = None
 
 
+@dataclass(frozen=True)
+class Program:
+    """A module or a file of Python, with the words of a command line before it and after it."""
+
+    word: str
+    launcher: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The last part of the name of the module or of the file."""
+        return _name(self.word)
+
+
+def program_of(words: Sequence[str]) -> Program | None:
+    """Return the program that ``words`` start, None without one.
+
+    It is the first module after ``-m`` of Python or of a launcher, or the first file of Python. Other
+    commands have another ``-m``, such as numactl, and variables of env may end as a file of Python does.
+    """
+    launcher: list[str] = []
+    rest, reads_modules = list(words), False
+    while rest:
+        word = rest.pop(0)
+        if reads_modules and (found := MODULE_FLAG.fullmatch(word)):
+            module = found[1] or (rest.pop(0) if rest else "")
+            launcher.append(word)
+            if MODULE.fullmatch(module) and module not in (*LAUNCHERS, *UNREAD_LAUNCHERS):
+                return Program(module, tuple(launcher), tuple(rest))
+            word = module
+        elif word.endswith(".py") and not word.startswith("-") and not VARIABLE.fullmatch(word):
+            return Program(word, tuple(launcher), tuple(rest))
+        reads_modules = reads_modules or any(map(READS_MODULES.fullmatch, commands_in([word])))
+        launcher.append(word)
+    return None
+
+
+def commands_in(words: Iterable[str]) -> list[str]:
+    """Return the names of the files that ``words`` of a launcher name, without variables of env."""
+    return [PurePath(word).name for word in words if not VARIABLE.fullmatch(word)]
+
+
 def trainer_command(words: Sequence[str]) -> TrainerCommand | None:
     """Parse the command line of a trainer; None for another program.
 
     `UserError` for a wrong number, and for a launcher or a flag of it that is not read.
     """
-    index = _program(words)
-    if index is None:
+    found = _trainer(words)
+    if found is None:
         return None
-    return TrainerCommand(_name(words[index]), tuple(words[index + 1 :]), *_nodes_and_gpus(words[:index]))
+    return TrainerCommand(found.name, found.arguments, *_nodes_and_gpus(found.launcher))
 
 
 def installed_trainer(
@@ -47,25 +102,33 @@ def installed_trainer(
     ``installed`` returns the file of a trainer. A module can be that of a fork if ``working_dir`` is a URI or
     contains ``openrlhf``.
     """
-    index = _program(words)
-    if index is None:
+    found, folder = _trainer(words), Path(working_dir or ".")
+    if found is None:
         return None
-    word, name, folder = words[index], _name(words[index]), Path(working_dir or ".")
-    if word.endswith(".py"):
-        is_installed = (folder / word).resolve() == installed(name)
+    if found.word.endswith(".py"):
+        is_installed = (folder / found.word).resolve() == installed(found.name)
     else:
         has_fork = working_dir and ("://" in working_dir or (folder / "openrlhf").is_dir())
-        is_installed = word == f"openrlhf.cli.{name}" and not has_fork
-    return (name, tuple(words[index + 1 :])) if is_installed else None
+        is_installed = found.word == f"openrlhf.cli.{found.name}" and not has_fork
+    return (found.name, found.arguments) if is_installed else None
 
 
-def _program(words: Sequence[str]) -> int | None:
-    """The index of the trainer in ``words``, None if they start another program."""
-    for index, word in enumerate(words):
-        is_module = index > 0 and words[index - 1] in ("-m", "--module")
-        if (is_module and word not in (*LAUNCHERS, *UNREAD_LAUNCHERS)) or word.endswith(".py"):
-            return index if _name(word) in TRAINERS else None
-    return None
+def unread_program(words: Sequence[str]) -> str | None:
+    """Return the program of OpenRLHF that ``words`` name where no program is read, None without one."""
+    found = program_of(words)
+    if found and found.name in PROGRAMS:
+        return None
+    parts = [part for word in words for part in word.split()]
+    if found:  # another program, whose arguments may be words such as train_sft
+        parts = [part for part in parts if "." in part]
+    named = map(_name, parts)
+    return next((name for name in named if name in PROGRAMS), None)
+
+
+def _trainer(words: Sequence[str]) -> Program | None:
+    """The trainer that ``words`` start, None if they start another program."""
+    found = program_of(words)
+    return found if found and found.name in TRAINERS else None
 
 
 def _name(program: str) -> str:
@@ -75,7 +138,7 @@ def _name(program: str) -> str:
 
 def _nodes_and_gpus(launcher: Sequence[str]) -> tuple[int | None, int | None]:
     """The nodes and GPUs that the words before a program take, None for all of them."""
-    names = [PurePath(word).name for word in launcher]
+    names = commands_in(launcher)
     if unread := [name for name in names if name in UNREAD_LAUNCHERS]:
         raise UserError(
             f"{unread[0]} is a launcher that is not read: put deepspeed or torchrun in its place, with the "

@@ -5,6 +5,7 @@ respects. A bundle's index is therefore its rank, whatever order Ray uses.
 """
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -43,13 +44,13 @@ def driver_cpus(gpus: float) -> float:
     return gpus or SLIVER
 
 
-def free_nodes() -> list[FreeNode]:
-    """Return the live nodes that are not excluded, with their free resources; each has a distinct address.
+def free_nodes(environment: Mapping[str, str] = os.environ) -> list[FreeNode]:
+    """Return the live nodes that ``environment`` does not exclude, with their free resources.
 
-    A restarted machine is listed twice until Ray finds the old node dead. This waits for it, and raises
-    `PlacementError` at the deadline.
+    Each has a distinct address. A restarted machine is listed twice until Ray finds the old node dead. This
+    waits for it, and raises `PlacementError` at the deadline.
     """
-    return _nodes(free=True)
+    return _nodes(True, environment)
 
 
 def reserve(request: Request, wait: bool = True, avoid: Collection[str] = ()) -> dict[str, Any]:
@@ -191,10 +192,13 @@ def describe_unplaced(nodes: Sequence[FreeNode], bundles: Sequence[Mapping[str, 
     return "; ".join(missing_on_pins) or NOT_YET
 
 
-def _nodes(free: bool) -> list[FreeNode]:
+def _nodes(free: bool, environment: Mapping[str, str] = os.environ) -> list[FreeNode]:
     end = time.monotonic() + env_vars.placement_timeout()
+    excluded = env_vars.excluded_nodes(environment)
     warned = False
-    while repeated := _repeated(found := _live_nodes(free)):
+    while repeated := _repeated(
+        found := [node for node in _live_nodes(free) if node.address not in excluded]
+    ):
         if time.monotonic() > end:
             raise PlacementError(
                 f"Ray nodes must have distinct addresses, and several have {', '.join(repeated)} "
@@ -211,12 +215,11 @@ def _nodes(free: bool) -> list[FreeNode]:
 
 
 def _live_nodes(free: bool) -> list[FreeNode]:
-    """Return the live nodes in Ray's order, without the excluded ones."""
+    """Return the live nodes in Ray's order."""
     available = ray_private.available_resources_per_node()
-    excluded = env_vars.excluded_nodes()
     found = []
     for entry in ray.nodes():
-        if entry["Alive"] and entry["NodeManagerAddress"] not in excluded:
+        if entry["Alive"]:
             total = entry["Resources"]
             resources = available.get(entry["NodeID"], total) if free else total
             found.append(

@@ -1,5 +1,6 @@
 """Assesses whether a run fits a cluster: its placement, the memory of each GPU and host, and problems."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,13 +9,15 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.inputs.text import first_names
 from rlhf_stack.memory import KvCache, Shape, reload_memory, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
-from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Role, Run
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Role, Run, undivided
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, Request, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
 from rlhf_stack.planning.upstream_placement import UpstreamLayout, upstream_layout
 from rlhf_stack.planning.upstream_placement_flat import upstream_layout_flat
 from rlhf_stack.sync import sources
+
+ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 @dataclass
@@ -96,15 +99,22 @@ def spans(engines: Sequence[Sequence[int]]) -> list[int]:
     return [len(set(nodes)) for nodes in engines]
 
 
-def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> Assessment:
-    """Assess ``run`` on ``machines``; ``shapes`` by the name of the model."""
+def assess(
+    run: Run,
+    machines: Sequence[Machine],
+    shapes: Mapping[str, Shape],
+    variables: Mapping[str, str] = os.environ,
+) -> Assessment:
+    """Assess ``run`` on ``machines``; ``shapes`` by the name of the model, ``variables`` those of the run."""
     free = [machine.free for machine in machines]
     per_role = needs(run, shapes)
     smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
     engine = engine_cache(run, shapes, smallest)
     contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
+    contradictions += _too_long(run, shapes[run.engine_model], variables)
     problems = list(contradictions)
-    ours, upstream, refusal = _placed(run, free, shapes)
+    allow_straddle = env_vars.flag(env_vars.ALLOW_STRADDLE, variables)
+    ours, upstream, refusal = _placed(run, free, shapes, allow_straddle)
     nodes = [
         PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
     ]
@@ -112,9 +122,10 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
         problems.append(refusal)
     if ours:
         _fill(run, nodes, ours, per_role, engine)
-        _add_sync(nodes, _sync_size(run, shapes[run.engine_model]))
-        if env_vars.sync_sparse() == "on":
-            _add_kept(run, nodes, ours, BYTES_16BIT * shapes[run.engine_model].total)
+        _add_sync(nodes, _sync_size(run, shapes[run.engine_model], variables))
+        if env_vars.sync_sparse(variables) == "on":
+            senders = _senders(run, ours, env_vars.sync_sources(variables))
+            _add_kept(nodes, ours, senders, BYTES_16BIT * shapes[run.engine_model].total)
         problems += _too_small(nodes)
     if engine and smallest and not engine.fits:
         problems.append(
@@ -145,7 +156,7 @@ def assess(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -
 
 
 def _placed(
-    run: Run, free: Sequence[FreeNode], shapes: Mapping[str, Shape]
+    run: Run, free: Sequence[FreeNode], shapes: Mapping[str, Shape], allow_straddle: bool
 ) -> tuple[Plan | None, UpstreamLayout, str]:
     """The placement of this distribution, that of upstream, and the error if the run cannot be placed."""
     upstream = (
@@ -156,7 +167,7 @@ def _placed(
         return not _mismatches_of_engines(replace(run, request=request), shapes)
 
     try:
-        return plan(free, run.request, suits=suits), upstream, ""
+        return plan(free, run.request, allow_straddle, suits), upstream, ""
     except PlacementError as error:
         return None, upstream, str(error)
 
@@ -210,9 +221,9 @@ def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | N
         gpu.training += max(need.working for need in roles)
 
 
-def _sync_size(run: Run, shape: Shape) -> int:
+def _sync_size(run: Run, shape: Shape, variables: Mapping[str, str]) -> int:
     """Bytes of a sync on a GPU of an engine; the flat releases have vLLM 0.4, which reloads no layers."""
-    bucket, engines = env_vars.sync_bucket(), run.request.engines
+    bucket, engines = env_vars.sync_bucket(variables), run.request.engines
     reloaded = 0 if run.flat or engines is None else reload_memory(shape, engines.size, bucket)
     return sync_memory(shape, bucket) + reloaded
 
@@ -224,15 +235,14 @@ def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
             gpu.syncing = gpu.generating + size
 
 
-def _add_kept(run: Run, nodes: Sequence[PlannedNode], placed: Plan, size: int) -> None:
-    """Add the ``size`` bytes that each node of engines keeps, and on other nodes the shares of the senders.
+def _add_kept(nodes: Sequence[PlannedNode], placed: Plan, senders: Sequence[int], size: int) -> None:
+    """Add the ``size`` bytes that each node of engines keeps, and on other nodes the shares of ``senders``.
 
     A sender on a node of engines uses the memory of these.
     """
     of_engines = {index for engine in placed.engines for index in engine}
     if not of_engines:
         return
-    senders = _senders(run, placed)
     for index in of_engines:
         nodes[index].memory_running += size
     for index, count in Counter(senders).items():
@@ -240,9 +250,8 @@ def _add_kept(run: Run, nodes: Sequence[PlannedNode], placed: Plan, size: int) -
             nodes[index].memory_running += -(-size * count // len(senders))
 
 
-def _senders(run: Run, placed: Plan) -> list[int]:
-    """The node of each rank that sends; the flat releases have one such rank."""
-    number = env_vars.sync_sources()
+def _senders(run: Run, placed: Plan, number: int | None) -> list[int]:
+    """The node of each of ``number`` ranks that send; the flat releases have one such rank."""
     ranks = next(role.ranks for role in run.roles if role.name == ACTOR)
     of_ranks = placed.bundles[ACTOR][:ranks]
     if run.flat or (number is not None and number > ranks):  # a sync refuses more senders than ranks
@@ -275,7 +284,7 @@ def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
 def _mismatches(run: Run) -> list[str]:
     """Check sizes that must match for roles that share GPUs; upstream checks them only after the start."""
     ranks = {role.name: role for role in run.roles}
-    found = []
+    found = list(undivided(run))
     for one, other in ((ACTOR, REF), (CRITIC, REWARD)):
         together = {one, other} <= ranks.keys() and ranks[one].group == ranks[other].group == one
         if together and ranks[one].ranks != ranks[other].ranks:
@@ -312,7 +321,25 @@ def _mismatches_of_engines(run: Run, shapes: Mapping[str, Shape]) -> list[str]:
         found.append(
             f"vLLM cannot split {shape.heads} heads over {engines.size} GPUs: use a size that divides them"
         )
+    elif engines and not shape.latent and shape.kv_heads % engines.size and engines.size % shape.kv_heads:
+        found.append(
+            f"vLLM can neither split {shape.kv_heads} KV heads over {engines.size} GPUs nor give each GPU "
+            "one: use a size that divides them, or a multiple of them"
+        )
     return found
+
+
+def _too_long(run: Run, shape: Shape, variables: Mapping[str, str]) -> list[str]:
+    """A line if vLLM refuses the length of the run; before OpenRLHF 0.9 it has no variable that allows it."""
+    allowed = not run.flat and variables.get(ALLOW_LONG, "").strip().lower() in ("1", "true")
+    if run.request.engines is None or not shape.max_length or run.length <= shape.max_length or allowed:
+        return []
+    flags = "--prompt_max_len and --generate_max_len" if run.flat else "--data.max_len"
+    return [
+        f"vLLM refuses sequences of {run.length} tokens: the model has at most {shape.max_length} "
+        f"(max_position_embeddings): lower {flags}"
+        + ("" if run.flat else f", or set {ALLOW_LONG}=1 (submit: --env)")
+    ]
 
 
 def _quantized(run: Run) -> list[str]:

@@ -1,5 +1,6 @@
 """The machines to plan on: from options, from a YAML file, or from a running Ray cluster."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -105,11 +106,14 @@ def _gpu_type(resources: Mapping[str, Any]) -> str:
     return next(found, "")
 
 
-def ray_machines(gpu_memory: float) -> list[Machine]:
-    """The machines of the connected Ray cluster; ``gpu_memory`` in GiB per GPU."""
+def ray_machines(gpu_memory: float, variables: Mapping[str, str] = os.environ) -> list[Machine]:
+    """The machines of the connected Ray cluster that ``variables``, those of the run, do not exclude.
+
+    ``gpu_memory`` in GiB per GPU.
+    """
     from rlhf_stack.placement import reservation
 
-    return machines_of_nodes(ray.nodes(), reservation.free_nodes(), gpu_memory)
+    return machines_of_nodes(ray.nodes(), reservation.free_nodes(variables), gpu_memory)
 
 
 def _machines(entries: Sequence[Mapping[str, Any]], where: str) -> list[Machine]:

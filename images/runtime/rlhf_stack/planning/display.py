@@ -176,12 +176,18 @@ def _spanned(engines: Sequence[Sequence[int]], least: int) -> str:
     if not engines:
         return "not placed"
     found = spans(engines)
+    if len(found) == 1:
+        needed = "needs to" if found[0] == least else f"needs {least}"
+        return (
+            "the engine is on one node" if found[0] == 1 else f"the engine spans {found[0]} nodes ({needed})"
+        )
     if least == 1:
         return f"{sum(span > 1 for span in found)} of {len(found)} engines straddle nodes"
     if max(found) == least:
         return f"each of {len(found)} engines spans {least} nodes (needs to)"
     more = sum(span > least for span in found)
-    return f"{more} of {len(found)} engines span up to {max(found)} nodes, {least} are needed"
+    verb = "spans" if more == 1 else "span"
+    return f"{more} of {len(found)} engines {verb} up to {max(found)} nodes, {least} are needed"
 
 
 def _node_values(node: PlannedNode) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
+from rlhf_stack.compat import attention_provider
 from rlhf_stack.config import env_vars
 from rlhf_stack.memory import Shape
+from rlhf_stack.memory.activations import EAGER
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.planning.advice import LOWEST_UTILIZATION, STEP, flag
 from rlhf_stack.planning.assessment import assess
@@ -176,23 +177,25 @@ def _engine_settings(run: Run) -> Iterator[Setting]:
 
 
 def _attention_settings(before: Run, run: Run) -> Iterator[Setting]:
-    if run.flat:
-        has = run.attention == FLASH
-        reason = (
-            "flash-attn is installed: attention scores are not stored"
-            if has
-            else "flash-attn is not installed"
-        )
-        yield Setting(flag(run, "attention"), reason, dropped=not has)
-    elif run.attention == FLASH or before.attention.startswith("flash"):
-        reason = "flash-attn is installed" if run.attention == FLASH else "flash-attn is not installed"
-        yield Setting(flag(run, "attention", run.attention), f"{reason}: scores are not stored either way")
+    if not run.flat and before.attention != FLASH:
+        return
+    is_served = run.attention == FLASH
+    reason = (
+        f"attention scores are not stored: {attention_provider.provider()} computes it"
+        if is_served
+        else f"nothing here computes {FLASH}, which packed samples need"
+    )
+    values = () if run.flat else (run.attention,)
+    yield Setting(flag(run, "attention", *values), reason, dropped=run.flat and not is_served)
 
 
 def _attention(run: Run) -> str:
-    """The attention implementation: the configured one, unless it needs a missing package."""
-    if find_spec("flash_attn") is not None:
-        return FLASH
-    if not run.attention.startswith("flash"):
+    """FlashAttention if anything here computes it, unless the user of a release with sections chose another.
+
+    Without sections the only other one is eager attention, which stores its scores.
+    """
+    if not run.flat and run.attention != FLASH:
         return run.attention
-    return "eager" if run.flat else PLAIN
+    if attention_provider.provider():
+        return FLASH
+    return EAGER if run.flat else PLAIN

@@ -9,6 +9,8 @@ SUCCEEDED, FAILED, STOPPED, HEAD_LOST = "SUCCEEDED", "FAILED", "STOPPED", "HEAD 
 WRONG_USAGE = 2
 FAILURES_OF_A_NODE = 2  # after which the next attempt does not use it
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory\b|No available memory for the cache blocks")
+UNPLACED = re.compile(r"\bPlacementError\b")
+OF_THE_CLUSTER = re.compile(r"\b(?:PeerError|PlacementError)\b")  # a lost rank or node, or too few nodes
 VARIES = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{16,}\b|\d+(?:\.\d+)*")
 
 
@@ -17,9 +19,10 @@ class Attempt:
     """One job of a run.
 
     It began at step ``resumed`` + 1 and ended when the checkpoint of step ``saved`` was the last complete one
-    (0: none). ``lost`` are the addresses of nodes that did not answer at its end. ``causes`` are known causes
-    in its output that the versions and settings of this image confirm. Before it the run was not running for
-    ``waited`` seconds, and ``changed`` is what differs from the attempt before.
+    (0: none). ``lost`` are the addresses of nodes that ended during it or did not answer at its end, except
+    those that the autoscaler removed because they were idle. ``causes`` are known causes in its output that
+    the versions and settings of this image confirm. Before it the run was not running for ``waited`` seconds,
+    and ``changed`` is what differs from the attempt before.
     """
 
     job: str
@@ -39,7 +42,8 @@ def why_not_again(attempts: Sequence[Attempt], restarts: int) -> str | None:
     """Return why the run is not submitted again after its last attempt, None if it is.
 
     Whatever would fail again in the same way is not repeated: a rejected command line, a confirmed known
-    cause, memory that was exhausted before any progress, or the same error twice without progress.
+    cause, memory that was exhausted before any progress, or the same error of the program in two attempts in
+    sequence of which neither made progress. Errors of the cluster are repeated up to ``restarts`` times.
     """
     last = attempts[-1]
     if last.status == STOPPED:
@@ -48,7 +52,7 @@ def why_not_again(attempts: Sequence[Attempt], restarts: int) -> str | None:
         return f"{restarts} of {restarts} restarts are used"
     if last.code == WRONG_USAGE:
         return "its command line was rejected"
-    if last.lost or last.status == HEAD_LOST:
+    if _lost_machines(last):
         return None
     return next(_permanent_causes(attempts), None)
 
@@ -62,8 +66,20 @@ def _permanent_causes(attempts: Sequence[Attempt]) -> Iterator[str]:
         return
     if OUT_OF_MEMORY.search(last.error):
         yield "it ran out of memory before it saved a checkpoint, and would do so again"
-    if before and not before.lost and last.error and kind_of(before.error) == kind_of(last.error):
+    if before is None or before.saved > before.resumed or _lost_machines(before):
+        return
+    is_same = last.error and kind_of(before.error) == kind_of(last.error)
+    if is_same and not OF_THE_CLUSTER.search(last.error):
         yield f"it failed twice with the same error and without progress after step {last.resumed}"
+
+
+def _lost_machines(attempt: Attempt) -> bool:
+    return bool(attempt.lost) or attempt.status == HEAD_LOST
+
+
+def is_unplaced(attempt: Attempt) -> bool:
+    """Return whether the attempt ended because the cluster had no room for it while it waited."""
+    return bool(UNPLACED.search(attempt.error))
 
 
 def excluded_nodes(attempts: Sequence[Attempt]) -> list[str]:

@@ -6,7 +6,7 @@ fault ``latest`` may therefore name a checkpoint without the files of other rank
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,7 @@ def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
     flag = "--load_checkpoint" if run.flat else "--ckpt.load_enable"
     saved = 0 if without else max(0, every)
     of_zero = run.zero.stage, run.tensor_parallel, is_universal
-    unsaved = tuple(_unsaved(run, parsed.values))
-    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, *of_zero, unsaved)
+    return run, Checkpoints(Path(folder), ranks, saved, flag, loads, *of_zero, _unsaved(run))
 
 
 def _settings(run: Run, values: Any) -> tuple[str, int, bool, bool]:
@@ -163,16 +162,10 @@ def _settings(run: Run, values: Any) -> tuple[str, int, bool, bool]:
     return own.path, own.save_steps, own.load_enable, own.disable_ds
 
 
-def _unsaved(run: Run, values: Any) -> Iterator[str]:
-    """Describe the state of a run that OpenRLHF writes to no checkpoint."""
-    if values.kl_target if run.flat else values.algo.kl.target:
-        flag = "--kl_target" if run.flat else "--algo.kl.target"
-        yield f"the coefficient of the adaptive KL penalty ({flag})"
-    if run.ema:
-        flag = "--enable_ema" if run.flat else "--train.enable_ema"
-        yield f"the moving average of the weights ({flag})"
-    if run.flat and values.pretrain_data:
-        yield "the position in --pretrain_data"
+def _unsaved(run: Run) -> tuple[str, ...]:
+    """Describe the state of a run that is in no checkpoint."""
+    flag = "--enable_ema" if run.flat else "--train.enable_ema"
+    return (f"the moving average of the weights ({flag})",) if run.ema else ()
 
 
 def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:

@@ -19,12 +19,16 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 STOP_SECONDS = 60.0
 SILENT_SECONDS = 60.0  # without output, after which the job server is asked for the job's state
 ANSWER_SECONDS = 15.0  # of the job server: Ray's client itself has no time limit
-LOST_SECONDS = 30.0  # without an answer, after which the head counts as lost
+LOST_SECONDS = 30.0  # without an answer, after which the head counts as lost, or is reported as silent
 POLL_SECONDS = 1.0
 
 
 class HeadLostError(UserError):
     """Ray's job server ended, or the connection to it, while a job ran."""
+
+
+class HeadSilentError(HeadLostError):
+    """Ray's job server does not answer: the job may still run."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,25 @@ def submit(address: str, words: Sequence[str], environment: Mapping[str, Any]) -
     return str(job)
 
 
-def follow(address: str, job: str, write: Callable[[str], None]) -> Ended:
+def follow(address: str, job: str, write: Callable[[str], None], seconds: float) -> Ended:
     """Pass the output of ``job`` to ``write`` until it ends; return its final state.
 
     A connection that breaks, or is silently dropped, is made again. Raises `HeadLostError` if the job server
-    does not answer any more or does not know the job.
+    does not know the job, `HeadSilentError` if it does not answer within ``seconds``.
     """
+
+    def ask() -> Any:
+        return _info(address, job, seconds)
+
     passed = 0  # characters
     while True:
         log, position = _Log(address, job), 0
-        while (text := _next_text(log, address, job)) is not None:
+        while (text := _next_text(log, ask)) is not None:
             position += len(text)
             if position > passed:
                 write(text[passed - position :])
                 passed = position
-        info = _info(address, job)
+        info = ask()
         if (status := _status(info)) in ENDED:
             break
         time.sleep(POLL_SECONDS)
@@ -93,28 +101,34 @@ class _Log:
             self.texts.put(None)
 
 
-def _next_text(log: _Log, address: str, job: str) -> str | None:
-    """The next text of a log, None at its end; a silent one ends with its job."""
+def _next_text(log: _Log, ask: Callable[[], Any]) -> str | None:
+    """The next text of a log, None at its end; a silent one ends with its job, of which ``ask`` has news."""
     while True:
         try:
             return log.texts.get(timeout=SILENT_SECONDS)
         except queue.Empty:
-            if _status(_info(address, job)) in ENDED:
+            if _status(ask()) in ENDED:
                 return None
 
 
-def _info(address: str, job: str) -> Any:
-    """Ray's ``JobDetails``; `HeadLostError` if its server does not answer or does not know the job."""
+def _info(address: str, job: str, seconds: float) -> Any:
+    """Ray's ``JobDetails``; `HeadLostError` if its server does not know the job or answer in ``seconds``."""
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
-    end = time.monotonic() + LOST_SECONDS
+    begun, is_reported = time.monotonic(), False
     while True:
         try:
             return _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).get_job_info(job))
         except (OSError, RuntimeError, RayError) as error:
-            if "does not exist" in str(error) or time.monotonic() > end:
-                raise _lost(job, address, summarize_ray_error(error)) from None
+            why, silent = summarize_ray_error(error), time.monotonic() - begun
+            if "does not exist" in str(error):
+                raise HeadLostError(_lost(job, address, why), LOST) from None
+            if silent > seconds:
+                raise HeadSilentError(_lost(job, address, why), LOST) from None
+            if silent > LOST_SECONDS and not is_reported:
+                messages.warning(f"no answer from Ray's head for {silent:.0f} of {seconds:.0f} s: {why}")
+                is_reported = True
         time.sleep(POLL_SECONDS)
 
 
@@ -142,34 +156,44 @@ def _status(info: Any) -> str:
     return str(getattr(info.status, "value", info.status))
 
 
-def ray_job(address: str, job: str) -> str:
-    """Return the id that Ray's processes know ``job`` by; empty if its driver has not connected to Ray."""
+def ray_job(address: str, job: str, seconds: float) -> str:
+    """Return the id that Ray's processes know ``job`` by; empty if its driver has not connected to Ray.
+
+    `TimeoutError` if the job server does not answer in ``seconds``, or in `ANSWER_SECONDS` if these are less.
+    """
     from ray.job_submission import JobSubmissionClient
 
-    return str(JobSubmissionClient(address).get_job_info(job).job_id or "")
+    limit = min(seconds, ANSWER_SECONDS)
+    return str(_within(limit, lambda: JobSubmissionClient(address).get_job_info(job)).job_id or "")
 
 
-def stop(address: str, job: str) -> None:
-    """Stop ``job``; return when it has ended or after `STOP_SECONDS`. A warning if that fails."""
-    from aiohttp import ClientError
+def stop(address: str, job: str) -> bool:
+    """Stop ``job``; return whether it has ended, within `STOP_SECONDS`. A warning if not."""
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
+    def ask() -> Any:
+        return JobSubmissionClient(address).get_job_info(job)
+
     try:
-        if _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job)):
-            tail = _tail(JobSubmissionClient(address), job, lambda _: None)
-            asyncio.run(asyncio.wait_for(tail, STOP_SECONDS))
-    except (OSError, RuntimeError, RayError, ClientError) as error:
-        why = summarize_ray_error(error) if str(error) else f"it has not ended in {STOP_SECONDS:.0f} s"
+        is_running = _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job))
+        end = time.monotonic() + STOP_SECONDS
+        while is_running and _status(_within(ANSWER_SECONDS, ask)) not in ENDED:
+            if time.monotonic() > end:
+                raise TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
+    except (OSError, RuntimeError, RayError) as error:
+        why = summarize_ray_error(error)
         messages.warning(f"job {job} may still run after its stop was requested: {why}")
+        return False
+    return True
 
 
-def _lost(job: str, address: str, why: str) -> HeadLostError:
-    return HeadLostError(
+def _lost(job: str, address: str, why: str) -> str:
+    return (
         f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
         "too, and a restarted head does not know them: submit the command again, with the flag that loads "
-        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}",
-        LOST,
+        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}"
     )
 
 

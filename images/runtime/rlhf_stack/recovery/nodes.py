@@ -1,10 +1,11 @@
 """The nodes of the cluster after a fault: which still answer, and what the ended run left on them."""
 
 import subprocess
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_stack.compat.ray_private import was_removed_when_idle
 from rlhf_stack.lazy import ray
 
 REAP = ("rlhf-stack", "reap", "--yes")
@@ -14,10 +15,17 @@ ANSWER_SECONDS = 90.0  # Ray notices a node that was cut off after about a minut
 
 @dataclass(frozen=True)
 class Nodes:
-    """Addresses of live nodes by whether they answer; a node that Ray still lists may have ended."""
+    """Addresses of live nodes by whether they answer; a node that Ray still lists may have ended.
 
-    answering: tuple[str, ...]
+    ``answering`` has Ray's id of each node, which is another one after it was restarted. ``gone`` has, by id,
+    address and reason ("" if Ray gives none) of each node that is dead or does not answer, except those that
+    the autoscaler removed because they were idle, whose ids are ``removed``.
+    """
+
+    answering: Mapping[str, str]
     silent: tuple[str, ...]
+    gone: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
 
 
 def clean_nodes() -> Nodes:
@@ -28,20 +36,46 @@ def clean_nodes() -> Nodes:
     tasks = {
         reap.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
-        ).remote(): (str(entry["NodeManagerAddress"]))
+        ).remote(): (str(entry["NodeManagerAddress"]), str(entry["NodeID"]))
         for entry in ray.nodes()
         if entry["Alive"]
     }
     done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=ANSWER_SECONDS)
     for task in pending:
         ray.cancel(task, force=True)
-    answering = {tasks[task] for task in done if _succeeded(task)}
-    return Nodes(tuple(sorted(answering)), tuple(sorted(set(tasks.values()) - answering)))
+    answering = dict(sorted(tasks[task] for task in done if _succeeded(task)))
+    silent = {node for address, node in tasks.values() if answering.get(address) != node}
+    table = {
+        str(entry["NodeID"]): entry  # read again: Ray has found out meanwhile why some are silent
+        for entry in ray.nodes()
+        if not entry["Alive"] or entry["NodeID"] in silent
+    }
+    return Nodes(
+        answering,
+        tuple(sorted({address for address, _ in tasks.values()} - answering.keys())),
+        {
+            node: (str(entry["NodeManagerAddress"]), str(entry.get("DeathReasonMessage") or ""))
+            for node, entry in table.items()
+            if not was_removed_when_idle(entry)
+        },
+        tuple(node for node, entry in table.items() if was_removed_when_idle(entry)),
+    )
 
 
-def missing(before: Collection[str], now: Nodes) -> tuple[str, ...]:
-    """Return the nodes of ``before`` that do not answer ``now``."""
-    return tuple(sorted(set(before) - set(now.answering)))
+def lost_nodes(before: Mapping[str, str], gone: Collection[str], now: Nodes) -> dict[str, str]:
+    """Return Ray's reason ("" if it gives none) by the address of each node that was lost.
+
+    ``before`` are the nodes that answered and ``gone`` the ids of those that were gone when the job was
+    placed. A node that is gone ``now`` is lost, also if it joined since, and so is one of ``before`` whose
+    address does not answer or is that of another Ray node; not one that was removed because it was idle.
+    """
+    found = {
+        address: ""
+        for address, node in before.items()
+        if now.answering.get(address) != node and node not in now.removed
+    }
+    found |= {address: reason for node, (address, reason) in now.gone.items() if node not in gone}
+    return dict(sorted(found.items()))
 
 
 def _succeeded(task: Any) -> bool:

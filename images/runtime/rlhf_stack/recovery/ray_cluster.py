@@ -1,7 +1,7 @@
 """The Ray cluster of a supervised run, as `supervisor.Cluster` describes it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
@@ -17,8 +17,9 @@ PREFIX = "supervised/"
 class RayCluster:
     """A job server at ``server`` and the cluster at ``address``; ``run`` identifies the run in its GCS.
 
-    ``assess`` returns why a command line cannot start now, ``environment`` the ``runtime_env`` of a job, and
-    ``causes`` the known causes in an output that the versions and settings of this image confirm.
+    ``assess`` returns why a command line cannot start now with the variables of its job, ``environment`` the
+    ``runtime_env`` of a job, and ``causes`` the known causes in an output that the versions and settings of
+    this image confirm. A head that does not answer is awaited for ``seconds`` while a job runs.
     """
 
     def __init__(
@@ -26,28 +27,29 @@ class RayCluster:
         server: str,
         address: str,
         run: str,
-        assess: Callable[[Sequence[str]], list[str]],
+        assess: Callable[[Sequence[str], Mapping[str, str], bool], list[str]],
         environment: Callable[[], dict[str, Any]],
         causes: Callable[[str], list[str]],
+        seconds: float,
     ) -> None:
         self._server, self._address, self._key = server, address, PREFIX + run
         self._assess, self._environment = assess, environment
-        self.known_causes = causes
-        self._excluded_by_user = set(filter(None, os.environ.get(env_vars.EXCLUDED_NODES, "").split(",")))
+        self.known_causes, self._seconds = causes, seconds
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
-        """Return why the run cannot start on the free resources of nodes that are not ``excluded``."""
-        self._exclude(excluded)
-        return self._assess(words)
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+        """Return why the run cannot start on the free resources of nodes that are not ``excluded``.
+
+        With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
+        """
+        return self._assess(words, self._environment_without(excluded)["env_vars"], scales)
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
         """Submit the run; no rank or engine of it is placed on an ``excluded`` node."""
-        self._exclude(excluded)
-        return jobs.submit(self._server, words, self._environment())
+        return jobs.submit(self._server, words, self._environment_without(excluded))
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         """Follow a job until it ends."""
-        return jobs.follow(self._server, job, write)
+        return jobs.follow(self._server, job, write, self._seconds)
 
     def clean(self) -> Nodes:
         """Remove what the run left on each node."""
@@ -64,6 +66,11 @@ class RayCluster:
         with connected(self._address):
             return next((state for state in gcs_kv.list_records(self._key) if state), None)
 
-    def _exclude(self, nodes: Sequence[str]) -> None:
-        """Exclude ``nodes`` and those of the user from the placement of this process and of its jobs."""
-        os.environ[env_vars.EXCLUDED_NODES] = ",".join(sorted({*self._excluded_by_user, *nodes}))
+    def _environment_without(self, nodes: Sequence[str]) -> dict[str, Any]:
+        """Return the ``runtime_env`` of a job that is not placed on ``nodes``, nor on those of the user."""
+        environment = self._environment()
+        if not nodes:
+            return environment
+        variables = environment["env_vars"]
+        excluded = {*env_vars.excluded_nodes(os.environ | variables), *nodes}
+        return environment | {"env_vars": variables | {env_vars.EXCLUDED_NODES: ",".join(sorted(excluded))}}

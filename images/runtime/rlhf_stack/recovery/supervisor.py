@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from rlhf_stack import known_bad
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import one_line, shortened
 from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery.attempts import (
     FAILED,
@@ -18,12 +19,13 @@ from rlhf_stack.recovery.attempts import (
     SUCCEEDED,
     Attempt,
     excluded_nodes,
+    is_unplaced,
     kind_of,
     why_not_again,
 )
 from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
-from rlhf_stack.recovery.job import Ended, HeadLostError
-from rlhf_stack.recovery.nodes import Nodes, missing
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
+from rlhf_stack.recovery.nodes import Nodes, lost_nodes
 from rlhf_stack.recovery.smaller import (
     changed_layout,
     why_no_fewer_engines,
@@ -44,14 +46,17 @@ class GivenUpError(UserError):
 class Cluster(Protocol):
     """What the supervisor needs of a Ray cluster and of its job server."""
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
-        """Return why the run cannot start on the free resources now."""
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+        """Return why the run cannot start on the free resources now.
+
+        With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
+        """
 
     def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
         """Submit the run; return the id of the job."""
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
-        """Follow a job until it ends; `HeadLostError` if the head ends first."""
+        """Follow a job until it ends; `HeadLostError` if the head ends first, or does not answer."""
 
     def clean(self) -> Nodes:
         """Remove what the run left on each node; `UserError` if the head does not answer."""
@@ -81,8 +86,9 @@ class State:
     """The progress of a supervised run: the command line of ``job``, the attempts before it, and its nodes.
 
     ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
-    is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``waited`` and
-    ``changed`` are those of the `Attempt` of ``job``.
+    is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``nodes`` has
+    Ray's id of the node at each address when ``job`` was placed, and ``gone`` the ids of nodes that were dead
+    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``.
     """
 
     words: list[str]
@@ -90,11 +96,12 @@ class State:
     job: str = ""
     resumed: int = 0
     converted: int = 0
-    nodes: list[str] = field(default_factory=list)
+    nodes: dict[str, str] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
     readmitted: list[str] = field(default_factory=list)
     waited: float = 0.0
     changed: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
 
     @property
     def excluded(self) -> list[str]:
@@ -140,10 +147,13 @@ class Supervisor:
         self._run, self._checkpoints = describe(state.words)
 
     def supervise(self) -> Ended:
-        """Return the final state of the last job; `GivenUpError` if another attempt cannot be placed."""
+        """Return the final state of the last job.
+
+        Raises `GivenUpError` if another attempt cannot be placed, `HeadSilentError` if the job may still run.
+        """
         state = self.state
         if not state.nodes:
-            state.nodes = list(self._cluster.clean().answering)
+            self._keep(self._cluster.clean())
         while True:
             if not state.job:
                 state.job = self._submit()
@@ -153,6 +163,9 @@ class Supervisor:
             state.attempts.append(attempt)
             if ended.status == SUCCEEDED:
                 return ended
+            if isinstance(lost_head, HeadSilentError):
+                messages.warning("not submitted again: the job may still run; the same command follows it")
+                raise lost_head
             if reason := why_not_again(state.attempts, self._limits.restarts):
                 if self._limits.restarts:
                     messages.warning(f"not submitted again: {reason}")
@@ -192,7 +205,7 @@ class Supervisor:
         output, status = "".join(kept), ended.status
         if status not in (SUCCEEDED, HEAD_LOST):
             try:
-                lost = missing(state.nodes, self._cluster.clean())
+                lost = self._lost(self._cluster.clean())
             except UserError as problem:  # `_placeable` waits for the head; no node is blamed meanwhile
                 messages.warning(f"the head was lost after job {ended.job} had ended: {problem}")
                 status = HEAD_LOST if status == FAILED else status
@@ -214,6 +227,22 @@ class Supervisor:
             tuple(state.changed),
         )
         return ended, attempt, lost_head
+
+    def _keep(self, nodes: Nodes, excluded: Sequence[str] = ()) -> None:
+        """Keep the nodes on which the job is placed, and those that cannot be lost during it."""
+        usable = {address: node for address, node in nodes.answering.items() if address not in excluded}
+        self.state.nodes, self.state.gone = usable, sorted(nodes.gone)
+
+    def _lost(self, now: Nodes) -> tuple[str, ...]:
+        """Return, and report with Ray's reasons, the nodes that the job may have used and that were lost."""
+        excluded, found = self.state.excluded, lost_nodes(self.state.nodes, self.state.gone, now)
+        lost = {address: reason for address, reason in found.items() if address not in excluded}
+        if lost:
+            reasons = (
+                f"{address} ({shortened(one_line(why)) or 'unknown'})" for address, why in lost.items()
+            )
+            messages.warning(f"lost nodes (Ray's reason): {', '.join(reasons)}")
+        return tuple(lost)
 
     def _prepare(self) -> None:
         """Select the checkpoint, and wait until the cluster has room for the next attempt."""
@@ -242,53 +271,65 @@ class Supervisor:
                 messages.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
-        """Wait for nodes; return the command line that can be placed, a smaller one if it must."""
+        """Wait for nodes; return the command line that can be placed, a smaller one if it must.
+
+        A run that may ask an autoscaler for nodes does so itself, once, before anything waits for them here.
+        """
         state, limits = self.state, self._limits
+        scales = not is_unplaced(state.attempts[-1])
         excluded = state.excluded
         if excluded:
             messages.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
         end = time.monotonic() + limits.seconds
         while True:
-            nodes, problems = self._look(state.words, excluded)
+            nodes, problems = self._look(state.words, excluded, scales)
+            usable = [address for address in nodes.answering if address not in excluded]
             if not problems:
-                state.nodes = [address for address in nodes if address not in excluded]
+                self._keep(nodes, excluded)
                 return state.words
             if time.monotonic() > end:
                 break
             time.sleep(POLL_SECONDS)
-        usable = [address for address in nodes if address not in excluded]
-        words, why_not = self._smaller(usable, excluded)
+        words, why_not = self._smaller(len(usable), excluded)
         if words:
-            state.nodes = usable
+            self._keep(nodes, excluded)
             return words
         if excluded and not self._look(state.words, ())[1]:
             messages.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
-            state.readmitted, state.nodes = excluded_nodes(state.attempts), list(nodes)
+            state.readmitted = excluded_nodes(state.attempts)
+            self._keep(nodes)
             return state.words
         raise GivenUpError(
             f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
             f"({', '.join(usable) or 'none'}): {problems[0]}\n  no smaller layout is used: {why_not}"
         )
 
-    def _smaller(self, usable: Sequence[str], excluded: Sequence[str]) -> tuple[list[str], str]:
+    def _smaller(self, usable: int, excluded: Sequence[str]) -> tuple[list[str], str]:
         """Return the largest smaller command line that can be placed, or none and the reason."""
         state, least = self.state, self._limits.min_nodes
         if least is None:
             return [], "--min-nodes is not given"
-        if len(usable) < least:
+        if usable < least:
             return [], f"--min-nodes is {least}"
         refused: list[str] = []
         for words in with_fewer_engines(state.words, self._run):
-            if not (problems := self._cluster.problems(words, excluded)):
-                messages.warning(f"continuing on {len(usable)} nodes with fewer engines")
+            if not (problems := self._problems(words, excluded)):
+                messages.warning(f"continuing on {usable} nodes with fewer engines")
                 return words, ""
             refused.append(self._refusal(words, problems))
         if words := self._with_fewer_ranks(excluded, refused):
-            messages.warning(f"continuing on {len(usable)} nodes with fewer ranks of the trainer")
+            messages.warning(f"continuing on {usable} nodes with fewer ranks of the trainer")
             return words, ""
         impossible = [why_no_fewer_engines(self._run), why_no_fewer_ranks(self._run)]
         kinds = {kind_of(reason): reason for reason in reversed(refused)}
         return [], "; ".join([*filter(None, impossible), *reversed(kinds.values())])
+
+    def _problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+        """Why a smaller command line cannot be placed; its numbers may also contradict each other."""
+        try:
+            return self._cluster.problems(words, excluded)
+        except UserError as error:
+            return [str(error)]
 
     def _refusal(self, words: Sequence[str], problems: Sequence[str]) -> str:
         return f"{', '.join(changed_layout(self.state.words, words))}: {problems[0].splitlines()[0]}"
@@ -305,7 +346,7 @@ class Supervisor:
             is_any = True
             # A checkpoint is loaded once it is converted, so that it is no obstacle before.
             bare = [word for word in words if word not in (load, UNIVERSAL_FLAG)]
-            if problems := self._cluster.problems(bare, excluded):
+            if problems := self._problems(bare, excluded):
                 refused.append(self._refusal(words, problems))
                 continue
             if not saved:
@@ -324,15 +365,17 @@ class Supervisor:
         nodes = {"without": now - before, "again with": before - now}
         return [f"{how} {', '.join(sorted(those))}" for how, those in nodes.items() if those]
 
-    def _look(self, words: Sequence[str], excluded: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-        """The nodes that answer, and why the run cannot be placed on them now."""
+    def _look(
+        self, words: Sequence[str], excluded: Sequence[str], scales: bool = False
+    ) -> tuple[Nodes, list[str]]:
+        """The nodes, and why the run cannot be placed on those that answer now."""
         try:
             nodes = self._cluster.clean()
             if unknown := [address for address in nodes.silent if address not in excluded]:
-                return nodes.answering, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
-            return nodes.answering, self._cluster.problems(words, excluded)
+                return nodes, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
+            return nodes, self._cluster.problems(words, excluded, scales)
         except UserError as error:  # the head has not been restarted yet
-            return (), [str(error)]
+            return Nodes({}, ()), [str(error)]
 
 
 def last_saved(checkpoints: Checkpoints, state: State) -> int:

@@ -1,6 +1,7 @@
 """Checks of the sync backend that a run requests, and creation of its group."""
 
 import logging
+import socket
 from typing import Any
 
 from rlhf_stack.accelerator import devices
@@ -40,14 +41,23 @@ def check_backend(backend: str, with_ray: bool) -> None:
         raise SyncError(f"{defect}, or --vllm.sync_backend gloo")
 
 
-def create_group(host: str, port: int, rank: int, world: int, device: Any, backend: str) -> WeightGroup:
-    """Join the sync group of ``world`` ranks whose rank 0 listens on ``host``:``port``.
+def create_group(
+    host: str,
+    port: int,
+    rank: int,
+    world: int,
+    device: Any,
+    backend: str,
+    listener: socket.socket | None = None,
+) -> WeightGroup:
+    """Join the sync group of ``world`` ranks whose rank 0 listens on ``host``:``port``, with ``listener`` if
+    it has one already.
 
     ``device`` holds the weights. NCCL needs a GPU: on a CPU, rank 0 logs a warning and the group uses gloo.
     ``auto`` uses NCCL if it works between all ranks, else gloo.
     """
     check_backend(backend, with_ray=False)
-    members = Members(host, port, rank, world)
+    members = Members(host, port, rank, world, listener)
     if backend == "auto":
         return backend_selection.select_group(members, lambda separate: _nccl(separate, device))
     if backend == "nccl" and devices.is_gpu():

@@ -33,22 +33,15 @@ def refuse_gloo_only(why: str) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Reach:
-    """How many nodes rank 0 sends to, and the least memory in bytes that is left on a node of the group."""
-
-    nodes: int
-    room: int
-
-
 @dataclass
 class Encodings:
     """Selects how the next sync of a group is encoded, by the setting and by what previous ones took.
 
-    Every group begins with all weights, and so does the sync after a failed one.
+    ``nodes`` is the number of nodes that rank 0 sends to. Every group begins with all weights, and so does
+    the sync after a failed one.
     """
 
-    reach: Reach
+    nodes: int
     setting: str = field(default_factory=env_vars.sync_sparse)
     every: int = field(default_factory=env_vars.sync_full_every)
     encoding: str = FULL  # of the last sync
@@ -58,11 +51,14 @@ class Encodings:
     _full: list[float] = field(default_factory=list)
     _changed: list[float] = field(default_factory=list)
 
-    def select(self, content: Sequence[Any], size: int) -> str:
-        """Return the encoding of a sync of ``content``, ``size`` bytes; until `ended` it counts as failed."""
+    def select(self, content: Sequence[Any], size: int, left: int) -> str:
+        """Return the encoding of a sync of ``content``, ``size`` bytes; until `ended` it counts as failed.
+
+        ``left`` are the bytes of host memory that are left on the node that has least.
+        """
         kept, self._kept = self._kept, None
         before = self.encoding
-        if self.setting == "off" or (self.setting == "auto" and (why := self._why_full(size))):
+        if self.setting == "off" or (self.setting == "auto" and (why := self._why_full(size, left))):
             self.encoding = FULL
             if before != FULL:
                 run_log.info(f"weight sync: all weights are sent again: {why}")
@@ -86,9 +82,9 @@ class Encodings:
             self._since = 1
         self._kept = None if self.encoding == FULL else content
 
-    def _why_full(self, size: int) -> str:
+    def _why_full(self, size: int, left: int) -> str:
         """Return why `auto` sends all weights, "" if it does not."""
-        if not self.reach.nodes:
+        if not self.nodes:
             return "all ranks are on one node"
         if not self._full:
             return "no sync has been measured"
@@ -96,6 +92,6 @@ class Encodings:
             return f"that takes {seconds:.2f} s"
         if self._changed and min(self._changed) > seconds:
             return f"that takes {seconds:.2f} s, and changed elements {min(self._changed):.2f} s"
-        if self.encoding == FULL and self.reach.room < ROOM * size:
-            return f"a node has {self.reach.room / GIGA:.2f} GB of memory left"
+        if self.encoding == FULL and left < ROOM * size:
+            return f"a node has {left / GIGA:.2f} GB of memory left"
         return ""

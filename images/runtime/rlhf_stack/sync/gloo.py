@@ -7,12 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 from rlhf_stack.accelerator import devices
-from rlhf_stack.cluster.host import available_memory
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
 from rlhf_stack.sync.buckets import chain_order
-from rlhf_stack.sync.encoding import Encodings, Reach
+from rlhf_stack.sync.encoding import Encodings
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Buffers, Watch, released_after, unwatched
 from rlhf_stack.sync.kept import Kept
@@ -71,8 +70,7 @@ class GlooGroup:
         self._leader = leaders[self.rank]
         self._followers = [rank for rank, leader in enumerate(leaders) if leader == self.rank != rank]
         self.leads = self._leader == self.rank
-        room = members.exchange("room", str(available_memory()), time.monotonic() + env_vars.sync_timeout())
-        self.encodings = Encodings(Reach(len(set(leaders)) - 1, min(map(int, room))))
+        self.encodings = Encodings(len(set(leaders)) - 1)
         order = [rank for rank in chain_order(members.addresses) if leaders[rank] == rank]
         position = order.index(self._leader)
         self._previous = order[position - 1] if position else None

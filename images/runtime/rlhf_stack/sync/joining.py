@@ -8,12 +8,12 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.cluster.answer_once import idempotent
-from rlhf_stack.cluster.host import free_port
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync import same_gpu
 from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_results
 from rlhf_stack.sync.backend import create_group, requested_backend
 from rlhf_stack.sync.errors import SyncError
+from rlhf_stack.sync.membership import listen
 from rlhf_stack.sync.trainer import engine_indices, own_group
 
 WHAT = "the engines to join the weight-sync group"
@@ -25,16 +25,17 @@ def join_engines(trainer: Any) -> None:
     backend, size = requested_backend(arguments), arguments.vllm.tensor_parallel_size
     world = 1 + len(trainer.vllm_engines) * size
     host = ray.util.get_node_ip_address()
-    port = free_port(host)
-    references = [
-        call("join_weight_group", host, port, 1 + index * size, world, backend)
-        for index, call in enumerate(engine_calls(trainer.vllm_engines))
-    ]
-    try:
-        group = create_group(host, port, 0, world, devices.current_device(), backend)
-    except SyncError:
-        raise_engine_error(references)  # it is the cause
-        raise
+    with listen(host) as listener:
+        port = listener.getsockname()[1]
+        references = [
+            call("join_weight_group", host, port, 1 + index * size, world, backend)
+            for index, call in enumerate(engine_calls(trainer.vllm_engines))
+        ]
+        try:
+            group = create_group(host, port, 0, world, devices.current_device(), backend, listener)
+        except SyncError:
+            raise_engine_error(references)  # it is the cause
+            raise
     trainer._model_update_group = group
     wait_for_engine_results(references, WHAT)
 

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import functools
 import json
 import math
 import os
@@ -34,10 +35,13 @@ Ended = Callable[[float], bool]
 class Members:
     """All ranks of a sync group, connected to a store that rank 0 serves at ``host``:``port``.
 
-    `SyncError` names the ranks that do not join in time.
+    ``listener`` is rank 0's socket there (`listen`), if it has one already. `SyncError` names the ranks that
+    do not join in time.
     """
 
-    def __init__(self, host: str, port: int, rank: int, world: int) -> None:
+    def __init__(
+        self, host: str, port: int, rank: int, world: int, listener: socket.socket | None = None
+    ) -> None:
         self.rank, self.world = rank, world
         self._host, self._port = host, port
         self._seconds = env_vars.sync_timeout()
@@ -46,8 +50,9 @@ class Members:
         self._failure_query: Background[bool] | None = None
         self._watch: Watch = unwatched
         end = time.monotonic() + self._seconds
-        listener = _listen(host, port) if rank == 0 else None
-        self.store = self._connect(end, is_server=rank == 0, listener=listener)
+        if rank == 0:
+            listener = listener or listen(host, port)
+        self.store = self._connect(end, listener)
         self.address = host if rank == 0 else _own_address(host, port)
         self.addresses = self.exchange("address", self.address, end)
 
@@ -160,14 +165,18 @@ class Members:
         """Return a rank's number and node, for logs and errors."""
         return f"rank {rank}{'' if rank else ' (the trainer)'} on {self.addresses[rank]}"
 
-    def _connect(self, end: float, is_server: bool = False, listener: int | None = None) -> Any:
+    def _connect(self, end: float, listener: socket.socket | None = None) -> Any:
+        """Connect to the store, which this rank serves with ``listener`` if it has one."""
         import torch.distributed as dist
 
         limit = timedelta(seconds=max(0.001, end - time.monotonic()))
-        options = {"wait_for_workers": False, "master_listen_fd": listener}
+        options = {
+            "wait_for_workers": False,
+            "master_listen_fd": None if listener is None else listener.detach(),
+        }
 
         def connected() -> Any:
-            store = dist.TCPStore(self._host, self._port, None, is_server, limit, **options)
+            store = dist.TCPStore(self._host, self._port, None, listener is not None, limit, **options)
             store.check(["connected"])  # the kernel accepts for a frozen process, and torch 2.3 asks nothing
             return store
 
@@ -358,7 +367,7 @@ class Members:
         try:
             _, absent = self.bounded(lambda: self._split(keys), time.monotonic() + env_vars.sync_grace())
         except RuntimeError:
-            return "not every rank joined, and rank 0 has stopped waiting or does not answer"
+            return f"not every rank joined, and rank 0 at {self._host} has stopped waiting or does not answer"
         missing = [str(part[0]) if len(part) == 1 else f"some of {part[0]} to {part[-1]}" for part in absent]
         return f"ranks [{first_names(missing, MOST_NAMED)}] of {self.world} did not join"
 
@@ -406,23 +415,28 @@ def gloo_device(address: str) -> Any:
     return ProcessGroupGloo.create_device(hostname=address)
 
 
-def _listen(host: str, port: int) -> int | None:
-    """Return a socket for the store that listens at ``host`` alone: engines unpickle what the store holds.
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket for a store that listens at ``host`` alone: engines unpickle what the store holds.
 
-    None if the address is not one of this machine, as behind NAT: torch then listens on all interfaces.
+    By default the kernel selects the port, which is then this socket's before another rank connects to it. An
+    address that is not one of this machine, as behind NAT, is served on all interfaces.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    server = functools.partial(socket.create_server, family=family, backlog=socket.SOMAXCONN)
     try:
-        return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
+        try:
+            return server((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            run_log.warning(
+                f"weight sync: {host} is not an address of this node, so its store listens on all interfaces"
+            )
+            return server(("", port))
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise SyncError(
-                f"weight sync: rank 0 (the trainer) cannot listen at {host}:{port}: {error}"
-            ) from error
-        run_log.warning(
-            f"weight sync: {host} is not an address of this node, so its store listens on all interfaces"
-        )
-        return None
+        raise SyncError(
+            f"weight sync: rank 0 (the trainer) cannot listen at {host}:{port}: {error}"
+        ) from error
 
 
 def _own_address(host: str, port: int) -> str:

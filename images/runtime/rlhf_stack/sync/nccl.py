@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.background import Background
-from rlhf_stack.sync.encoding import Encodings, Reach, refuse_gloo_only
+from rlhf_stack.sync.encoding import Encodings, refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers, Watch, released_after, unwatched
 from rlhf_stack.sync.kept import Kept
@@ -65,7 +65,7 @@ class StreamGroup:
         refuse_gloo_only("this group is NCCL's")
         self.rank, self.describe, self._members = members.rank, members.describe, members
         self.answers: dict[int, dict[str, Any]] = {}
-        self.encodings = Encodings(Reach(0, 0), "off")  # finding changed elements takes longer than NCCL
+        self.encodings = Encodings(0, "off")  # finding changed elements takes longer than NCCL
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.buffers = Buffers(self.device, pinned=False)
         self._stream = torch.cuda.Stream(self.device)

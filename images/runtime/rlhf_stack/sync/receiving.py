@@ -6,6 +6,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.host import available_memory
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import Bucket, ParameterSpec, Share, Span, plan_buckets
 from rlhf_stack.sync.changed import arriving, kept_memory
@@ -41,7 +42,7 @@ def receive(
     what ``encoding`` lets the node keep. With ``load_keeps`` the tensors are valid for as long as ``load``
     refers to them, and only their elements that ``reads`` needs are copied. Returns ``rank`` (in the group),
     ``who`` (rank and node, for logs), ``seconds`` in total, of these the seconds ``loading`` and ``waiting``,
-    and the bytes ``copied`` from where they arrived.
+    the bytes ``copied`` from where they arrived, and those of ``memory_left`` on this node.
     """
     start = time.monotonic()
     loading = 0.0
@@ -75,6 +76,7 @@ def receive(
         "loading": loading,
         "waiting": seconds - loading,
         "copied": assembler.copied,
+        "memory_left": available_memory(),
     }
 
 

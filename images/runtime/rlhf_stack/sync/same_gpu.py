@@ -20,7 +20,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
-from rlhf_stack.sync.encoding import Encodings, Reach, refuse_gloo_only
+from rlhf_stack.sync.encoding import Encodings, refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers, Watch, unwatched
 from rlhf_stack.sync.kept import Kept
@@ -53,6 +53,11 @@ class Link:
         """Send a message with open ``files``."""
         with self._explained("to take"):
             socket.send_fds(self._connection, [pickle.dumps((kind, content))], files)
+
+    def send_failure(self, error: BaseException) -> None:
+        """Report ``error`` to the other process, cut to what a message holds."""
+        text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: MESSAGE_BYTES // 2]
+        self.send(FAILED, text.decode(errors="ignore"))
 
     def receive(self, waited_for: str) -> tuple[Message, list[int]]:
         """Return the next message and its files; `SyncError` for a failure that the other process reports."""
@@ -181,7 +186,7 @@ class SameGpuGroup:
 
     def __post_init__(self) -> None:
         refuse_gloo_only("the trainer shares its GPUs with the engines")
-        self.encodings = Encodings(Reach(0, 0), "off")
+        self.encodings = Encodings(0, "off")
         self.device = devices.torch_device()
         self.buffers: Buffers = SentMemory(self.link) if self.rank == 0 else OpenedMemory(self)
         self._packed = self._read = self._started = 0
@@ -209,7 +214,7 @@ class SameGpuGroup:
             yield
         except BaseException as error:
             with suppress(SyncError):
-                self.link.send(FAILED, f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 2])
+                self.link.send_failure(error)
             raise
         finally:
             self.link.watch = unwatched

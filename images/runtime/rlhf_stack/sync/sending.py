@@ -1,12 +1,13 @@
 """The trainer's side of a sync: a bucket is packed while the previous one is in flight."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
 from rlhf_stack.cluster.actor_registry import PeerError
+from rlhf_stack.cluster.host import available_memory
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_results
@@ -90,12 +91,23 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> int:
 
 def _encoding(group: WeightGroup | None, share: Share, content: Sequence[Any], size: int) -> str:
     """Return the encoding of a sync of ``content``, ``size`` bytes; if several ranks send, that of rank 0."""
-    selected = "" if group is None or share.index else group.encodings.select(content, size)
+    selected = ""
+    if group is not None and not share.index:
+        selected = group.encodings.select(content, size, least_memory_left(group.answers))
     if share.count == 1:
         return selected
     shared = [selected]
     torch.distributed.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def least_memory_left(answers: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the bytes of host memory that are left here now, or were on an engine's node after its sync.
+
+    ``answers`` are those of the engines in the last sync. The least counts.
+    """
+    ranks = (rank for answer in answers.values() for rank in answer["ranks"])
+    return min([available_memory(), *(int(rank.get("memory_left", 0)) for rank in ranks)])
 
 
 def _indices(buckets: Sequence[tuple[int, Bucket]]) -> list[int]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
-from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
@@ -17,6 +16,7 @@ from rlhf_stack.sync.buckets import Share
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.joining import WHAT, engine_calls
+from rlhf_stack.sync.membership import listen
 from rlhf_stack.sync.trainer import own_group, shares_gpus
 
 
@@ -58,21 +58,23 @@ def join(trainer: Any) -> None:
     host = ray.util.get_node_ip_address()
     is_gloo = rank != 0 or isinstance(own_group(trainer), GlooGroup)
     facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, (host, free_port(host), len(trainer.vllm_engines), is_gloo))
-    nodes = [node for node, *_ in facts]
-    senders = select(nodes, number) if all(gloo for *_, gloo in facts) else [0]
-    trainer._weight_share = Share(senders.index(rank) if rank in senders else 0, len(senders))
-    if len(senders) == 1:
-        return
-    size = trainer.strategy.args.vllm.tensor_parallel_size
-    world = 1 + facts[0][2] * size
-    if rank == 0:
-        endpoints = [facts[sender][:2] for sender in senders[1:]]
-        references = [
-            call("join_weight_sources", endpoints, 1 + index * size, world)
-            for index, call in enumerate(engine_calls(trainer.vllm_engines))
-        ]
-        wait_for_engine_results(references, WHAT)
-    elif rank in senders:
-        port = facts[rank][1]
-        trainer._model_update_group = create_group(host, port, 0, world, devices.current_device(), "gloo")
+    with listen(host) as listener:
+        own = host, listener.getsockname()[1], len(trainer.vllm_engines), is_gloo
+        dist.all_gather_object(facts, own)
+        nodes = [node for node, *_ in facts]
+        senders = select(nodes, number) if all(gloo for *_, gloo in facts) else [0]
+        trainer._weight_share = Share(senders.index(rank) if rank in senders else 0, len(senders))
+        if len(senders) == 1:
+            return
+        size = trainer.strategy.args.vllm.tensor_parallel_size
+        world = 1 + facts[0][2] * size
+        if rank == 0:
+            endpoints = [facts[sender][:2] for sender in senders[1:]]
+            references = [
+                call("join_weight_sources", endpoints, 1 + index * size, world)
+                for index, call in enumerate(engine_calls(trainer.vllm_engines))
+            ]
+            wait_for_engine_results(references, WHAT)
+        elif rank in senders:
+            where = *own[:2], 0, world
+            trainer._model_update_group = create_group(*where, devices.current_device(), "gloo", listener)

@@ -9,8 +9,9 @@ import json
 import math
 import os
 import socket
+import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,21 +57,32 @@ def _append(path: Path, event: str, fields: Mapping[str, Any]) -> None:
 
 def read(directory: Path) -> list[dict[str, Any]]:
     """Return all events below ``directory``, oldest first, without lines that are incomplete or no events."""
-    return _events(path.read_bytes() for path in sorted(_files(directory)))
+    return _events(path.read_bytes() for _, path in sorted(_files(directory)))
 
 
 def read_recent(directory: Path) -> list[dict[str, Any]]:
     """Return the first and the last events of the newest files below ``directory``, oldest first.
 
-    The first ones name the engines; the memory and time that this takes do not grow with a run.
+    The first ones name the engines; the memory and time that this takes do not grow with a run. A file that
+    cannot be read, or that has vanished, has no events.
     """
-    files = sorted(_files(directory), key=lambda path: path.stat().st_mtime)
-    return _events(_ends(path) for path in files[-MOST_FILES:])
+
+    def ends(path: Path) -> bytes:
+        with suppress(OSError):
+            return _ends(path)
+        return b""
+
+    return _events(ends(path) for _, path in sorted(_files(directory))[-MOST_FILES:])
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """The files of events below ``directory``; to open a pipe would wait for its writer."""
-    return (path for path in directory.glob("**/*.jsonl") if path.is_file())
+def _files(directory: Path) -> Iterator[tuple[float, Path]]:
+    """The files of events below ``directory``, each with its last change; to open a pipe would wait."""
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder, name) for name in names if name.endswith(".jsonl")):
+            with suppress(OSError):
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield status.st_mtime, path
 
 
 def _ends(path: Path) -> bytes:
@@ -130,16 +142,23 @@ def step(number: int, logs: MutableMapping[str, Any]) -> None:
     emit("step", **(values | {"step": number, "reward": reward}))
 
 
-def models_up(engines: Sequence[Any] | None) -> None:
-    """Record that all models are loaded, and the location of each engine's workers.
+def models_up(engines: Sequence[Any] | None, locate: Callable[[Any], Any | None] | None = None) -> None:
+    """Record that all models are loaded, and the location of the workers of each engine.
 
     The workers are queried only if events are on. OpenRLHF 0.5 then waits for its engines before it trains.
+    If engines can be lost, ``locate`` queries one, and returns None if it is.
     """
-    answers = []
+    answers: list[Any] = []
     if os.environ.get(env_vars.EVENTS) and engines:
-        answers = ray.get([engine.where.remote() for engine in engines], timeout=env_vars.engine_timeout())
+        if locate:
+            answers = [locate(engine) for engine in engines]
+        else:
+            asked = [engine.where.remote() for engine in engines]
+            answers = ray.get(asked, timeout=env_vars.engine_timeout())
     phase("models up")
     for index, ranks in enumerate(answers):
+        if ranks is None:
+            continue
         nodes = {rank["node_id"] for rank in ranks}
         emit("engine", engine=index, ranks=ranks, straddles=len(nodes) > 1)
 

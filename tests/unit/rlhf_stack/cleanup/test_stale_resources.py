@@ -119,6 +119,25 @@ def test_only_segments_of_the_stack_are_listed(tmp_path: Path) -> None:
     assert found == ours
 
 
+def test_a_segment_is_a_file_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dangling link, or a segment that was removed after it was listed, ended `reap`."""
+    for name in ("psm_1", "psm_2"):
+        (tmp_path / name).touch()
+    (tmp_path / "psm_3").symlink_to("missing")
+    (tmp_path / "psm_4").symlink_to("psm_1")
+    (tmp_path / "psm_5").mkdir()
+    os.mkfifo(tmp_path / "psm_6")
+    plain = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path.name == "psm_2":
+            path.unlink()
+        return plain(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert [Path(one.path).name for one in stale_resources.segments(0.0, tmp_path)] == ["psm_1"]
+
+
 def test_in_a_container_with_shared_shm_open_segments_are_unknown(tmp_path: Path) -> None:
     own = tmp_path / "self"
     (own / "ns").mkdir(parents=True)

@@ -124,8 +124,37 @@ def _upstream(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setattr(files, "IDLE_SECONDS", 0.05)
 
 
-def run_of(*words: str) -> list[str]:
-    return ["--", "python", "-m", "openrlhf.cli.train_ppo_ray", *words]
+MODULE = "openrlhf.cli.train_ppo_ray"
+STARTS = (  # of a run that is planned
+    f"python -m {MODULE}",
+    f"python -m{MODULE}",
+    f"/venv/bin/python3.11 -u -m {MODULE}",
+    f"python -um {MODULE}",
+    "python /src/openrlhf/cli/train_ppo_ray.py",
+    f"env CFG=/a/b.py python -m {MODULE}",
+    f"numactl -m 0 python -m {MODULE}",
+    f"ray job submit -- python -m {MODULE}",
+)
+NO_STARTS = (
+    *(f"{launcher} {MODULE}" for launcher in ("torchrun -m", "deepspeed --module", "accelerate launch -m")),
+    *(
+        f"python -m {launcher} -m {MODULE}"
+        for launcher in ("torch.distributed.run", "deepspeed.launcher.runner")
+    ),
+    *(f"mpirun -n 2 python -m {MODULE}", f"numactl -m {MODULE}", f"env A=1 {MODULE}", "python -m", "python"),
+    *(
+        "python -m my.module",
+        "ls",
+        f"ls {MODULE}",
+        "train_ppo_ray",
+        "numactl -m 0 ls",
+        f"python -c -m{MODULE}x",
+    ),
+)
+
+
+def run_of(*words: str, start: str = STARTS[0]) -> list[str]:
+    return ["--", *start.split(), *words]
 
 
 def call(words: list[str], standard_input: bytes | None = b"") -> tuple[int, str, str]:
@@ -162,9 +191,10 @@ def require_refusal(words: list[str], standard_input: bytes | None = b"") -> str
     return errors
 
 
-def test_the_run_of_these_tests_is_planned() -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_the_run_of_these_tests_is_planned(start: str) -> None:
     """Otherwise every refusal below could be for another reason."""
-    code, output, errors = call(["plan", *CLUSTER, *MODEL, *run_of()])
+    code, output, errors = call(["plan", *CLUSTER, *MODEL, *run_of(start=start)])
     assert (code, errors) == (0, ""), output
     assert "this run fits" in output
 
@@ -350,7 +380,8 @@ def test_a_line_of_20_megabytes_takes_seconds(tmp_path: Path) -> None:
 
 
 def test_an_image_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing" / "plan.svg", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "missing" / "plan.svg", tmp_path, tmp_path / "pipe", Path("/dev/full")):
         require_refusal(["plan", *CLUSTER, *MODEL, "--svg", str(path), *run_of()])
 
 
@@ -538,6 +569,7 @@ def test_an_output_that_cannot_be_written_is_an_error(stdout: str, words: list[s
 WORDS = (
     "", " ", "nan", "NaN", "inf", "-inf", "-1", "-0.5", "1e999", "\u0663", "0x10", "1_000", "9" * 40, "two",
     "1,5", "80G", "80bananas", "--", "\0", "[/red]", "1\n2", "\u221e", "½", "1e", "1e-", "+", "1" * 5000,
+    ".\u0665", "-\u0665", " \u0663 ", "1e-6_0", ".5_0",
 )
 # fmt: on
 BAD_NUMBERS = st.sampled_from(WORDS) | st.text(
@@ -580,6 +612,18 @@ BAD_FLAGS = {
     "rollout.temperature": ["nan", "-1", "0"],
     "algo.kl.init_coef": ["nan", "inf"],
 }
+NUMERIC_FLAGS = [flag for flag, default in FLAGS.items() if type(default) in (int, float)]
+PATHS = (
+    "FOLDER",
+    "FILE/x.svg",
+    "FOLDER/missing/x.svg",
+    "PIPE",
+    "/dev/full",
+    "/dev/null",
+    "",
+    "\0",
+    "x" * 5000,
+)
 FILES = st.one_of(
     st.binary(max_size=200),
     st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")),
@@ -597,7 +641,8 @@ def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes | None]:
 
     None instead of a content: standard input is closed.
     """
-    kind = draw(st.sampled_from(["number", "flag", "file", "option", "command", "address", "input"]))
+    kinds = ["number", "flag", "start", "svg", "file", "option", "command", "address", "input"]
+    kind = draw(st.sampled_from(kinds))
     content: bytes | None = b""
     if kind == "number":
         name = draw(st.sampled_from(list(NUMERIC)))
@@ -607,10 +652,17 @@ def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes | None]:
         memory = ["--gpu-memory", "80"] if name == "tune" and option != "--gpu-memory" else []
         words = [name, *others, *nodes, *memory, f"{option}={draw(BAD_NUMBERS)}"]
     elif kind == "flag":
-        flag = draw(st.sampled_from(list(BAD_FLAGS)))
         words = [draw(st.sampled_from(["plan", "tune"])), *CLUSTER, *MODEL]
-        value = draw(st.sampled_from(BAD_FLAGS[flag]))
-        return [*words, *draw(st.sampled_from([[], ["--json"]])), *run_of(f"--{flag}={value}")], b""
+        wrong = st.sampled_from([(flag, value) for flag, values in BAD_FLAGS.items() for value in values])
+        flag, value = draw(wrong | st.tuples(st.sampled_from(NUMERIC_FLAGS), BAD_NUMBERS))
+        run = run_of(f"--{flag}={value}", start=draw(st.sampled_from(STARTS)))
+        return [*words, *draw(st.sampled_from([[], ["--json"]])), *run], b""
+    elif kind == "start":
+        words = [draw(st.sampled_from(["plan", "tune"])), *CLUSTER, *MODEL]
+        run = run_of(start=draw(st.sampled_from(NO_STARTS)))
+        return [*words, *draw(st.sampled_from([[], ["--json"]])), *run], b""
+    elif kind == "svg":
+        words = [*PLAN, f"--svg={draw(st.sampled_from(PATHS))}"]
     elif kind == "file":
         content = draw(FILES)
         words = draw(
@@ -655,9 +707,12 @@ def bad_command_lines(draw: st.DrawFn) -> tuple[list[str], bytes | None]:
 def test_no_bad_command_line_is_taken_or_ends_with_a_traceback(case: tuple[list[str], bytes | None]) -> None:
     words, content = case
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "file")
+        file, pipe = Path(folder, "file"), Path(folder, "pipe")
         file.write_bytes(content or b"")
-        require_refusal([word.replace("FILE", str(file)) for word in words], content and b"")
+        os.mkfifo(pipe)
+        places = {"FILE": str(file), "PIPE": str(pipe), "FOLDER": folder}
+        named = [re.sub("|".join(places), lambda found: places[found[0]], word) for word in words]
+        require_refusal(named, content and b"")
 
 
 # What each variable does not accept, but for an empty value.
@@ -690,7 +745,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Nd", "Cs"], exclude_character
 
 def test_every_variable_with_a_limited_value_is_in_the_fuzz() -> None:
     free = (env_vars.EVENTS, env_vars.TRACEBACK, env_vars.EXCLUDED_NODES)
-    of_the_image = (env_vars.ACCELERATOR, env_vars.INPUTS)
+    of_the_image = (env_vars.ACCELERATOR, env_vars.INPUTS, env_vars.PROFILE)
     names = {value for value in vars(env_vars).values() if str(value).startswith("RLHF_STACK_")}
     assert names == {*VARIABLES, *free, *of_the_image}
 

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.certify import on_cluster
-from rlhf_stack.cli import commands
+from rlhf_stack.cli import commands, run_options
 from rlhf_stack.cli.commands import patches, reap
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.main import main
@@ -127,6 +128,44 @@ def test_the_progress_of_the_network_check_is_json_lines(
     main(["check-network", "--backend", "gloo"])
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["message"] == "the group of 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("words", "of_run", "of_environment", "accelerator", "tested"),
+    [
+        (["--", "x"], "gloo", "nccl", "cuda", "gloo"),
+        (["--", "x"], "nccl", "gloo", "cuda", "nccl"),
+        (["--", "x"], "auto", "gloo", "cuda", "nccl"),
+        (["--", "x"], "nccl", "", "cpu", "gloo"),
+        (["--backend", "nccl", "--", "x"], "gloo", "", "cuda", "nccl"),
+        ([], "gloo", "", "cuda", "nccl"),
+        ([], "nccl", "gloo", "rocm", "gloo"),
+        ([], "nccl", "auto", "cuda", "nccl"),
+        ([], "nccl", "", "cpu", "gloo"),
+    ],
+)
+def test_the_network_check_uses_the_sync_backend_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    of_run: str,
+    of_environment: str,
+    accelerator: str,
+    tested: str,
+) -> None:
+    run = SimpleNamespace(request=None, sync_backend=of_run)
+    used: list[Any] = []
+
+    def check(backend: str, *_: Any, progress: Callable[[str], None]) -> model.NetworkReport:
+        used.append(backend)
+        return model.NetworkReport(backend, 0.1, (), (), None)
+
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    monkeypatch.setenv(env_vars.SYNC_BACKEND, of_environment)
+    monkeypatch.setattr(run_options, "parse_run", lambda _: (run, ()))
+    monkeypatch.setattr(network_check, "check_network", check)
+    monkeypatch.setattr("rlhf_stack.cluster.connect.connected", nullcontext)
+    main(["check-network", *words])
+    assert used == [tested]
 
 
 def test_help_lists_no_old_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,6 @@ def _parser(monkeypatch: pytest.MonkeyPatch) -> None:
     values = sections(ds__adam_offload=False)
     values.ckpt = SimpleNamespace(path="/no", save_steps=-1, load_enable=False, disable_ds=False)
     values.ds.use_universal_ckpt = False
-    values.algo.kl.target = None
     values.train.enable_ema = False
     monkeypatch.setattr(command_line, "parse", lambda *_: Parsed("0.11.2", values, (NOTE,)))
     monkeypatch.setattr(run_options, "ray_machines", lambda *_: uniform_machines(8, 8, 80, 64, 2000))

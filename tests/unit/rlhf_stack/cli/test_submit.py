@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -12,13 +13,15 @@ from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
-from rlhf_stack.planning import Machine
+from rlhf_stack.placement import FreeNode, reservation
+from rlhf_stack.planning import Machine, cluster_spec
+from rlhf_stack.planning.assessment import ALLOW_LONG
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
-from rlhf_stack.recovery.job import Ended
+from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.supervisor import Supervisor
 
 HERE = {
@@ -33,6 +36,56 @@ HERE = {
 
 def test_the_job_gets_the_settings_of_rlhf_stack_but_not_those_of_the_image() -> None:
     assert runtime_env(HERE, []) == {"env_vars": {"RLHF_STACK_VERIFY_SYNC": "1"}}
+
+
+def test_a_default_of_the_image_is_left_to_the_profile_of_the_jobs_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image, "env_defaults", lambda: {env_vars.SYNC_BACKEND: "gloo"})
+    default = {env_vars.SYNC_BACKEND: "gloo", env_vars.SYNC_TIMEOUT: "60"}
+    assert runtime_env(default, [])["env_vars"] == {env_vars.SYNC_TIMEOUT: "60"}
+    assert runtime_env(default, [env_vars.SYNC_BACKEND])["env_vars"] == default
+    other = default | {env_vars.SYNC_BACKEND: "nccl"}
+    assert runtime_env(other, [])["env_vars"] == other
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("gloo", [], True),
+        ("gloo", ["--env", env_vars.SYNC_BACKEND], False),
+        ("nccl", [], False),
+        ("auto", [], False),
+        ("", [], False),
+    ],
+)
+def test_a_value_of_the_shell_that_the_profile_replaces_is_reported_once(
+    backend: str,
+    options: list[str],
+    message: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As gloo on ROCm, the image's default; ``auto`` is another value, which the job gets."""
+    profile = [{"name": "NCCL_P2P_LEVEL", "value": "LOC"}, {"name": env_vars.SYNC_BACKEND, "value": "nccl"}]
+    cell = {
+        "env": [{"name": env_vars.SYNC_BACKEND, "value": "gloo"}],
+        "accelerator": {"profiles": [{"name": "nccl", "env": profile}]},
+    }
+    (tmp_path / "cell.json").write_text(json.dumps(cell))
+    read = image._cell
+    monkeypatch.setattr(image, "_cell", lambda _: read(tmp_path))
+    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
+    monkeypatch.setenv(env_vars.PROFILE, "nccl")
+    monkeypatch.setenv(env_vars.SYNC_BACKEND, backend)
+    monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")  # not passed whatever the profile is
+    assert main(["submit", *options, "--", "ls"]) == 0
+    errors = capsys.readouterr().err
+    expected = (
+        f"the job uses {env_vars.SYNC_BACKEND}=nccl, of profile nccl; --env {env_vars.SYNC_BACKEND}=gloo"
+    )
+    assert errors == (f"rlhf-stack: {expected} selects the shell's value\n" if message else "")
 
 
 def test_the_job_gets_named_variables(tmp_path: Path) -> None:
@@ -133,11 +186,23 @@ def test_an_invalid_log_format_is_wrong_usage(
     assert "RLHF_STACK_LOG_FORMAT='xml': expected text or json" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.usefixtures("messages_as_before", "no_room")
 def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
+    monkeypatch.setattr(submit, "_once", MagicMock(side_effect=UserError("no job server")))
+    assert main(["submit", "--", "x"]) == submit.WRONG_USAGE
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("info", "8 of 16 GPUs; the run will ask the autoscaler"),
+        ("error", "no job server"),
+    ]
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run for which the cluster has too few GPUs, and an autoscaler may be asked."""
     monkeypatch.setenv(env_vars.AUTOSCALE, "1")
     monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
     for name in ("parse_run", "ray_machines", "read_shapes"):
@@ -147,13 +212,6 @@ def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
     )
     refused = MagicMock(refusal="8 of 16 GPUs", problems=["8 of 16 GPUs"])
     monkeypatch.setattr("rlhf_stack.planning.assess", lambda *_: refused)
-    monkeypatch.setattr(submit, "_once", MagicMock(side_effect=UserError("no job server")))
-    assert main(["submit", "--", "x"]) == submit.WRONG_USAGE
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(line["level"], line["message"]) for line in lines] == [
-        ("info", "8 of 16 GPUs; the run will ask the autoscaler"),
-        ("error", "no job server"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +242,11 @@ def test_gpus_that_another_job_holds_are_awaited(
     def machines(*_: object) -> list[Machine]:
         return [Machine("a", 8, 64, free_gpus=0.0 if len(looks) < busy else 8.0)]
 
-    def assess(_run: object, seen: list[Machine], _shapes: object) -> SimpleNamespace:
+    def assess(
+        _run: object, seen: list[Machine], _shapes: object, variables: dict[str, str]
+    ) -> SimpleNamespace:
+        assert variables[env_vars.PLACEMENT_TIMEOUT] == "10", "the variables of the job"
+        assert ALLOW_LONG not in variables, "of this shell alone: the job does not get it"
         if seen[0].free_gpus is not None:
             looks.append(now[0])
         refused = [] if room and seen[0].free.gpus else ["8 of 8 GPUs are missing\n  free: a"]
@@ -193,6 +255,7 @@ def test_gpus_that_another_job_holds_are_awaited(
 
     monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "900")
+    monkeypatch.setenv(ALLOW_LONG, "1")
     monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
     monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
     monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
@@ -210,6 +273,33 @@ def test_gpus_that_another_job_holds_are_awaited(
     assert errors.count(waits) == (polls > 1)
     assert ("GPUs in use were not released within 10 s" in errors) == (polls == 6)
     assert ("out of memory" in errors) == (not room), "the reasons on idle GPUs too"
+
+
+def test_a_run_is_planned_without_the_nodes_that_its_job_excludes(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [
+        {"Alive": True, "NodeManagerAddress": address, "Resources": {"GPU": 8.0, "CPU": 64.0}}
+        for address in ("10.0.0.1", "10.0.0.2")
+    ]
+    live = [FreeNode(str(entry["NodeManagerAddress"]), 8, 64, 8) for entry in table]
+    planned: list[str] = []
+
+    def assess(_run: object, machines: list[Machine], *_: object) -> SimpleNamespace:
+        planned.extend(machine.address for machine in machines)
+        return SimpleNamespace(refusal="", problems=[])
+
+    monkeypatch.setattr(run_options, "connected", lambda _: nullcontext())
+    monkeypatch.setattr(cluster_spec, "ray", SimpleNamespace(nodes=lambda: table))
+    monkeypatch.setattr(reservation, "_live_nodes", lambda _: live)
+    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
+    monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
+    monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
+    monkeypatch.setattr(
+        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
+    )
+    monkeypatch.setattr("rlhf_stack.planning.assess", assess)
+    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
+    assert main(["submit", "--env", f"{env_vars.EXCLUDED_NODES}=10.0.0.1", "--", "x"]) == 0
+    assert planned == ["10.0.0.2"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -271,6 +361,49 @@ def test_a_signal_stops_a_supervised_job_and_is_an_error_as_json(
     }
 
 
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize("stopped", [[False], KeyboardInterrupt])
+def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
+    stopped: object,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job server was silent, or Ctrl-C came twice: the state was deleted, and the job forgotten."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise KeyboardInterrupt
+
+    supervise(loop).side_effect = stopped
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", "--restarts", "1", "--address", "http://head:8265", "--", "train"]) == 130
+    cluster.return_value.remember.assert_not_called()
+    expected = "job raysubmit_1 may still run: ray job stop --address http://head:8265 raysubmit_1 stops it"
+    assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_run_that_has_asked_the_autoscaler_in_vain_is_planned_on_the_nodes_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes were not awaited, and no smaller layout was tried."""
+    found: list[list[str]] = []
+
+    def cluster(
+        _server: str, _address: str, _run: str, assess: Callable[..., list[str]], *_: object
+    ) -> object:
+        found.extend(assess(["train"], {env_vars.AUTOSCALE: "1"}, scales) for scales in (True, False))
+        return MagicMock(recall=lambda: None)
+
+    monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), MagicMock(unsaved=())))
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    monkeypatch.setattr(Supervisor, "supervise", lambda _: Ended("j", "SUCCEEDED", 0))
+    assert main(["submit", "--restarts", "1", "--", "train"]) == 0
+    assert found == [[], ["8 of 16 GPUs"]]
+
+
 @pytest.mark.usefixtures("json_lines")
 def test_the_attempts_of_a_supervised_run_are_json_lines(
     supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], capsys: pytest.CaptureFixture[str]
@@ -296,6 +429,33 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
         "attempt: 2, job: j2, waited before: 600 s, changed: actor.num_nodes 3 to 2; checkpoint of step 4 "
         "converted, ended: succeeded, after: 9 s, from step: 5, saved step: 8",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        (["--restarts", "1"], 600.0),
+        (["--restarts", "1", "--node-wait", "5"], job.LOST_SECONDS),
+        (["--grace", "30"], job.LOST_SECONDS),
+    ],
+)
+def test_a_job_on_a_head_that_does_not_answer_is_awaited_and_kept(
+    options: list[str],
+    seconds: float,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state of its run was deleted, so that the same command submitted it a second time."""
+
+    def loop(_: Supervisor) -> Ended:
+        raise HeadSilentError("no answer", job.LOST)
+
+    supervise(loop)
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", *options, "--", "train"]) == job.LOST
+    assert cluster.call_args.args[-1] == seconds
+    cluster.return_value.remember.assert_not_called()
 
 
 TRAINER = """
@@ -375,6 +535,34 @@ def test_a_program_of_the_user_is_submitted_unchecked(submitted: list[list[str]]
     assert submitted == [words]
 
 
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["my-wrapper", "-m", "openrlhf.cli.train_ppo_ray"], "train_ppo_ray"),
+        (["bash", "-c", "python -m openrlhf.cli.train_ppo_ray --x 1"], "train_ppo_ray"),
+        (["torchrun", "-m", "--nnodes", "1", "openrlhf.cli.train_sft"], "train_sft"),
+        (["python", "train_sft.py"], None),
+        (["python", "evaluate.py", "--split", "train_sft"], None),
+        (["ls", "/ckpt"], None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [[], ["--env", "PYTHONPATH=/fork"]], ids=["installed", "fork"])
+def test_a_program_that_is_named_but_not_read_is_a_warning(
+    options: list[str],
+    words: list[str],
+    named: str | None,
+    submitted: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such a run was submitted unplanned without a word."""
+    assert main(["submit", *options, "--", *words]) == 0
+    warning = f"{named} is named, but not read as the program that the command starts"
+    assert (warning in capsys.readouterr().err) == (named is not None)
+    assert submitted == [words]
+
+
 @pytest.mark.parametrize("options", [["--working-dir"], ["--env", "PYTHONPATH=/fork"]])
 @pytest.mark.parametrize("program", ["openrlhf/cli/train_sft.py", "-m openrlhf.cli.train_sft"])
 def test_a_trainer_of_a_fork_is_submitted_unchecked(
@@ -396,8 +584,8 @@ def test_a_state_that_no_checkpoint_has_is_one_warning_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     supervise(lambda _: Ended("j", "SUCCEEDED", 0))
-    saved = MagicMock(loads=True, unsaved=("the KL coefficient (--algo.kl.target)", "the position in x"))
+    saved = MagicMock(loads=True, unsaved=("the average (--train.enable_ema)", "the position in x"))
     monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), saved))
     assert main(["submit", "--grace", "30", "--restarts", restarts, "--", "train"]) == 0
-    lacks = "the checkpoints of this run lack the KL coefficient (--algo.kl.target), the position in x:"
+    lacks = "the checkpoints of this run lack the average (--train.enable_ema), the position in x:"
     assert capsys.readouterr().err.count(lacks) == warned

@@ -1,6 +1,7 @@
 """Errors about lost actors; tests/cluster has nodes that really die."""
 
 import sys
+import threading
 from unittest.mock import MagicMock
 
 import pytest
@@ -187,7 +188,7 @@ def test_a_process_whose_reports_are_lost_goes_on_and_warns_once(
         raise TimeoutError("the head is busy")
 
     monkeypatch.setattr(gcs_kv, "put_record", slow)
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     ray.util.get_node_ip_address.return_value = "10.0.0.2"
     ray.get_runtime_context.return_value.get_actor_id.return_value = "abc"
     for who in ("engine 2", "rank 3 of Critic"):

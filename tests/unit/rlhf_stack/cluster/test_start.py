@@ -49,7 +49,10 @@ def test_malformed_head_address_is_an_error(address: str) -> None:
         ray_start_command(replace(NODE, join=address), HERE, token=True)
 
 
-@pytest.mark.parametrize("address", ["[::]:6379", "::", "224.0.0.1:6379", "fe80::1%eth0", "::ffff:10.0.0.1"])
+@pytest.mark.parametrize(
+    "address",
+    ["[::]:6379", "::", "224.0.0.1:6379", "fe80::1%eth0", "::ffff:10.0.0.1", "fe80::1", "[fe80::1]:6379"],
+)
 def test_a_head_that_no_machine_can_be_is_an_error(address: str) -> None:
     with pytest.raises(UserError, match=r"no machine has this address|which Ray does not support"):
         ray_start_command(replace(NODE, join=address), HERE, token=True)
@@ -87,6 +90,7 @@ def test_ipv6_address_that_may_have_a_port_needs_brackets() -> None:
         "[/red]",
         "h" * 300,
         "fe80::1%eth0",
+        "fe80::1",
         "::ffff:1.2.3.4",
     ],
 )

@@ -10,6 +10,7 @@ from rlhf_stack.config import env_vars
 
 XFORMERS = "xformers/_C_flashattention.so"
 TORCH = "torch/nn/attention/varlen.py"
+EXACT = "exact attention on the CPU, one sequence at a time"
 
 
 @pytest.fixture
@@ -30,8 +31,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([], "cuda", "", False),
         (["xformers/__init__.py"], "cuda", "", False),
         ([XFORMERS], "cuda", "xformers", True),
-        ([XFORMERS], "cpu", "exact attention on the CPU", True),
-        ([], "cpu", "exact attention on the CPU", True),
+        ([XFORMERS], "cpu", EXACT, True),
+        ([], "cpu", EXACT, True),
+        ([TORCH], "cpu", EXACT, True),
         ([TORCH], "cuda", "torch's variable-length attention", False),
         ([TORCH, "flash_attn/__init__.py"], "cuda", "flash_attn", False),
         ([XFORMERS, "flash_attn/__init__.py"], "cuda", "flash_attn", False),

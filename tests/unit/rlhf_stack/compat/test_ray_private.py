@@ -3,6 +3,7 @@
 import ast
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -39,6 +40,16 @@ def test_free_resources_are_found_in_old_and_new_releases(monkeypatch: pytest.Mo
     del private.state.available_resources_per_node  # as in Ray 2.9.3
     private.state.state._available_resources_per_node.return_value = {"b": {"GPU": 2.0}}
     assert ray_private.available_resources_per_node() == {"b": {"GPU": 2.0}}
+
+
+def test_the_end_of_a_dead_node_is_known_since_ray_2_55(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = MagicMock()
+    monkeypatch.setattr(ray_private, "gcs_client", client)
+    table = client.return_value.get_all_node_info
+    table.return_value = {b"\x01": SimpleNamespace(end_time_ms=1500), b"\x02": SimpleNamespace(end_time_ms=0)}
+    assert ray_private.node_end_times("head:6379", 5.0) == {"01": 1.5}
+    table.return_value = {b"\x01": {"state": 1}}  # as in Ray 2.9.3 and 2.12.0
+    assert ray_private.node_end_times("head:6379", 5.0) == {}
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

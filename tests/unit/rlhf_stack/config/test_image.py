@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars, image
+
+from scripts.matrix.load import find, load
+from scripts.matrix.model import STAND_IN
 
 
 def test_it_names_release_cell_and_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +31,19 @@ def test_outside_of_an_image_it_is_that_of_the_package(tmp_path: Path, content: 
 def test_other_images_have_no_defaults_of_a_stand_in(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "cell.json").write_text(content)
-    assert image.stand_in_defaults(tmp_path) == {}
+    assert image.stand_in_defaults(tmp_path) == image.env_defaults(tmp_path) == {}
+
+
+@pytest.mark.parametrize("stand_in", ["", STAND_IN])
+def test_the_defaults_of_an_image_include_those_of_its_accelerator(tmp_path: Path, stand_in: str) -> None:
+    (tmp_path / "cell.json").write_bytes(
+        msgspec.json.encode(find(load(), f"ray2.55.0-vllm0.29.0-rocm7{stand_in}"))
+    )
+    found = image.env_defaults(tmp_path)
+    assert found[env_vars.SYNC_BACKEND] == "gloo"
+    assert image.stand_in_defaults(tmp_path) == (found if stand_in else {})
+    assert image.profile_values("nccl", tmp_path)[env_vars.SYNC_BACKEND] == "nccl"
+    assert image.profile_values("", tmp_path) == image.profile_values("other", tmp_path) == {}
 
 
 def test_the_option_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -322,7 +322,7 @@ def test_a_freeze_is_judged_by_the_exit_code(tmp_path: Path, capsys: pytest.Capt
     code, report = ask(capsys, "--freeze", str(file))
     assert (code, report["lines_read"]) == (0, 1)
     main(["doctor", "--freeze", str(file)])
-    assert "1 lines with a version were read" in capsys.readouterr().out
+    assert "1 line with a version was read" in capsys.readouterr().out
 
 
 def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,11 +360,24 @@ def test_lines_without_a_valid_version_are_named(
     log.write_text("all is well\n")
     freeze.write_text("torch==foo\nvllm==0.19.1\nray==bogus\n")
     options = ["--freeze", str(freeze), *other, *([str(log)] if other else [])]
-    assert main(["doctor", *options]) == 0
+    assert main(["doctor", *options]) == 1, "a warning: they were not judged"
     printed = capsys.readouterr().out
-    assert "1 lines with a version were read\n" in printed
-    assert "skipped, without a valid version: torch==foo, ray==bogus\n" in printed
-    assert ask(capsys, *options)[1]["lines_skipped"] == ["torch==foo", "ray==bogus"]
+    assert "packages without a valid version" in printed
+    assert "seen:   torch==foo, ray==bogus" in printed
+    assert printed.endswith("1 line with a version was read\n")
+    code, report = ask(capsys, *options)
+    assert (code, report["worst"], report["lines_skipped"]) == (1, "warning", ["torch==foo", "ray==bogus"])
+    assert report["findings"][-1]["id"] == "versions-skipped"
+
+
+def test_a_line_without_a_valid_version_explains_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, freeze = tmp_path / "log", tmp_path / "freeze"
+    log.write_text("odd.StrangeError: x\n")
+    freeze.write_text("torch==foo\nvllm==0.19.1\nray==\x1b]0;x\x07\n")
+    assert main(["doctor", "--log", str(log), "--freeze", str(freeze)]) == 4
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--log", "--freeze"])
@@ -388,11 +401,12 @@ UNEXPLAINED = re.compile(
     [
         ("all is well\n", 0),
         ("Worker exit type: SYSTEM_ERROR\n", 0),
-        ("NCCL INFO Using network Socket\n", 1),
+        ("NCCL INFO Using network Socket\n", 0),
+        ("NCCL WARN NET/IB : Unable to open device mlx5_0\nNCCL INFO Using network Socket\n", 1),
         ("torch.OutOfMemoryError: CUDA out of memory\n", 3),
         ("Worker exit type: SYSTEM_ERROR\nbook.OddError: strange\n", 4),
         ("first\nbook.OddError: strange\n", 4),
-        ("NCCL INFO Using network Socket\nbook.OddError: strange\n", 4),
+        ("NCCL WARN NET/IB : Unable to open device mlx5_0\nbook.OddError: strange\n", 4),
         ("torch.OutOfMemoryError: CUDA out of memory\nbook.OddError: strange\n", 3),
         ("1\n2\nNCCL WARN NET/IB : Unable to open device mlx5_0\n", 1),
         (OUT_OF_MEMORY + STEPS + "book.OddError: strange\n", 4),
@@ -404,6 +418,7 @@ UNEXPLAINED = re.compile(
     ids=[
         "nothing",
         "a note",
+        "TCP, which is right without RDMA adapters",
         "a warning",
         "an error",
         "only a note explains",
@@ -488,6 +503,30 @@ def test_the_first_failure_of_an_explained_log_is_described_if_it_adds_a_frame(
     log.write_text(MANY_ERRORS.replace("odd.FirstError: x", OUT_OF_MEMORY.strip()))
     assert main(["doctor", "--log", str(log)]) == 3
     assert "first failure: A pid=7" in capsys.readouterr().out
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[31mRuntimeError: Device string must not be empty\x1b[0m\r\x9b1m\n"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        ESCAPES,
+        "(A pid=7) odd.Strange\x1b[2JError: \x1b]8;;http://x\x07here\x1b[3A\n",
+        MANY_ERRORS.replace("odd.FirstError: x", "odd.FirstError: \x1b[2Jx\x08").replace("strange", "\x1bc"),
+    ],
+    ids=["explained", "unexplained", "many"],
+)
+def test_no_control_character_of_a_log_reaches_the_terminal(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log could clear the screen, or set the title of the terminal."""
+    file = tmp_path / "log"
+    file.write_text(log)
+    assert main(["doctor", "--log", str(file)]) in (3, 4)
+    printed = capsys.readouterr().out
+    assert "Error: " in printed
+    assert printed.replace("\n", "").isprintable()
 
 
 def test_a_log_of_consequences_names_no_first_cause(

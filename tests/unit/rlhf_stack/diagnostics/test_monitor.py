@@ -3,6 +3,7 @@
 import http.server
 import json
 import re
+import socketserver
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -116,6 +117,28 @@ def test_a_malformed_event_is_skipped(event: dict[str, Any]) -> None:
     assert state.run_state([*EVENTS, event], SAMPLES, GROUPS) == state.run_state(EVENTS, SAMPLES, GROUPS)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            f"{name} {value}"
+            for name in (state.RESTARTS, state.VERSION)
+            for value in ("NaN", "+Inf", "1e300")
+        ),
+        *(f'{state.RESTARTS}{{engine="{engine}"}} 1' for engine in ("", "x", "-1", "\u0665", "9" * 5000)),
+        f'{state.TOKENS}{{engine="x"}} 1',
+        f'{state.TOKENS}{{engine="0"}} NaN',
+        f"{state.RECOVERY} NaN",
+    ],
+    ids=lambda line: line[:60],
+)
+def test_a_malformed_sample_is_skipped(line: str) -> None:
+    """A version that is no number ended `top` as a defect."""
+    samples = [*SAMPLES, *metrics.parse("a", line)]
+    assert len(samples) == len(SAMPLES) + 1
+    assert state.run_state(EVENTS, samples, GROUPS) == state.run_state(EVENTS, SAMPLES, GROUPS)
+
+
 @given(st.text(max_size=300))
 def test_any_text_can_be_parsed(text: str) -> None:
     state.run_state([], list(metrics.parse("a", text)), {})
@@ -145,6 +168,42 @@ def test_an_unresponsive_node_exports_nothing(exporter: int) -> None:
         port = closed.server_address[1]
     assert len(metrics.scrape([("127.0.0.1", exporter), ("127.0.0.1", port)], 5.0)) == 9
     assert metrics.scrape([], 5.0) == []
+
+
+LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "samples"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", 0),
+        (b"\x00\x01\xff" * 100, 0),
+        (b"", 0),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000, 0),
+        (CHUNKED + b"9999\r\na 1\n", 0),
+        (CHUNKED + b"no size\r\n", 0),
+        (LENGTH + b"a 1\nb 2\nc 3.", 2),
+        (LENGTH + b"a 1\n" * 100, 25),
+    ],
+    ids=["another server", "binary", "nothing", "header", "cut chunk", "no chunk", "cut body", "too long"],
+)
+def test_an_answer_that_is_none_exports_nothing(
+    answer: bytes, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended `top` as a defect; of a cut answer the whole lines count."""
+    monkeypatch.setattr(metrics, "MOST_BYTES", 101)
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = metrics.scrape([("127.0.0.1", server.server_address[1])], 5.0)
+        server.shutdown()
+    assert len(found) == samples
 
 
 def test_the_dashboard_uses_only_exported_metrics() -> None:

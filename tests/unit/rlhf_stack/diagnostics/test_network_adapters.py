@@ -85,6 +85,27 @@ def test_nccl_uses_active_adapters_that_no_variable_excludes(
 
 
 @pytest.mark.parametrize(
+    ("listed", "used"),
+    [
+        ("", "mlx5_0 mlx5_1 mlx5_10 bnxt_re0 efa_0"),
+        ("mlx5", "mlx5_0 mlx5_1 mlx5_10 efa_0"),
+        ("mlx5_1,bnxt", "mlx5_1 mlx5_10 bnxt_re0 efa_0"),
+        ("=mlx5_1", "mlx5_1 efa_0"),
+        ("=mlx5_0:1,mlx5_1:1", "mlx5_0 mlx5_1 efa_0"),
+        ("mlx5_0:1,", "mlx5_0 efa_0"),
+        ("^mlx5_1", "mlx5_0 bnxt_re0 efa_0"),
+        ("^=mlx5_1,bnxt_re0:1", "mlx5_0 mlx5_10 efa_0"),
+        ("mlx4", "efa_0"),
+    ],
+)
+def test_nccl_uses_the_adapters_that_its_list_selects(listed: str, used: str) -> None:
+    """EFA adapters are those of a plugin, which does not read the list."""
+    adapters = [RdmaAdapter(name) for name in ("mlx5_0", "mlx5_1", "mlx5_10", "bnxt_re0")]
+    adapters.append(RdmaAdapter("efa_0", is_efa=True))
+    assert [each.name for each in nccl_adapters(adapters, {"NCCL_IB_HCA": listed})] == used.split()
+
+
+@pytest.mark.parametrize(
     ("kind", "speed", "megabits"),
     [
         ("device", "100000", 100_000),

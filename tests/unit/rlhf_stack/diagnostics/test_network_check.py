@@ -217,10 +217,13 @@ def test_a_probe_describes_the_speeds_of_its_node(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(probe, "rdma_adapters", lambda: adapters)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "")  # which a probe sets, restored after the test
-    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    for name in ("NCCL_IB_DISABLE", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
     described = probe.Probe("10.0.0.1", "nccl", 1.0).describe()
     assert described.interfaces == (Interface("eth0", "10.0.0.1", "10.0.0.0/24", 25_000),)
     assert (described.used, described.rdma_megabits) == ("eth0", 400_000)
+    monkeypatch.setenv("NCCL_IB_HCA", "=mlx5_0")
+    assert probe.Probe("10.0.0.1", "nccl", 1.0).describe().rdma_megabits == 100_000
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     assert probe.Probe("10.0.0.1", "nccl", 1.0).describe().rdma_megabits is None
 
@@ -264,6 +267,17 @@ def test_a_run_without_a_placement_or_engines_is_refused() -> None:
         ranks.ranks_of_run(Request((Group("actor", 2, 8),), Engines(1, 8)))(machines(2, 4))
     with pytest.raises(UserError, match="no engines"):
         ranks.ranks_of_run(Request((Group("actor", 1, 4),)))(machines(2, 4))
+
+
+def test_engines_of_the_checked_group_straddle_if_those_of_the_run_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = ranks.ranks_of_run(Request((Group("actor", 1, 2),), Engines(3, 4)))
+    with pytest.raises(UserError, match=env_vars.ALLOW_STRADDLE):
+        place(machines(2, 7))
+    monkeypatch.setenv(env_vars.ALLOW_STRADDLE, "1")
+    workers = place(machines(2, 7))[1:]
+    assert [len({*workers[first : first + 4]}) for first in (0, 4, 8)] == [1, 1, 2]
 
 
 def test_without_a_run_every_node_has_a_worker() -> None:
@@ -349,11 +363,16 @@ def test_the_network_of_an_address(family: int, address: str, netmask: str | Non
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_port_is_free_on_an_address_of_either_family(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_listens_at_an_address_of_either_family(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if address == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
-    assert probe.Probe(address, "gloo", 1.0).free_port() > 0
+    listening = probe.Probe(address, "gloo", 1.0)
+    with socket.create_connection((address, listening.listen()), timeout=5):
+        assert listening._listener
+    listening._listener.close()
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -1,6 +1,7 @@
 """Records of how engines are created, and an engine that is created again elsewhere."""
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -107,6 +108,24 @@ def test_without_room_there_is_no_replacement(
     ray.kill.assert_not_called()
 
 
+def test_new_nodes_are_awaited_once_for_each_loss(
+    ray: MagicMock, upstream: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each further sync a run without the engine only looks for a place."""
+    monkeypatch.setenv(env_vars.AUTOSCALE, "1")
+    reserve = MagicMock(side_effect=PlacementError("no GPU"))
+    monkeypatch.setattr(recipes, "reserve_engines", reserve)
+    for index in range(2):
+        recipes.record(index, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
+    for index in (0, 0, 0, 1, 1):
+        assert recipes.replace(index, "former") is None
+    gcs_kv.put_record("restarts/job/0", {"engine": 0, "restarts": 1})  # in its place, and it is lost again
+    for _ in range(2):
+        assert recipes.replace(0, "former") is None
+    waits = [given.kwargs["wait"] for given in reserve.call_args_list]
+    assert waits == [True, False, False, True, False, True, False]
+
+
 def test_an_engine_on_the_gpus_of_the_trainer_does_not_move(
     ray: MagicMock, upstream: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +212,7 @@ def test_the_losses_of_nodes_are_unknown_if_the_head_does_not_answer(
 ) -> None:
     recipes.record(0, at(0, "10.0.0.3"), False, 1, {"bundle_indices": None})
     slow = MagicMock(side_effect=TimeoutError("the head is busy"))
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setattr(gcs_kv, "put_record", slow)
     recipes.note_lost_process(0)
     monkeypatch.setattr(gcs_kv, "list_records", slow)

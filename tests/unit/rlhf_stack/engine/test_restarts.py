@@ -2,8 +2,10 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -77,6 +79,12 @@ def remote(result: Any) -> SimpleNamespace:
     method = SimpleNamespace(remote=lambda *_, **__: Reference(result))
     method.options = lambda **_: method
     return method
+
+
+def rank_0(engines: Sequence[Any], by_ray: bool = False) -> SimpleNamespace:
+    """The trainer's rank that forms the weight-sync group."""
+    arguments = SimpleNamespace(vllm=SimpleNamespace(sync_with_ray=by_ray))
+    return SimpleNamespace(vllm_engines=list(engines), strategy=SimpleNamespace(args=arguments))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +173,7 @@ def test_a_head_that_does_not_answer_does_not_end_a_run_that_only_measures_an_ou
     emitted, slow = MagicMock(), MagicMock(side_effect=TimeoutError("the head is busy"))
     monkeypatch.setattr(events, "emit", emitted)
     restarted.begin("job", 1)
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setattr(ray_private, "incarnation", str)
     for name in ("put_record", "add_record", "list_records"):
         monkeypatch.setattr(gcs_kv, name, slow)
@@ -229,11 +237,26 @@ def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
     engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
     assert assigned(engines) == [0]
     assert len(engines) == 1
-    silent = [engine(unfinished_work=TimeoutError())]
+
+
+@pytest.mark.parametrize("restarts_allowed", [0, 1])
+def test_an_engine_that_does_not_answer_in_time_is_restarted_if_it_may(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, restarts_allowed: int
+) -> None:
+    """As when its process is stopped while it sleeps: Ray has it alive."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
     monkeypatch.setattr(roster, "NOTICE_SECONDS", 0.0)
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "0.001")
-    with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
-        assigned(silent)
+    silent, other = engine(unfinished_work=TimeoutError()), engine(unfinished_work=0)
+    engines = [silent, other]
+    if restarts_allowed:
+        assert assigned(engines) == [0]
+        assert engines == [other]
+        ray.kill.assert_called_once_with(silent, no_restart=False)
+    else:
+        with pytest.raises(SyncError, match="unfinished_work: no answer from engine"):
+            assigned(engines)
+        ray.kill.assert_not_called()
 
 
 def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
@@ -471,7 +494,7 @@ def test_a_restarted_engine_that_is_lost_again_is_not_awaited_by_the_generator(
     assert set(roster.of(engines).lost) == {0}
 
 
-@pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "no room"])
+@pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "too few are left"])
 def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     ray: MagicMock,
     states: dict[Any, str],
@@ -479,16 +502,170 @@ def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
     room: bool,
 ) -> None:
+    monkeypatch.setenv(env_vars.MIN_ENGINES, "2")
     monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 1 else [])
     replace = MagicMock(return_value="new" if room else None)
     monkeypatch.setattr(recipes, "replace", replace)
     engines = ["up", "lost"]
     if room:
-        assert restarts._start_again(engines, [0, 1], {}) == {1: "new"}
-        replace.assert_called_once_with(1, "lost")
+        assert restarts._start_again(engines, [0, 1], {}, set()) == {1: "new"}
+        replace.assert_called_once_with(1, "lost", wait=False)
+        assert not any(key.startswith("deferred-group") for key in records), "rank 0 waits for it"
     else:
-        with pytest.raises(PeerError, match=r"has room; it has not started, .*RLHF_STACK_MIN_ENGINES is"):
-            restarts._start_again(engines, [0, 1], {})
+        reason = (
+            "engine 1 cannot be restarted: its node 10.0.0.2 is gone, .*; 1 engines are left, and .* is 2"
+        )
+        with pytest.raises(PeerError, match=reason):
+            restarts._start_again(engines, [0, 1], {}, set())
+
+
+@pytest.mark.parametrize("room", ["elsewhere", "on a new node", ""])
+def test_rank_0_does_not_wait_for_an_engine_whose_node_is_lost_after_its_start(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    room: str,
+) -> None:
+    """Nor as long as the process that creates the engines waits for a place."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setenv(env_vars.AUTOSCALE, "1")
+    monkeypatch.setattr(gcs_kv, "list_records", lambda key: [records[one] for one in records if one == key])
+    lost, left, new = (engine(__ray_ready__=True, needs_weights=False) for _ in range(3))
+    created = [lost, left]
+    monkeypatch.setattr(
+        recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 0 and created[0] is lost else []
+    )
+    tried: list[tuple[bool, bool]] = []
+
+    def replace(*_: Any, wait: bool = True) -> Any:
+        tried.append((wait, roster.is_group_deferred()))
+        return new if room == "elsewhere" or (room and wait) else None
+
+    def wait(references: list[Any], timeout: float | None, **_: Any) -> tuple[list[Any], list[Any]]:
+        assert timeout is not None, "the trainer may wait for the engine"
+        ready = [one for one in references if one is not trainer or roster.is_group_deferred()][:1]
+        return ready, [one for one in references if one not in ready]
+
+    trainer = Reference(None)
+    ray.wait.side_effect = wait
+    monkeypatch.setattr(recipes, "replace", replace)
+    restarts.wait_for_start(created, [trainer])
+    assert created == [new if room else lost, left]
+    assert tried == [(False, False), *([] if room == "elsewhere" else [(True, True)])]
+    assert roster.Roster(created).grouped == []
+
+
+def test_a_location_is_not_awaited_from_an_engine_that_is_lost_while_it_is_asked(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray repeats the call until the engine has started again."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setenv(env_vars.EVENTS, str(tmp_path))
+
+    def where() -> Reference:
+        states[id(lost)] = "RESTARTING"
+        return Reference(TimeoutError())
+
+    lost = SimpleNamespace(where=SimpleNamespace(remote=where))
+    restarts.record_models_ready([lost, engine(where=[{"rank": 0, "node_id": "a"}])])
+    assert [event["engine"] for event in events.read(tmp_path) if event["event"] == "engine"] == [1]
+
+
+def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_before_a_sync(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three processes: the one that creates the engines, rank 0, and the trainer."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 0 else [])
+    place: list[Any] = [None]
+    monkeypatch.setattr(recipes, "replace", lambda *_, **__: place[0])
+    monkeypatch.setattr(restarts, "wait_for_sync", MagicMock())
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    ray.wait.side_effect = lambda references, **_: (
+        [one for one in references if not isinstance(one.result, TimeoutError)][:1],
+        [one for one in references if isinstance(one.result, TimeoutError)],
+    )
+    lost = engine(__ray_ready__=TimeoutError(), unfinished_work=UnavailableError(), where=TimeoutError())
+    left = engine(
+        __ray_ready__=True, needs_weights=False, unfinished_work=0, leave_weight_group=None, where=[]
+    )
+    states[id(lost)] = "RESTARTING"
+
+    created = [lost, left]
+    restarts.wait_for_start(created)
+    assert created == [lost, left], "an engine's position is its index"
+    restarts.record_models_ready(created)
+
+    form = MagicMock(__name__="form")
+    restarts.forms_weight_group(form)(rank_0([lost, left]), "gloo")
+    form.assert_not_called()
+
+    engines, group = [lost, left], MagicMock()
+    restarts.wait_for_restarts(engines, group)
+    assert engines == [left]
+    group.async_run_method.assert_called_once_with("form_weight_group", {1: left})
+
+    place[0] = new = engine(__ray_ready__=True, leave_weight_group=None)
+    restarts.wait_for_restarts(engines, group)
+    assert engines == [new, left]
+    group.async_run_method.assert_called_with("form_weight_group", {0: new, 1: left})
+
+
+def test_rank_0_does_not_wait_for_ever_for_an_engine(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.001")
+    monkeypatch.setattr(startup, "_last_steps", lambda _: [])
+    ray.wait.side_effect = lambda references, **_: ([], references)
+    form = MagicMock(__name__="form")
+    trainer = SimpleNamespace(vllm_engines=[engine(__ray_ready__=None)])
+    with pytest.raises(StartError, match=r"engines \[0\] are not up after 0.001 s"):
+        restarts.forms_weight_group(form)(trainer, "gloo")
+
+
+@pytest.mark.parametrize("when", ["before", "in the formation"])
+def test_a_group_of_rays_collectives_cannot_be_formed_later(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    lost = engine(__ray_ready__=True, needs_weights=TimeoutError())
+
+    def form(*_: Any) -> None:
+        assert when == "in the formation"
+        states[id(lost)] = "RESTARTING"
+        raise PeerError("engine 0 is dead")
+
+    if when == "before":
+        states[id(lost)] = "RESTARTING"
+    with pytest.raises(PeerError, match=r"--vllm.sync_with_ray cannot leave out an engine"):
+        restarts.forms_weight_group(form)(rank_0([lost], by_ray=True), "nccl")
+
+
+def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
+    ray: MagicMock,
+    states: dict[Any, str],
+    records: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 would wait for its restart, which the process that creates the engines does not notice."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    lost = engine(__ray_ready__=True)
+    states[id(lost)] = "RESTARTING"
+    form = MagicMock(__name__="form")
+    restarts.forms_weight_group(form)(rank_0([lost]), "gloo")
+    form.assert_not_called()
+    assert roster.Roster([lost]).grouped == []
 
 
 def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_are_used(
@@ -501,11 +678,11 @@ def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_ar
     seen: dict[int, int] = {}
     for index in range(restarts.TOTAL):
         restarted.begin("job", index)
-        assert restarts._start_again("abcd", [0, 1, 2, 3], seen) == {index: "abcd"[index]}
-        assert restarts._start_again("abcd", [0, 1, 2, 3], seen) == {}
+        assert restarts._start_again("abcd", [0, 1, 2, 3], seen, set()) == {index: "abcd"[index]}
+        assert restarts._start_again("abcd", [0, 1, 2, 3], seen, set()) == {}
     restarted.begin("job", 3)
     with pytest.raises(PeerError, match="restarted 4 times, and 3 are allowed for all together"):
-        restarts._start_again("abcd", [3], seen)
+        restarts._start_again("abcd", [3], seen, set())
 
 
 def test_each_restart_of_an_engine_that_is_awaited_has_the_whole_time(
@@ -543,24 +720,24 @@ def test_the_trainer_uses_the_engine_that_replaced_one_which_had_not_started(
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     records: list[dict[str, Any]] = [{"name": None}]
-    new = engine(__ray_ready__=True)
+    new, lost = engine(__ray_ready__=True), engine(__ray_ready__=LostError("dead"))
     ray.get_actor.return_value = new
 
     def wait(engines: list[Any]) -> None:
-        if engines == ["lost"]:
+        if engines == [lost]:
             records[0] = {"name": "replacement" if replaced else None}
             raise PeerError("engine 0 is dead")
 
     monkeypatch.setattr(recipes, "load", lambda _: records[0])
     monkeypatch.setattr(restarts, "wait_for_engine_start", wait)
     monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
-    trainer = SimpleNamespace(vllm_engines=["lost"])
+    trainer = SimpleNamespace(vllm_engines=[lost])
     form = MagicMock(__name__="form")
     if replaced:
         restarts.forms_weight_group(form)(trainer, "gloo")
         form.assert_called_once_with(trainer, "gloo")
         assert trainer.vllm_engines == [new]
-        engines: list[Any] = ["lost"]
+        engines: list[Any] = [lost]
         assert roster.of(engines).handles == {0: new}
         assert engines == [new]
     else:
@@ -688,7 +865,9 @@ class Engine:
             "unfinished_work": lambda: 0 if self.has_weights else None,
             "leave_weight_group": self._leave,
         }
-        return SimpleNamespace(remote=lambda *_, **__: Reference(self._answer(name, answers.get(name))))
+        method = SimpleNamespace(remote=lambda *_, **__: Reference(self._answer(name, answers.get(name))))
+        method.options = lambda **_: method
+        return method
 
     def lose(self) -> None:
         """Let Ray restart it."""
@@ -784,7 +963,7 @@ def test_an_engine_that_is_lost_in_the_first_formation_is_in_the_group_of_the_fi
     monkeypatch.setattr(restarts, "_restarts", lambda: {i: e.number for i, e in enumerate(run.engines)})
     monkeypatch.setattr(restarts, "wait_for_engine_start", MagicMock())
     monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
-    trainer = SimpleNamespace(vllm_engines=list(run.engines))
+    trainer = rank_0(run.engines)
     if not is_lost:
         with pytest.raises(PeerError, match="engine 1 is dead"):
             restarts.forms_weight_group(form)(trainer, "gloo")

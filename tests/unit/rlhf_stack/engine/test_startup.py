@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -100,7 +102,7 @@ def test_a_step_that_cannot_be_stored_does_not_end_the_engine(
         raise TimeoutError("the head is busy")
 
     monkeypatch.setattr(gcs_kv, "put_record", slow)
-    monkeypatch.setattr(gcs_kv, "_lost_reports", [])
+    monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setenv(startup.ENGINE, "01/2")
     done = []
     with startup.step("model loaded", 0):
@@ -129,6 +131,68 @@ def test_an_engine_that_is_replaced_is_waited_for_instead(
     startup.wait_for_engine_startup(engines, [], check)
     assert engines[0] is new
     assert [call.args[0] for call in ray.get.call_args_list] == [["up"], [], ["replacement"]]
+
+
+def test_an_engine_without_a_place_is_not_awaited(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
+    ray.wait.side_effect = lambda pending, **_: (
+        [one for one in pending if one == "up"],
+        [one for one in pending if one != "up"],
+    )
+    engines = [engine("lost"), engine("up")]
+    lost = engines[0]
+    startup.wait_for_engine_startup(engines, [], dict.fromkeys)
+    assert engines[0] is lost
+
+
+def test_an_engine_that_is_lost_after_its_start_is_replaced_while_the_models_load(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
+    done, seen = ["up"], []
+    engines, new = [engine("up")], engine("replacement")
+
+    def wait(pending: list[str], num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
+        assert timeout is not None, "the trainer may wait for the engine"
+        ready = [one for one in pending if one in done][:num_returns]
+        return ready, [one for one in pending if one not in ready]
+
+    def check(missing: Sequence[int]) -> dict[int, SimpleNamespace]:
+        seen.append(list(missing))
+        done.extend(["replacement", "model"] if len(seen) == 2 else [])
+        return {0: new} if len(seen) == 1 else {}
+
+    ray.wait.side_effect = wait
+    startup.wait_for_engine_startup(engines, ["model"], check)
+    assert engines == [new]
+    assert seen == [[], [0]]
+
+
+def test_the_time_of_the_others_starts_again_when_an_engine_is_given_up(
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place may have been awaited for longer than an engine's start may last."""
+    monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "60")
+    monkeypatch.setattr(startup, "_last_steps", lambda _: [])
+    now = [0.0]
+    given_up: list[int] = []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def wait(pending: list[str], **_: object) -> tuple[list[str], list[str]]:
+        now[0] += 1
+        return [], pending
+
+    def check(missing: Sequence[int]) -> dict[int, None]:
+        if given_up:
+            return {}
+        given_up.append(0)
+        now[0] += 120
+        return {0: None}
+
+    ray.wait.side_effect = wait
+    with pytest.raises(startup.StartError, match=r"engines \[1\] are not up after 60 s"):
+        startup.wait_for_engine_startup([engine("lost"), engine("slow")], [], check)
+    assert now == [121 + 61]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,14 @@
 """What the façade of OpenRLHF 0.5.1 adds to the functions that it exports."""
 
 import pytest
+from rlhf_stack.config import env_vars
 from rlhf_stack.hooks import openrlhf_v0_5 as hooks
 from rlhf_stack.openrlhf import run_groups
+
+
+def test_the_value_without_a_warning_is_the_valid_default() -> None:
+    env_vars.check(hooks.WITHOUT_EFFECT)
+    assert env_vars.min_engines(hooks.WITHOUT_EFFECT) == env_vars.min_engines({})
 
 
 @pytest.mark.parametrize("name", hooks.WITHOUT_EFFECT)

@@ -149,11 +149,11 @@ def safetensors(path: Path, tensors: dict[str, list[int]]) -> None:
 
 
 def test_stored_weights_are_counted_and_go_before_the_formula(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "unheard-of"}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "unheard-of", "vocab_size": 2}))
     assert read_shape(tmp_path).estimated
-    safetensors(tmp_path / "model-1.safetensors", {"a": [10, 20], "b": [5]})
+    safetensors(tmp_path / "model-1.safetensors", {"a": [100, 200], "b": [5]})
     safetensors(tmp_path / "model-2.safetensors", {"c": [7]})
-    assert read_shape(tmp_path).total == 212
+    assert read_shape(tmp_path).total == 20_012
     assert not read_shape(tmp_path).estimated
 
 
@@ -190,7 +190,9 @@ TYPED = "layers:28,hidden:3584,intermediate:18944,heads:28,vocabulary:152064"
 
 def test_typed_sizes_are_those_of_the_config() -> None:
     text = "layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064,qkv_bias:1"
-    assert parse_shape(text) == shape_from_config(QWEN)
+    assert parse_shape(f"{text},max_length:32768") == shape_from_config(
+        QWEN | {"max_position_embeddings": 32768}
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,62 @@ def test_typed_sizes_are_those_of_the_config() -> None:
 def test_typed_sizes_that_are_wrong_are_named(text: str, error: str) -> None:
     with pytest.raises(ShapeError, match=error):
         parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_key_value_heads": 12}, "32 heads are not a multiple of 12 kv_heads"),
+        ({"num_experts": 4, "num_experts_per_tok": 8}, "8 active experts of 4"),
+        ({"model_type": 7}, "model_type is 7, not text"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\], not text"),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_config_that_contradict_each_other_are_named(changes: dict[str, Any], error: str) -> None:
+    """They were only of typed sizes, so that a run with such a config was planned."""
+    with pytest.raises(ShapeError, match=f"^config.json: {error}"):
+        shape_from_config(LLAMA | changes)
+
+
+def test_fewer_stored_parameters_than_the_embedding_are_not_the_models() -> None:
+    """Next to a config.json there may be an adapter, or one part of the weights."""
+    assert shape_from_config(LLAMA, stored=1000) == shape_from_config(LLAMA)
+
+
+def test_an_empty_scaling_and_no_type_are_those_of_an_unknown_model() -> None:
+    """They ended `plan` as a defect, and as a type that is no text."""
+    lengths = {"max_position_embeddings": 8192, "rope_scaling": {}}
+    shape = shape_from_config(LLAMA | lengths | {"model_type": None})
+    assert (shape.max_length, shape.estimated) == (8192, True)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 0),
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"max_position_embeddings": None}, 0),
+        ({"max_position_embeddings": 8192, "n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 8192, "model_max_length": 131072}, 131072),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"type": "linear", "factor": 2}}, 16384),
+        ({"max_position_embeddings": 40960, "rope_scaling": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_parameters": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_parameters": {"a": YARN, "b": {"factor": 2}}}, 131072),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"rope_type": "default"}}, 8192),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"type": "dynamic", "factor": "2"}}, 0),
+        ({"max_position_embeddings": 8192, "rope_scaling": ["x"]}, 8192),
+        ({"model_type": "gemma3", "max_position_embeddings": 8192, "rope_scaling": {"factor": 8}}, 8192),
+        ({"max_position_embeddings": "x"}, 0),
+    ],
+    ids=str,
+)
+def test_the_longest_sequence_is_that_of_vllm(changes: dict[str, Any], length: int) -> None:
+    assert shape_from_config(LLAMA | changes).max_length == length
 
 
 @given(PARAMETERS, ZEROS)

@@ -59,6 +59,14 @@ def test_main_block_yields_the_arguments_of_train() -> None:
 
 
 @pytest.mark.usefixtures("upstream")
+@pytest.mark.parametrize("name", [["--name", "20261127_1030"], ["--name=20261127_1030"]])
+def test_a_name_of_digits_and_underscores_is_no_number(name: list[str]) -> None:
+    assert parse(name).values.name == "20261127_1030"
+    with pytest.raises(UserError, match=r"'0_3': expected a number in the digits 0 to 9"):
+        parse([*name, "--nodes", "0_3"])
+
+
+@pytest.mark.usefixtures("upstream")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -154,12 +162,29 @@ def test_missing_openrlhf_is_an_error_with_remedy(monkeypatch: pytest.MonkeyPatc
         ["python3", "-u", "-m", "openrlhf.cli.train_ppo_ray"],
         ["python", "/some/where/openrlhf/cli/train_ppo_ray.py"],
         ["ray", "job", "submit", "--", "python", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["python", "-mopenrlhf.cli.train_ppo_ray"],
+        ["/venv/bin/python3.12", "-Bum", "openrlhf.cli.train_ppo_ray"],
+        ["env", "CFG=/a/b.py", "python", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["numactl", "-m", "0", "python", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["env", "PYTHONPATH=/opt/deepspeed", "python", "-m", "openrlhf.cli.train_ppo_ray"],
+        ["uv", "run", "-m", "openrlhf.cli.train_ppo_ray"],
         [],
     ],
     ids=" ".join,
 )
 def test_arguments_are_extracted_from_a_command(command: list[str]) -> None:
     assert extract_arguments([*command, "--nodes", "2"]) == ["--nodes", "2"]
+
+
+def test_a_file_of_python_among_arguments_alone_is_no_program() -> None:
+    words = ["--reward.remote_url", "/judges/reward.py"]
+    assert extract_arguments(words) == words
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run -m", "torch.distributed.launch --module"])
+def test_a_launcher_that_is_a_module_is_refused_as_one(launcher: str) -> None:
+    with pytest.raises(UserError, match="starts train_ppo_ray once for each GPU"):
+        extract_arguments(["python", "-m", *launcher.split(), "openrlhf.cli.train_ppo_ray"])
 
 
 def test_other_command_is_an_error() -> None:

@@ -1,6 +1,7 @@
 """The ranges of numbers refuse what trains on nothing, and no default or published script of OpenRLHF."""
 
 import shlex
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from rlhf_stack.errors import UserError
-from rlhf_stack.openrlhf.run_limits import check_values
+from rlhf_stack.openrlhf.run_limits import check_digits, check_values, check_words
 
 PUBLISHED = Path(__file__).parents[4] / "tests" / "cluster" / "published"
 INFINITE, NAN = float("inf"), float("nan")
@@ -112,6 +113,42 @@ def test_probabilities_of_all_datasets_are_accepted(flag: str, value: str | None
     check_values(
         SimpleNamespace(**datasets, **{flag: value}, pretrain_data_probs="1.0"), flat="." not in flag
     )
+
+
+FIVE = "\u0665"  # an Arabic digit, which `float` reads
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(FIVE, f".{FIVE}", f"-{FIVE}", f"+.{FIVE}", f" {FIVE} ", f"{FIVE}\n", f"1.{FIVE}", f"1e-{FIVE}"),
+        *("1_000", ".5_0", "1e-6_0", "1_0e5", " 1_0", "1.0_1", "1_0."),
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize("flag", ["", "--actor.adam.lr="])
+def test_a_number_that_only_python_reads_is_refused(flag: str, text: str) -> None:
+    assert float(text)
+    with pytest.raises(UserError, match="expected a number in the digits 0 to 9"):
+        check_digits([flag + text], SimpleNamespace(lr=float(text)))
+
+
+def test_words_that_are_no_such_numbers_are_accepted() -> None:
+    words = ["--lr", "1e-6", " 5 ", ".5", "-1", "run_1", "1_a", "_", "1__0", "", "--x=a_1", "1\u00a0"]
+    check_digits(words, SimpleNamespace())
+
+
+def test_two_dashes_are_no_value() -> None:
+    """argparse makes an empty list of them, with which the checks of a number ended as a defect."""
+    with pytest.raises(UserError, match=r"^--actor\.num_nodes=--: expected a value"):
+        check_words(["--actor.num_nodes=--"])
+    check_words(["--name=a--", "--"])
+
+
+def test_a_number_of_any_length_is_checked_at_once() -> None:
+    start = time.monotonic()
+    check_digits(["1" * 100_000 + "x"], SimpleNamespace())
+    assert time.monotonic() - start < 1
 
 
 # The defaults of OpenRLHF 0.11.2 and 0.5.1 that are negative, zero, infinite, or several numbers.

@@ -77,6 +77,15 @@ def test_0_11_is_read_from_its_sections() -> None:
     assert not run.flat
 
 
+def test_the_backend_of_the_weight_sync_is_read() -> None:
+    """On shared GPUs ``auto`` is upstream's CUDA IPC, which nccl names."""
+    assert run_of("0.11.2", sections(vllm__sync_backend="gloo")).sync_backend == "gloo"
+    assert run_of("0.11.2", sections(vllm__sync_backend="auto")).sync_backend == "auto"
+    assert run_of("0.5.1", flat(vllm_sync_backend="gloo")).sync_backend == "gloo"
+    shared = sections(vllm__sync_backend="auto", train__colocate_all=True)
+    assert run_of("0.11.2", shared).sync_backend == "nccl"
+
+
 def test_gpus_shared_by_all_count_once() -> None:
     run = run_of("0.11.2", sections(train__colocate_all=True))
     assert run.request.size == 8
@@ -103,6 +112,27 @@ def test_tensor_parallel_ranks_do_not_shard_the_optimizer_again() -> None:
     run = run_of("0.11.2", sections(ds__tensor_parallel_size=2))
     assert run.zero_of(run.roles[0]).ranks == 4
     assert run.request.tp_sp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"ds__zpg": 3}, True),
+        ({"ds__zpg": 4}, False),
+        ({"ds__zpg": 16}, False),
+        ({"ds__zpg": 3, "ds__zero_stage": 2}, False),
+    ],
+    ids=str,
+)
+def test_the_group_of_a_second_copy_of_the_weights_divides_the_ranks(
+    changes: dict[str, Any], refused: bool
+) -> None:
+    """DeepSpeed takes the number of ranks if there are fewer, and otherwise ends when it starts."""
+    if not refused:
+        assert run_of("0.11.2", sections(**changes)).zero.shards == changes["ds__zpg"]
+        return
+    with pytest.raises(UserError, match=r"actor has 8 ranks, which must be a multiple of 3: .*\(--ds.zpg\)"):
+        run_of("0.11.2", sections(**changes))
 
 
 def test_rank_batch_is_at_most_the_batch_of_a_step() -> None:

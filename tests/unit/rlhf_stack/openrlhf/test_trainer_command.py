@@ -29,6 +29,15 @@ SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv
         ("python -m torch.distributed.run -m openrlhf.cli.train_sft", TrainerCommand("train_sft", (), 1, 1)),
         ("python -m openrlhf.cli.train_sft --x 1", TrainerCommand("train_sft", ("--x", "1"), 1, 1)),
         ("python train_dpo.py", TrainerCommand("train_dpo", (), 1, 1)),
+        ("python -mopenrlhf.cli.train_sft --x 1", TrainerCommand("train_sft", ("--x", "1"), 1, 1)),
+        ("python -mdeepspeed.launcher.runner --module train_sft", TrainerCommand("train_sft", ())),
+        ("env CFG=/a/b.py deepspeed train_rm.py", TrainerCommand("train_rm", ())),
+        ("numactl -m 0 torchrun -m openrlhf.cli.train_rm", TrainerCommand("train_rm", (), 1, 1)),
+        (
+            "env UV_CACHE_DIR=/a/uv PYTHONPATH=/a/accelerate numactl -m 0 python -m openrlhf.cli.train_rm",
+            TrainerCommand("train_rm", (), 1, 1),
+        ),
+        ("uv run numactl -m 0 python -m openrlhf.cli.train_rm", TrainerCommand("train_rm", (), 1, 1)),
         ("deepspeed train_sft.py --include x", TrainerCommand("train_sft", ("--include", "x"))),
         ("python -m openrlhf.cli.train_ppo_ray --path train_sft.py", None),
         ("ls train_sft", None),
@@ -60,7 +69,7 @@ def test_what_would_choose_other_gpus_is_refused(launcher: str, named: str) -> N
 @pytest.mark.parametrize("value", ["0", "x", "", "100001", "-1", "1.5"])
 def test_a_wrong_number_of_a_launcher_is_an_error(value: str) -> None:
     with pytest.raises(UserError, match=r"--nnodes .*: expected a whole number"):
-        trainer_command([f"--nnodes={value}", "-m", "openrlhf.cli.train_sft"])
+        trainer_command(["torchrun", f"--nnodes={value}", "-m", "openrlhf.cli.train_sft"])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rlhf_stack.cli.commands import plan as plan_command
+from rlhf_stack.compat import attention_provider
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.memory import Zero, parse_shape
@@ -23,7 +24,7 @@ from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, d
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
-from rlhf_stack.planning.tuning import ALLOCATOR, apply_settings, tune
+from rlhf_stack.planning.tuning import ALLOCATOR, FLASH, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
 
 from tests.unit.openrlhf_arguments import sections
@@ -173,6 +174,81 @@ def test_a_cache_without_room_for_one_sequence_is_a_problem() -> None:
 def test_heads_that_do_not_divide_are_a_problem() -> None:
     found = assess(run(engines=Engines(1, 4)), uniform_machines(2, 8, 80, 64, 500), SHAPES)
     assert found.problems == ("vLLM cannot split 14 heads over 4 GPUs: use a size that divides them",)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "latent", "size", "refused"),
+    [
+        (6, 0, 4, True),
+        (6, 0, 12, False),
+        (6, 0, 3, False),
+        (4, 0, 6, True),
+        (4, 0, 8, False),
+        (6, 576, 4, False),
+    ],
+)
+def test_heads_that_vllm_can_neither_split_nor_repeat_are_a_problem(
+    kv_heads: int, latent: int, size: int, refused: bool
+) -> None:
+    """Its engines end with an assertion; latent attention has one head for all."""
+    shapes = {"small": replace(SMALL, heads=24, kv_heads=kv_heads, latent=latent)}
+    problems = assess(run(engines=Engines(1, size)), uniform_machines(4, 8, 80, 64, 500), shapes).problems
+    assert (
+        any(f"can neither split {kv_heads} KV heads over {size} GPUs" in one for one in problems) == refused
+    )
+
+
+LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+
+
+@pytest.mark.parametrize(
+    ("length", "release", "variables", "refused"),
+    [
+        (2048, "0.11.2", {}, False),
+        (2049, "0.11.2", {}, True),
+        (2049, "0.11.2", {LONG: "1"}, False),
+        (2049, "0.11.2", {LONG: " True"}, False),
+        (2049, "0.11.2", {LONG: "0"}, True),
+        (2049, "0.5.1", {LONG: "1"}, True),
+    ],
+)
+def test_a_run_that_is_longer_than_its_model_is_a_problem(
+    length: int, release: str, variables: dict[str, str], refused: bool
+) -> None:
+    shapes = {"small": replace(SMALL, max_length=2048)}
+    cluster = uniform_machines(2, 8, 80, 64, 500)
+    found = assess(run(length=length, release=release), cluster, shapes, variables)
+    assert any("vLLM refuses sequences of 2049 tokens: the model" in one for one in found.problems) == refused
+    assert not any(LONG in one for one in found.problems if release == "0.5.1")
+    alone = replace(run(length=length), request=replace(run().request, engines=None))
+    assert not any("vLLM refuses" in one for one in assess(alone, cluster, shapes, {}).problems)
+
+
+def test_a_group_of_weights_that_does_not_divide_the_ranks_is_not_advised() -> None:
+    """Of stage 3, which alone has such groups."""
+    cluster = uniform_machines(2, 8, 80, 64, 500)
+    assert any(
+        "multiple of 3" in one for one in assess(run(zero=Zero(3, 1, shards=3)), cluster, SHAPES).problems
+    )
+    assert not assess(run(zero=Zero(2, 1, shards=3)), cluster, SHAPES).problems
+
+
+def test_the_memory_of_a_sync_follows_the_variables_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`submit --env` gives a run other variables than this process has."""
+    for name in (env_vars.SYNC_BUCKET, env_vars.SYNC_SPARSE, env_vars.SYNC_SOURCES):
+        monkeypatch.delenv(name, raising=False)
+    machines = uniform_machines(4, 8, 80, 64, 500)
+
+    def memory(**variables: str) -> tuple[int, list[int]]:
+        nodes = assess(run("big", 16), machines, SHAPES, variables).nodes
+        syncing = max(gpu.syncing for node in nodes for gpu in node.gpus)
+        return syncing, sorted(node.memory_running for node in nodes)
+
+    plain = memory()
+    assert memory(**{env_vars.SYNC_BUCKET: "132"})[0] - plain[0] == 3 * 100_000_000
+    sparse = memory(**{env_vars.SYNC_SPARSE: "on"})
+    one = memory(**{env_vars.SYNC_SPARSE: "on", env_vars.SYNC_SOURCES: "1"})
+    assert plain[1] != sparse[1] != one[1]
 
 
 def test_roles_that_share_gpus_must_be_of_one_size() -> None:
@@ -372,6 +448,16 @@ def test_machines_come_from_a_running_ray() -> None:
     assert (found[1].gpus, found[1].gpu_memory, found[1].memory) == (8, 80 * GIB, 5)
 
 
+def test_engines_straddle_in_a_plan_as_in_the_run_if_the_user_allows_it() -> None:
+    """Two of three engines of four GPUs fit on two nodes of seven."""
+    machines = uniform_machines(2, 7, 192, 64, 2000)
+    planned = run("big", actor=2, engines=Engines(3, 4))
+    assert f"{env_vars.ALLOW_STRADDLE}=1 lets" in assess(planned, machines, SHAPES, {}).refusal
+    allowed = assess(planned, machines, SHAPES, {env_vars.ALLOW_STRADDLE: "1"})
+    assert allowed.problems == ()
+    assert as_json(allowed, [], None)["straddling"]["ours"] == [2]
+
+
 def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
     cluster = uniform_machines(2, 8, 80, 64, 2000)
     tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
@@ -382,6 +468,34 @@ def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
     larger = replace(tuned.run, train_batch=2 * tuned.run.train_batch)
     assert tuned.run.train_batch == 32 or assess(larger, cluster, SHAPES).problems
     assert all(setting.reason for setting in tuned.settings)
+
+
+@pytest.mark.parametrize(
+    ("release", "requested", "provider", "setting", "dropped"),
+    [
+        ("0.11.2", FLASH, "torch's attention", f"--ds.attn_implementation {FLASH}", False),
+        ("0.11.2", FLASH, "", "--ds.attn_implementation sdpa", False),
+        ("0.11.2", "eager", "torch's attention", None, False),
+        ("0.5.1", "eager", "xformers 0.0.26", "--flash_attn", False),
+        ("0.5.1", FLASH, "xformers 0.0.26", "--flash_attn", False),
+        ("0.5.1", FLASH, "", "--flash_attn", True),
+    ],
+)
+def test_tuning_chooses_the_attention_that_something_here_computes(
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    requested: str,
+    provider: str,
+    setting: str | None,
+    dropped: bool,
+) -> None:
+    """Without it the memory of a long sequence is that of eager attention, whose scores are quadratic."""
+    monkeypatch.setattr(attention_provider, "provider", lambda: provider)
+    tuned = tune(run(release=release, attention=requested), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    found = [one for one in tuned.settings if "att" in one.text]
+    assert [(one.text, one.dropped) for one in found] == ([(setting, dropped)] if setting else [])
+    assert all((provider or "nothing here computes flash_attention_2") in one.reason for one in found)
+    assert (tuned.run.attention == "eager") == (dropped or setting is None)
 
 
 def test_tuning_gives_up_with_the_reason() -> None:
@@ -456,7 +570,20 @@ def test_the_nodes_that_an_engine_spans_are_comparable() -> None:
     assert line.strip().endswith("placed by rlhf_stack: each of 2 engines spans 2 nodes (needs to)")
     assert as_json(found, [], None)["straddling"]["ours"] == []
     wide = display.__dict__["_spanned"](((0, 1, 2), (3, 4)), 2)
-    assert wide == "1 of 2 engines span up to 3 nodes, 2 are needed"
+    assert wide == "1 of 2 engines spans up to 3 nodes, 2 are needed"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least", "shown"),
+    [
+        ((0, 0), 1, "the engine is on one node"),
+        ((0, 1), 1, "the engine spans 2 nodes (needs 1)"),
+        ((0, 1), 2, "the engine spans 2 nodes (needs to)"),
+        ((0, 1, 2), 2, "the engine spans 3 nodes (needs 2)"),
+    ],
+)
+def test_the_only_engine_is_not_one_of_1_engines(nodes: tuple[int, ...], least: int, shown: str) -> None:
+    assert display.__dict__["_spanned"]((nodes,), least) == shown
 
 
 def test_a_run_whose_memory_is_unknown_is_not_said_to_fit() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rlhf_stack.config import env_vars
 from rlhf_stack.recovery import job
-from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.telemetry import run_log
 
 
@@ -43,7 +43,7 @@ class Server:
             raise ConnectionError("connection refused")
         if state == "hangs":
             threading.Event().wait(60)
-        return SimpleNamespace(status=state, message="why", driver_exit_code=3)
+        return SimpleNamespace(status=state, message="why", driver_exit_code=3, job_id="02000000")
 
 
 @pytest.fixture
@@ -69,9 +69,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
     return start
 
 
-def follow() -> tuple[Ended, str]:
+def follow(seconds: float = 0.0) -> tuple[Ended, str]:
     written: list[str] = []
-    return job.follow("http://head:8265", "job1", written.append), "".join(written)
+    return job.follow("http://head:8265", "job1", written.append, seconds or job.LOST_SECONDS), "".join(
+        written
+    )
 
 
 def test_a_broken_connection_is_made_again_and_no_output_is_printed_twice(
@@ -91,20 +93,33 @@ def test_a_head_that_does_not_answer_for_a_while_is_not_lost(serve: Callable[...
     assert follow()[0].status == "SUCCEEDED"
 
 
+def test_a_head_that_answers_again_within_the_given_time_is_not_lost(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job of such a head goes on; the run was submitted a second time."""
+    run_log.configure_messages()
+    monkeypatch.setattr(job, "LOST_SECONDS", 0.01)
+    silence = ["unreachable"] * 5  # of a poll each, which is as long as `LOST_SECONDS`
+    serve([["step 1\n"], ["step 1\nstep 2\n"]], [*silence, "RUNNING", "SUCCEEDED"])
+    assert follow(60.0) == (Ended("job1", "SUCCEEDED", 0), "step 1\nstep 2\n")
+    assert capsys.readouterr().err.count(" of 60 s: connection refused") == 1
+
+
 @pytest.mark.parametrize(
-    ("state", "reason"),
+    ("state", "reason", "may_run"),
     [
-        ("unknown", "does not exist"),
-        ("unreachable", "connection refused"),
-        ("hangs", "no answer within 0 s"),
+        ("unknown", "does not exist", False),
+        ("unreachable", "connection refused", True),
+        ("hangs", "no answer within 0 s", True),
     ],
 )
 def test_a_head_that_does_not_know_the_job_or_does_not_answer_is_lost(
-    serve: Callable[..., Server], state: str, reason: str
+    serve: Callable[..., Server], state: str, reason: str, may_run: bool
 ) -> None:
     serve([["step 1\n"]], [state])
-    with pytest.raises(HeadLostError, match=f"was lost while job job1 ran: .*{reason}"):
+    with pytest.raises(HeadLostError, match=f"was lost while job job1 ran: .*{reason}") as found:
         follow()
+    assert isinstance(found.value, HeadSilentError) == may_run
 
 
 def test_the_end_of_a_job_is_a_json_line_on_request(
@@ -114,7 +129,7 @@ def test_the_end_of_a_job_is_a_json_line_on_request(
     monkeypatch.setenv(env_vars.LOG_FORMAT, "json")
     try:
         run_log.configure_messages()
-        assert job.follow("address", "j", print).code == 3
+        assert job.follow("address", "j", print, 0.0).code == 3
     finally:
         monkeypatch.undo()
         run_log.configure_messages()
@@ -127,7 +142,7 @@ def test_the_end_of_a_job_is_a_json_line_on_request(
     [
         (["unreachable"], 1.0, "connection refused"),
         (["hangs"], 1.0, "no answer within 0 s"),
-        (["RUNNING"], 1.0, "WebSocket connection closed"),
+        (["RUNNING", "unreachable"], 1.0, "connection refused"),
         (["RUNNING"], 0.0, "it has not ended in 0 s"),
     ],
 )
@@ -143,7 +158,25 @@ def test_a_job_that_cannot_be_stopped_is_a_warning(
     run_log.configure_messages()
     monkeypatch.setattr(job, "STOP_SECONDS", seconds)
     serve([["text"]], states)
-    job.stop("http://head:8265", "job1")
+    assert not job.stop("http://head:8265", "job1")
     assert capsys.readouterr().err.startswith(
         f"rlhf-stack: warning: job job1 may still run after its stop was requested: {expected}"
     )
+
+
+def test_a_job_is_stopped_when_the_server_says_that_it_has_ended(
+    serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of its log was taken for its end, which a connection that broke has too."""
+    server = serve([], ["RUNNING", "RUNNING", "STOPPED"])
+    assert job.stop("http://head:8265", "job1")
+    assert server.states == ["STOPPED"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("seconds", [0.05, 60.0])
+def test_the_question_for_rays_id_of_a_job_has_a_limit(serve: Callable[..., Server], seconds: float) -> None:
+    serve([], ["RUNNING", "hangs"])
+    assert job.ray_job("http://head:8265", "job1", seconds) == "02000000"
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        job.ray_job("http://head:8265", "job1", seconds)

@@ -399,11 +399,11 @@ def test_a_run_that_is_terminated_saves_within_the_grace_time_and_is_stopped(
     monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(flat=False), Checkpoints()))
     monkeypatch.setattr(supervised, "RayCluster", MagicMock(return_value=MagicMock(recall=lambda: None)))
     monkeypatch.setattr(supervised, "connected", MagicMock())
-    monkeypatch.setattr(job, "ray_job", lambda server, name: f"{server} {name}")
+    monkeypatch.setattr(job, "ray_job", lambda server, name, _seconds: f"{server} {name}")
     monkeypatch.setattr(job, "stop", stopped)
     monkeypatch.setattr(preemption, "request", request)
     monkeypatch.setattr(Supervisor, "supervise", supervise)
-    run = supervised.Supervision("server", "auto", ["x"], Limits(0, grace=grace), lambda _: [], dict)
+    run = supervised.Supervision("server", "auto", ["x"], Limits(0, grace=grace), lambda *_: [], dict)
     with pytest.raises(UserError) as ended, supervised.terminable():
         run.run(print)
     assert ended.value.code == 143

@@ -12,11 +12,18 @@ from rlhf_stack.memory import Zero
 from rlhf_stack.openrlhf.run_spec import Role
 from rlhf_stack.placement.model import Engines, Group, Request
 from rlhf_stack.recovery import supervisor
-from rlhf_stack.recovery.job import Ended, HeadLostError
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.recovery.nodes import Nodes
 from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervisor, read_state
+from rlhf_stack.telemetry import run_log
 
-ALL = Nodes(("a", "b", "c"), ())
+
+def nodes(answering: str, silent: str = "") -> Nodes:
+    """Nodes whose addresses are letters, and so are their ids: an upper one after the node was restarted."""
+    return Nodes({address.lower(): f"id {address}" for address in answering}, tuple(silent))
+
+
+ALL = nodes("abc")
 DEAD = "PeerError: rank 1 is dead"
 WORDS = ["train", "--vllm.num_engines", "2"]
 RANKS = [*WORDS, "--actor.num_nodes", "3"]
@@ -55,7 +62,7 @@ class Faulty:
 
     refusal = ""  # of fewer ranks, whatever nodes there are
 
-    def problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
         """Two engines need all nodes, one needs one node less."""
         if self.refusal and "--actor.num_nodes" in words and "3" not in words:
             return [self.refusal]
@@ -72,6 +79,8 @@ class Faulty:
         end = self._ends.pop(0)
         if end == "head":
             raise HeadLostError("the head was lost")
+        if end == "silent":
+            raise HeadSilentError("the head does not answer")
         write(f"line\n{'' if end == 'ok' else end}\n")
         status = {"ok": "SUCCEEDED", "stopped": "STOPPED"}.get(end, "FAILED")
         return Ended(job, status, int(end != "ok"))
@@ -180,24 +189,24 @@ def test_the_flag_that_loads_is_added_once() -> None:
 
 
 def test_a_lost_node_is_awaited() -> None:
-    lost, silent = Nodes(("a", "b"), ()), Nodes(("a", "b"), ("c",))
+    lost, silent = nodes("ab"), nodes("ab", silent="c")
     cluster = Faulty([DEAD, "ok"], [ALL, lost, silent, lost, ALL])
     _, state, _ = supervise(cluster, [4, 9], Limits(3))
     assert state.attempts[0].lost == ("c",)
     assert cluster.submitted[1][0] == [*WORDS, "--load"]
-    assert state.nodes == ["a", "b", "c"]
+    assert list(state.nodes) == ["a", "b", "c"]
 
 
 def test_fewer_engines_are_used_when_a_node_stays_lost_and_that_is_allowed() -> None:
-    cluster = Faulty([DEAD, "ok"], [ALL, Nodes(("a", "b"), ())])
+    cluster = Faulty([DEAD, "ok"], [ALL, nodes("ab")])
     _, state, _ = supervise(cluster, [4, 9], Limits(3, min_nodes=2))
     assert cluster.submitted[1][0] == ["train", "--vllm.num_engines", "1", "--load"]
-    assert state.nodes == ["a", "b"]
+    assert list(state.nodes) == ["a", "b"]
 
 
 def test_fewer_ranks_load_a_converted_checkpoint_until_they_have_saved_their_own() -> None:
     """Three ranks and two engines on five nodes, of which two are lost for good, and then another one."""
-    five, three, two = (Nodes(tuple("abcde"[:count]), ()) for count in (5, 3, 2))
+    five, three, two = (nodes("abcde"[:count]) for count in (5, 3, 2))
     cluster = Faulty([DEAD, DEAD, "OSError: x", "ok"], [five, *[three] * 5, two], needs=2)
     limits, state = Limits(3, min_nodes=2, seconds=0.0), State(list(RANKS), 1.0)
     _, _, saved = supervise(cluster, [4, 0, 7, 9], limits, state)
@@ -212,9 +221,7 @@ def test_fewer_ranks_load_a_converted_checkpoint_until_they_have_saved_their_own
 
 
 def test_their_own_checkpoint_is_not_universal() -> None:
-    cluster = Faulty(
-        [DEAD, "OSError: x", "ok"], [Nodes(tuple("abcde"), ()), Nodes(tuple("abc"), ())], needs=2
-    )
+    cluster = Faulty([DEAD, "OSError: x", "ok"], [nodes("abcde"), nodes("abc")], needs=2)
     _, _, saved = supervise(cluster, [4, 7, 9], Limits(3, min_nodes=2, seconds=0.0), State(list(RANKS), 1.0))
     second, third = (words for words, _ in cluster.submitted[1:])
     assert third == [word for word in second if word != UNIVERSAL]
@@ -222,7 +229,7 @@ def test_their_own_checkpoint_is_not_universal() -> None:
 
 
 def test_fewer_ranks_begin_again_if_there_is_no_checkpoint() -> None:
-    cluster = Faulty([DEAD, "ok"], [Nodes(tuple("abcde"), ()), Nodes(tuple("abc"), ())], needs=2)
+    cluster = Faulty([DEAD, "ok"], [nodes("abcde"), nodes("abc")], needs=2)
     _, _, saved = supervise(cluster, [0, 9], Limits(3, min_nodes=2), State(list(RANKS), 1.0))
     assert cluster.submitted[1][0] == ["train", "--vllm.num_engines", "1", "--actor.num_nodes", "2"]
     assert saved.converted == []
@@ -230,7 +237,7 @@ def test_fewer_ranks_begin_again_if_there_is_no_checkpoint() -> None:
 
 @pytest.mark.parametrize("least", [None, 3])
 def test_a_run_that_cannot_be_placed_is_given_up_with_the_reason(least: int | None) -> None:
-    cluster = Faulty([DEAD], [ALL, Nodes(("a", "b"), ())])
+    cluster = Faulty([DEAD], [ALL, nodes("ab")])
     with pytest.raises(GivenUpError, match=r"after 60 s on 2 nodes \(a, b\): a GPU is missing"):
         supervise(cluster, [4], Limits(3, least, seconds=60.0))
 
@@ -249,7 +256,7 @@ def test_a_run_that_cannot_be_placed_is_given_up_with_the_reason(least: int | No
 def test_the_error_has_the_reason_why_no_smaller_layout_is_used(
     least: int | None, changed: dict[str, Any], reason: str
 ) -> None:
-    cluster = Faulty([DEAD], [Nodes(tuple("abcde"), ()), Nodes(("a", "b"), ())], needs=2)
+    cluster = Faulty([DEAD], [nodes("abcde"), nodes("ab")], needs=2)
     cluster.refusal = "DeepSpeed refuses a batch of 8: it must be a multiple of 3"
     with pytest.raises(
         GivenUpError, match=f"a GPU is missing\n  no smaller layout is used: .*{reason}"
@@ -259,8 +266,22 @@ def test_the_error_has_the_reason_why_no_smaller_layout_is_used(
     assert ("vllm.num_engines 2 to 1: a GPU is missing" in str(found.value)) == (least == 1)
 
 
+def test_a_smaller_layout_whose_numbers_contradict_each_other_is_passed_over() -> None:
+    """As ranks that --ds.zpg does not divide: the error ended the supervision."""
+
+    class Undivided(Faulty):
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+            if words[words.index("--actor.num_nodes") + 1] == "2":
+                raise UserError("actor has 2 ranks, which must be a multiple of 3")
+            return super().problems(words, excluded, scales)
+
+    cluster = Undivided([DEAD, "ok"], [nodes("abcde"), nodes("ab")], needs=2)
+    supervise(cluster, [4, 9], Limits(3, min_nodes=1, seconds=0.0), State(list(RANKS), 1.0))
+    assert cluster.submitted[1][0][:5] == ["train", "--vllm.num_engines", "1", "--actor.num_nodes", "1"]
+
+
 def test_an_attempt_records_what_has_changed_and_how_long_the_run_waited() -> None:
-    five, three = (Nodes(tuple("abcde"[:count]), ()) for count in (5, 3))
+    five, three = (nodes("abcde"[:count]) for count in (5, 3))
     cluster = Faulty([DEAD, DEAD, "ok"], [five, *[three] * 100], needs=2)
     limits, state = Limits(3, min_nodes=2, seconds=60.0), State(list(RANKS), 1.0)
     _, state, _ = supervise(cluster, [4, 5, 9], limits, state)
@@ -274,7 +295,7 @@ def test_an_attempt_records_what_has_changed_and_how_long_the_run_waited() -> No
 
 
 def test_an_attempt_records_which_nodes_are_left_out() -> None:
-    lost = Nodes(("a", "b"), ())
+    lost = nodes("ab")
     cluster = Faulty([DEAD, DEAD, DEAD, "ok"], [ALL, lost, ALL, lost, ALL], needs=2)
     _, state, _ = supervise(cluster, [4, 5, 6, 9], Limits(3, seconds=60.0))
     assert [one.changed for one in state.attempts] == [(), (), ("without c",), ()]
@@ -284,11 +305,81 @@ def test_an_attempt_records_which_nodes_are_left_out() -> None:
 def test_a_node_that_was_lost_twice_is_left_out_if_the_run_has_room_without_it(
     needs: int, excluded: list[str], used: list[str]
 ) -> None:
-    lost = Nodes(("a", "b"), ())
+    lost = nodes("ab")
     cluster = Faulty([DEAD, DEAD, "ok"], [ALL, lost, ALL, lost, ALL], needs=needs)
     _, state, _ = supervise(cluster, [4, 5, 9], Limits(3, seconds=60.0))
     assert [without for _, without in cluster.submitted] == [[], [], excluded]
-    assert state.nodes == used
+    assert list(state.nodes) == used
+
+
+def test_a_node_that_was_restarted_twice_and_answers_again_is_left_out_too() -> None:
+    """A machine that reboots in seconds answers when the attempt is cleaned up; it never counted as lost."""
+    again = nodes("abC")
+    cluster = Faulty([DEAD, DEAD, "ok"], [ALL, again, again, ALL], needs=2)
+    _, state, _ = supervise(cluster, [4, 5, 9], Limits(3))
+    assert [one.lost for one in state.attempts] == [("c",), ("c",), ()]
+    assert [without for _, without in cluster.submitted] == [[], [], ["c"]]
+
+
+def test_a_node_that_joined_during_the_attempt_is_lost_and_one_that_was_removed_when_idle_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With an autoscaler: d joins and dies, c is removed; e was dead before, as was f, which rejoined."""
+    run_log.configure_messages()
+    former = {"id e": ("e", ""), "id f": ("f", "")}
+    placed = Nodes({**ALL.answering, "f": "id F"}, (), former)
+    answering = {"a": "id a", "b": "id b", "f": "id F"}
+    ended = Nodes(answering, (), former | {"id d": ("d", "health check\nfailed")}, ("id c",))
+    cluster = Faulty([DEAD, "ok"], [placed, ended])
+    _, state, _ = supervise(cluster, [4, 9], Limits(3))
+    assert [one.lost for one in state.attempts] == [("d",), ()]
+    assert "lost nodes (Ray's reason): d (health check failed)\n" in capsys.readouterr().err
+    assert read_state(cluster.remembered[-1]).gone == ["id d", "id e", "id f"]
+
+
+def test_a_node_that_is_left_out_is_not_lost_again() -> None:
+    """The run does not use it, so that its end is no reason to repeat an error of the program."""
+    lost = nodes("ab")
+    again = Nodes(lost.answering, (), {"id C": ("c", "")})
+    cluster = Faulty(
+        [DEAD, DEAD, "ValueError: x", "ValueError: x"], [ALL, lost, ALL, lost, ALL, again], needs=2
+    )
+    _, state, _ = supervise(cluster, [4, 4, 4, 4], Limits(9))
+    assert [one.lost for one in state.attempts] == [("c",), ("c",), (), ()]
+
+
+class Scaled(Faulty):
+    """A cluster with an autoscaler: a run for which there is no room can be submitted, and asks for it."""
+
+    def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = True) -> list[str]:
+        return [] if scales else super().problems(words, excluded)
+
+
+UNPLACED = "PlacementError: cannot place this run: only 2 of 3 GPUs are free"
+
+
+def test_fewer_engines_are_used_when_the_autoscaler_adds_no_node() -> None:
+    """The run was submitted at once whatever nodes there were, and given up after two placement timeouts."""
+    cluster = Scaled([DEAD, UNPLACED, "ok"], [ALL, nodes("ab")])
+    _, state, _ = supervise(cluster, [4, 4, 9], Limits(3, min_nodes=2, seconds=60.0))
+    load, fewer = [*WORDS, "--load"], ["train", "--vllm.num_engines", "1", "--load"]
+    assert [words for words, _ in cluster.submitted] == [WORDS, load, fewer]
+    assert state.attempts[1].waited == 0, "the second attempt asks the autoscaler"
+    assert 60 <= state.attempts[2].waited <= 70
+
+
+def test_a_node_is_awaited_after_the_autoscaler_was_asked_in_vain() -> None:
+    cluster = Scaled(
+        [UNPLACED, DEAD, UNPLACED, "ok"], [nodes("ab"), *[nodes("ab")] * 3, ALL, nodes("ab"), ALL]
+    )
+    _, state, _ = supervise(cluster, [0, 4, 4, 9], Limits(3))
+    assert [one.waited > 0 for one in state.attempts] == [False, True, False, False]
+
+
+def test_a_run_that_no_autoscaler_and_no_smaller_layout_can_place_is_given_up_with_the_reason() -> None:
+    cluster = Scaled([DEAD, UNPLACED], [ALL, nodes("ab")])
+    with pytest.raises(GivenUpError, match=r"after 60 s on 2 nodes \(a, b\): a GPU is missing"):
+        supervise(cluster, [4, 4], Limits(3, seconds=60.0))
 
 
 def test_a_lost_head_is_awaited() -> None:
@@ -325,6 +416,15 @@ def test_a_run_that_a_user_stopped_with_its_head_is_not_submitted_again() -> Non
 def test_a_lost_head_is_the_error_when_no_restart_is_left() -> None:
     with pytest.raises(HeadLostError, match="the head was lost"):
         supervise(Faulty(["head"]), [4], Limits(0))
+
+
+def test_a_job_that_may_still_run_on_a_silent_head_is_not_submitted_a_second_time() -> None:
+    cluster = Faulty(["silent", "ok"])
+    with pytest.raises(HeadSilentError):
+        supervise(cluster, [4, 9], Limits(3))
+    assert len(cluster.submitted) == 1
+    state = read_state(cluster.remembered[-1])
+    assert (state.job, state.attempts) == ("job1", []), "the same command follows the job"
 
 
 def test_what_would_fail_again_is_not_repeated() -> None:

@@ -3,25 +3,25 @@
 import pytest
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError
-from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT, Encodings, Reach, refuse_gloo_only
+from rlhf_stack.sync.encoding import CHANGED, FULL, KEPT, Encodings, refuse_gloo_only
 
 CONTENT = [("w", "bfloat16", (4,), 8)]
 GB = 10**9
-FAR = Reach(nodes=1, room=100 * GB)
+FAR = 1  # node that rank 0 sends to
 
 
-def syncs(encodings: Encodings, *seconds: float | None, size: int = GB) -> list[str]:
+def syncs(encodings: Encodings, *seconds: float | None, size: int = GB, left: int = 100 * GB) -> list[str]:
     """Return the encodings of syncs that take ``seconds``; None is one that fails."""
     found = []
     for each in seconds:
-        found.append(encodings.select(CONTENT, size))
+        found.append(encodings.select(CONTENT, size, left))
         if each is not None:
             encodings.ended(CONTENT, each, size)
     return found
 
 
 def test_on_sends_all_weights_first_and_after_every_so_many_syncs() -> None:
-    found = syncs(Encodings(Reach(0, 0), "on", 3), *[0.1] * 7)
+    found = syncs(Encodings(0, "on", 3), *[0.1] * 7)
     assert found == [KEPT, CHANGED, CHANGED, KEPT, CHANGED, CHANGED, KEPT]
     assert syncs(Encodings(FAR, "on", 1), *[0.1] * 3) == [KEPT] * 3
 
@@ -40,7 +40,7 @@ def test_all_weights_are_sent_after_a_failed_sync() -> None:
 def test_all_weights_are_sent_if_the_parameters_are_others() -> None:
     encodings = Encodings(FAR, "on", 9)
     syncs(encodings, 1, 1)
-    assert encodings.select([*CONTENT, ("b", "bfloat16", (1,), 2)], GB) == KEPT
+    assert encodings.select([*CONTENT, ("b", "bfloat16", (1,), 2)], GB, GB) == KEPT
 
 
 def test_off_never_keeps_the_weights() -> None:
@@ -56,15 +56,23 @@ def test_auto_sends_changes_over_a_slow_link_if_that_is_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "seconds"),
+    ("nodes", "seconds", "left"),
     [
-        pytest.param(Reach(0, 100 * GB), 8, id="one node"),
-        pytest.param(FAR, 0.9, id="short"),
-        pytest.param(Reach(1, GB), 8, id="no memory"),
+        pytest.param(0, 8, 100 * GB, id="one node"),
+        pytest.param(FAR, 0.9, 100 * GB, id="short"),
+        pytest.param(FAR, 8, 2 * GB - 1, id="no memory"),
     ],
 )
-def test_auto_sends_all_weights_where_changes_do_not_pay(reach: Reach, seconds: float) -> None:
-    assert syncs(Encodings(reach, "auto"), *[seconds] * 4) == [FULL] * 4
+def test_auto_sends_all_weights_where_changes_do_not_pay(nodes: int, seconds: float, left: int) -> None:
+    assert syncs(Encodings(nodes, "auto"), *[seconds] * 4, left=left) == [FULL] * 4
+
+
+def test_the_memory_counts_that_is_left_when_the_weights_are_to_be_kept() -> None:
+    """What the trainer has allocated since the group formed counts; what is kept already does not."""
+    encodings = Encodings(FAR, "auto", 9)
+    assert syncs(encodings, 8, 8, left=2 * GB - 1) == [FULL, FULL]
+    assert syncs(encodings, 8, left=2 * GB) == [KEPT]
+    assert syncs(encodings, 1, left=GB) == [CHANGED]
 
 
 def test_auto_sends_all_weights_over_a_fast_link() -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
-from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import backend_selection, gloo, nccl, same_gpu
 from rlhf_stack.sync.buckets import LARGE, ParameterSpec, plan_buckets
@@ -24,7 +23,7 @@ from rlhf_stack.telemetry import run_log
 
 from tests.unit.fake_cuda import ANY_ORDER, GPU, SECONDS, Gpu, Tensor, empty, tensor
 
-HOST = "127.0.0.1"
+HOST, PORT = "127.0.0.1", 29_500  # of the fake store
 DEADLINE = "4"  # of which a quarter is for the diagnosis
 LIMIT = LARGE + 1000  # bytes of a bucket: one tensor is sent from its own memory, one in two buckets
 SIZES = (7, 300_000, 0, 90_000, 90_000, 90_000, 90_000, 90_000, LARGE // 4 + 10, 0, LARGE // 2, 5)
@@ -38,11 +37,6 @@ def image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "20")
     monkeypatch.setenv(env_vars.SYNC_BUCKET, str(LIMIT / 10**6))
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port(HOST)
 
 
 def content(number: int) -> list[Any]:
@@ -111,14 +105,12 @@ def without_vllms_groups() -> None:
         ("auto", True, nccl.TorchNcclGroup),
     ],
 )
-def test_every_byte_arrives_over_nccl(
-    cuda: Gpu, port: int, backend: str, older: bool, kind: type, keep: bool
-) -> None:
+def test_every_byte_arrives_over_nccl(cuda: Gpu, backend: str, older: bool, kind: type, keep: bool) -> None:
     if older:
         without_vllms_groups()
 
     def run(rank: int) -> Any:
-        group = sync.create_group(HOST, port, rank, 2, devices.current_device(), backend)
+        group = sync.create_group(HOST, PORT, rank, 2, devices.current_device(), backend)
         assert group.__class__ is kind
         assert bool(group.selection) == (backend == "auto")
         result = load_all(group, keep) if rank else train_and_send(group)
@@ -186,7 +178,7 @@ def test_gloo_packs_into_pinned_memory_and_waits_for_the_copy(monkeypatch: pytes
 
 @ANY_ORDER
 def test_a_rank_whose_address_is_not_its_nodes_is_named_for_all(
-    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def listen(address: str) -> None:
         raise RuntimeError(f"Cannot resolve {address} to a (local) address")
@@ -194,7 +186,7 @@ def test_a_rank_whose_address_is_not_its_nodes_is_named_for_all(
     monkeypatch.setattr(sys.modules["torch.distributed"], "ProcessGroupGloo", MagicMock(), raising=False)
     monkeypatch.setattr(gloo, "share_node_buffers", lambda _: ([0], None, None))
     monkeypatch.setattr(gloo, "gloo_device", listen)
-    (error,) = cuda.processes(lambda: sync.create_group(HOST, port, 0, 1, 0, "gloo"))
+    (error,) = cuda.processes(lambda: sync.create_group(HOST, PORT, 0, 1, 0, "gloo"))
     assert isinstance(error, sync.SyncError)
     assert str(error).startswith(
         "weight sync, rank 0 (the trainer) on 127.0.0.1, gloo, listening at 127.0.0.1: Cannot resolve "
@@ -211,9 +203,9 @@ def hanging(cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 @ANY_ORDER
-def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(hanging: Gpu, port: int) -> None:
+def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(hanging: Gpu) -> None:
     def run(rank: int) -> tuple[str, str]:
-        group: Any = sync.create_group(HOST, port, rank, 2, rank, "nccl")
+        group: Any = sync.create_group(HOST, PORT, rank, 2, rank, "nccl")
         part = empty(8, np.dtype("uint8"), f"cuda:{rank}")
         with pytest.raises(sync.SyncError) as late, group.syncing():
             group.start([part], "bucket 1 of 9").finish()
@@ -231,9 +223,9 @@ def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(han
 
 
 @ANY_ORDER
-def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu, port: int) -> None:
+def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu) -> None:
     def run(rank: int) -> None:
-        group = sync.create_group(HOST, port, rank, 2, rank, "nccl")
+        group = sync.create_group(HOST, PORT, rank, 2, rank, "nccl")
         with group.syncing():
             if rank:
                 raise ZeroDivisionError("the loader")
@@ -247,12 +239,12 @@ def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu, 
 
 @ANY_ORDER
 def test_a_rank_that_does_not_join_nccl_is_an_error_within_the_deadline(
-    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
     cuda.nccl.absent = {1}
     start = time.monotonic()
-    for error in both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl")):
+    for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
         assert isinstance(error, sync.SyncError)
         assert "nccl, joining the communicator" in str(error)
     assert time.monotonic() - start < SECONDS
@@ -260,11 +252,11 @@ def test_a_rank_that_does_not_join_nccl_is_an_error_within_the_deadline(
 
 @ANY_ORDER
 def test_a_constructor_of_nccl_that_does_not_end_is_aborted_at_the_deadline(
-    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
     cuda.nccl.hangs_in_constructor = True
-    for error in both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl")):
+    for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
         assert isinstance(error, sync.SyncError)
         assert "nccl, joining the communicator" in str(error)
     assert [each.aborts for each in cuda.communicators] == [1, 1]
@@ -273,13 +265,13 @@ def test_a_constructor_of_nccl_that_does_not_end_is_aborted_at_the_deadline(
 @ANY_ORDER
 @pytest.mark.parametrize("older", [False, True])
 def test_an_error_of_nccl_while_a_rank_joins_is_every_ranks_reason(
-    cuda: Gpu, port: int, monkeypatch: pytest.MonkeyPatch, older: bool
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, older: bool
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
     if older:
         without_vllms_groups()
     cuda.nccl.failing = {1: RuntimeError("NCCL error: unhandled system error\nof a socket")}
-    waiting, failed = map(str, both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl")))
+    waiting, failed = map(str, both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")))
     cause = "nccl, joining the communicator: NCCL error: unhandled system error"
     assert failed == (
         f"weight sync, rank 1 on 127.0.0.1, {cause}; see NCCL's own reason with NCCL_DEBUG=INFO, or use "
@@ -289,11 +281,11 @@ def test_an_error_of_nccl_while_a_rank_joins_is_every_ranks_reason(
 
 
 @ANY_ORDER
-def test_a_missing_nccl_is_an_error_unless_the_rank_is_alone(cuda: Gpu, port: int) -> None:
+def test_a_missing_nccl_is_an_error_unless_the_rank_is_alone(cuda: Gpu) -> None:
     cuda.nccl.missing = "libnccl.so.2: cannot open"
-    errors = both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "nccl"))
+    errors = both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl"))
     assert all("engines would load garbage" in str(error) for error in errors)
-    (alone,) = cuda.processes(lambda: sync.create_group(HOST, port + 1, 0, 1, 0, "nccl").name)
+    (alone,) = cuda.processes(lambda: sync.create_group(HOST, PORT + 1, 0, 1, 0, "nccl").name)
     assert alone == "nccl"
 
 
@@ -351,7 +343,6 @@ def keep_away(gpu: Gpu) -> None:
 )
 def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
     cuda: Gpu,
-    port: int,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[Gpu], None],
     reason: str,
@@ -367,7 +358,7 @@ def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
     monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: SimpleNamespace(rank=members.rank))
     monkeypatch.setattr(run_log, "info", logged.append)
     fault(cuda)
-    groups = both(cuda, lambda rank: sync.create_group(HOST, port, rank, 2, rank, "auto"))
+    groups = both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "auto"))
     assert [group.rank for group in groups] == [0, 1]
     assert all(reason in group.selection for group in groups)
     assert all("auto selects gloo" in line and reason in line for line in logged)

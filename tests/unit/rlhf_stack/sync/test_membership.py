@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.cluster.actor_registry import PeerError
-from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync.group import Watch, unwatched
 from rlhf_stack.sync.membership import CAUSE, DONE, Members
@@ -18,13 +17,12 @@ from rlhf_stack.sync.membership import CAUSE, DONE, Members
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import ANY_ORDER, SECONDS, Gpu
 
-HOST = "127.0.0.1"
+HOST, PORT = "127.0.0.1", 29_500  # of the fake store
 
 
 def joined(cuda: Gpu, world: int) -> list[Members]:
-    port = free_port(HOST)
     found: list[Members] = cuda.processes(
-        *[lambda rank=rank: Members(HOST, port, rank, world) for rank in range(world)]
+        *[lambda rank=rank: Members(HOST, PORT, rank, world) for rank in range(world)]
     )
     return found
 
@@ -65,7 +63,7 @@ def begin_another_sync(members: Members) -> None:
     [
         (
             lambda one: one.exchange("topic", "", time.monotonic() + 1),
-            "rank 0 has stopped waiting or does not answer",
+            "rank 0 at 127.0.0.1 has stopped waiting or does not answer",
         ),
         (begin_sync, "ending a sync: rank 0 .* does not answer: dead, stopped or cut off"),
         (begin_another_sync, "beginning a sync: rank 0 .* does not answer: dead, stopped or cut off"),

@@ -1,7 +1,10 @@
-"""Trainer ranks and engine workers that are to share GPUs, before any of them waits for the other."""
+"""Trainer ranks and engine workers that share GPUs, and the failures that they report to each other."""
+
+import socket
 
 import pytest
-from rlhf_stack.sync.same_gpu import REMEDY, mismatch
+from rlhf_stack.sync import SyncError
+from rlhf_stack.sync.same_gpu import MESSAGE_BYTES, REMEDY, Link, mismatch
 
 TRAINERS = [("a", "trainer rank 0 on one"), ("b", "trainer rank 1 on two")]
 WORKERS = [("a", "rank 0 of engine 0 on one"), ("b", "rank 0 of engine 1 on two")]
@@ -37,3 +40,12 @@ def test_a_mismatch_names_ranks_gpus_and_nodes(
     trainers: list[tuple[str, str]], workers: list[tuple[str, str]], reason: str
 ) -> None:
     assert mismatch(trainers, workers) == f"weight sync: {reason}; {REMEDY}"
+
+
+@pytest.mark.parametrize("character", ["e", "é", "\U0001f600", "\udcff"])
+def test_a_failure_with_a_long_text_is_reported_whatever_its_characters(character: str) -> None:
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own, other:
+        Link(own, "the engine worker").send_failure(ValueError(character * MESSAGE_BYTES))
+        with pytest.raises(SyncError, match=r"the trainer rank failed: ValueError: .{8000}"):
+            Link(other, "the trainer rank").receive("to pack a bucket")

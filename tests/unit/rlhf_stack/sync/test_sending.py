@@ -4,25 +4,36 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.sync import same_gpu, sending
-from rlhf_stack.sync.encoding import Encodings, Reach
+from rlhf_stack.sync.encoding import Encodings
 from rlhf_stack.sync.group import Watch
 
 
 class Group:
     """A group whose transfers wait until its watch raises."""
 
-    encodings = Encodings(Reach(0, 0), "off", 50)
+    encodings = Encodings(0, "off", 50)
+    answers: ClassVar[dict[int, dict[str, Any]]] = {}
 
     @contextmanager
     def syncing(self, watch: Watch) -> Iterator[None]:
         self.watch = watch
         yield
+
+
+def test_the_memory_that_is_left_is_the_least_of_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [5]
+    monkeypatch.setattr(sending, "available_memory", lambda: here[0])
+    assert sending.least_memory_left({}) == 5
+    answers = {0: {"ranks": [{"memory_left": 9}, {"memory_left": 4}]}, 2: {"ranks": [{"memory_left": 7}]}}
+    assert sending.least_memory_left(answers) == 4
+    here[0] = 3
+    assert sending.least_memory_left(answers) == 3
 
 
 @pytest.mark.usefixtures("cuda")

@@ -1,7 +1,8 @@
 """Which trainer ranks send the weights, and how they join; syncs between processes are in tests/cluster."""
 
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
-from rlhf_stack.sync import SyncError, actor_trainer, sources
+from rlhf_stack.sync import SyncError, actor_trainer, joining, sources
 from rlhf_stack.sync.buckets import Share
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.trainer import own_share
 
-NODES = ("10.0.0.1", "10.0.0.2", "10.0.0.2")
+NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.2")
 ENGINES, TP = 2, 4
 WORLD = 1 + ENGINES * TP
 
@@ -111,42 +112,71 @@ def trainer(group: Any) -> Any:
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch, trainers: Trainers) -> list[Any]:
-    """The calls with which groups are joined."""
+def joined(monkeypatch: pytest.MonkeyPatch, trainers: Trainers) -> Iterator[list[Any]]:
+    """The calls with which groups are joined; no other process could take the ports meanwhile."""
     calls: list[Any] = []
 
     def engine_calls(engines: Sequence[str]) -> list[Callable[..., None]]:
-        return [lambda *call: calls.append(call) for _ in engines]
+        return [called for _ in engines]
 
-    def create_group(*call: Any) -> str:
-        calls.append(call)
+    def called(method: str, *rest: Any) -> None:
+        for endpoint in rest[0] if method == "join_weight_sources" else [rest[:2]]:
+            expect_taken(*endpoint)
+        calls.append((method, *rest))
+
+    def create_group(host: str, port: int, *rest: Any) -> str:
+        expect_taken(host, port)
+        calls.append((host, port, *rest[:-1]))
+        served.append(socket.socket(fileno=rest[-1].detach()))
         return "a group of its own"
 
+    def expect_taken(host: str, port: int) -> None:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((host, port))
+
+    served: list[socket.socket] = []
     util = SimpleNamespace(get_node_ip_address=lambda: NODES[trainers.get_rank()])
-    monkeypatch.setattr(sources, "engine_calls", engine_calls)
-    monkeypatch.setattr(sources, "wait_for_engine_results", lambda *_: None)
-    monkeypatch.setattr(sources, "free_port", lambda host: 1000 + int(host[-1]))
-    monkeypatch.setattr(sources, "ray", SimpleNamespace(util=util))
+    for module in (joining, sources):
+        monkeypatch.setattr(module, "engine_calls", engine_calls)
+        monkeypatch.setattr(module, "wait_for_engine_results", lambda *_: None)
+        monkeypatch.setattr(module, "ray", SimpleNamespace(util=util))
+        monkeypatch.setattr(module, "create_group", create_group)
     monkeypatch.setattr(devices, "current_device", lambda: "cpu")
-    monkeypatch.setattr(sources, "create_group", create_group)
-    return calls
+    yield calls
+    for listener in served:
+        listener.close()
 
 
 def test_a_rank_on_each_node_joins_all_engine_workers(trainers: Trainers, joined: list[Any]) -> None:
     ranks = [trainer(GlooGroup.__new__(GlooGroup)), trainer(None), trainer(None)]
     assert trainers.run(lambda rank: sources.join(ranks[rank])) == [None] * 3
-    endpoints = [("10.0.0.2", 1002)]
+    (endpoints,) = {tuple(call[1]) for call in joined if call[0] == "join_weight_sources"}
+    ((host, port),) = endpoints
+    assert host == NODES[1]
     assert sorted(joined, key=str) == sorted(
         [
-            ("10.0.0.2", 1002, 0, WORLD, "cpu", "gloo"),
-            ("join_weight_sources", endpoints, 1, WORLD),
-            ("join_weight_sources", endpoints, 1 + TP, WORLD),
+            (host, port, 0, WORLD, "cpu", "gloo"),
+            ("join_weight_sources", [(host, port)], 1, WORLD),
+            ("join_weight_sources", [(host, port)], 1 + TP, WORLD),
         ],
         key=str,
     )
     assert [own_share(each) for each in ranks] == [Share(0, 2), Share(1, 2), Share(0, 2)]
     assert ranks[1]._model_update_group == "a group of its own"
     assert not hasattr(ranks[2], "_model_update_group")
+
+
+def test_rank_0_listens_before_the_engines_know_the_port(trainers: Trainers, joined: list[Any]) -> None:
+    rank = trainer(None)
+    trainers.run(lambda number: None if number else joining.join_engines(rank))
+    host, port, *_ = joined[-1]
+    assert host == NODES[0]
+    assert joined == [
+        ("join_weight_group", host, port, 1, WORLD, "gloo"),
+        ("join_weight_group", host, port, 1 + TP, WORLD, "gloo"),
+        (host, port, 0, WORLD, "cpu", "gloo"),
+    ]
+    assert rank._model_update_group == "a group of its own"
 
 
 def test_over_nccl_rank_0_sends_alone(trainers: Trainers, joined: list[Any]) -> None:

@@ -86,6 +86,30 @@ def test_only_files_are_read(tmp_path: Path, read: Callable[[Path], list[dict[st
     assert len(read(tmp_path)) == 1
 
 
+def test_a_file_that_cannot_be_read_or_vanishes_has_no_recent_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended `top`."""
+    for name in ("a", "unreadable", "vanishing", "vanished"):
+        (tmp_path / f"{name}.jsonl").write_text('{"event": "phase", "time": 1.0}\n')
+    plain_open, plain_stat = Path.open, Path.stat
+
+    def opened(path: Path, *arguments: Any) -> Any:
+        if path.stem in ("unreadable", "vanishing"):
+            raise PermissionError(path) if path.stem == "unreadable" else FileNotFoundError(path)
+        return plain_open(path, *arguments)
+
+    def status(path: Path, **arguments: Any) -> os.stat_result:
+        if path.stem == "vanished":
+            raise FileNotFoundError(path)
+        return plain_stat(path, **arguments)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(Path, "stat", status)
+    assert len(events.read_recent(tmp_path)) == 1
+    assert events.read_recent(tmp_path / "no folder") == []
+
+
 def test_engines_are_recorded_with_their_nodes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = MagicMock()
     ray.get.return_value = [
@@ -97,6 +121,10 @@ def test_engines_are_recorded_with_their_nodes(directory: Path, monkeypatch: pyt
     engines = [event for event in events.read(directory) if event["event"] == "engine"]
     assert [event["straddles"] for event in engines] == [False, True]
     assert [event["engine"] for event in engines] == [0, 1]
+    lost = "lost"
+    events.models_up([lost, "engine", "engine"], lambda one: None if one is lost else [{"node_id": "a"}])
+    engines = [event for event in events.read(directory) if event["event"] == "engine"]
+    assert [event["engine"] for event in engines] == [0, 1, 1, 2]
 
 
 def test_a_disk_that_refuses_events_does_not_end_the_run(

@@ -1,5 +1,6 @@
 """The build context of a cell."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,9 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.errors import UserError
-from scripts.images.context import IMAGES, built_against, dockerfile, normalise_modes, place, quoted
+from scripts.images import context, wheels
+from scripts.images.context import (
+    IMAGES,
+    built_against,
+    dockerfile,
+    lay_out,
+    normalise_modes,
+    place,
+    quoted,
+)
+from scripts.images.inputs import Inputs
 from scripts.images.pins import source_pin
 from scripts.locks import lockfile, targets
+from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell, Setting, expand, load, with_option
 
 CELLS = expand(load())
@@ -67,17 +79,31 @@ def test_a_source_build_waits_for_the_layers_of_what_it_needs_and_for_no_other(c
         assert {lockfile.distribution(cell, name) for name in build.needs} <= pins
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
-def test_the_umask_of_the_checkout_does_not_reach_the_context(tmp_path: Path, umask: int) -> None:
+def test_the_umask_of_the_checkout_and_of_the_build_does_not_change_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under umask 002, Ubuntu's for users, the user's group could otherwise write to /usr of the image."""
-    folder = tmp_path / "context"
-    shutil.copytree(IMAGES / "rootfs", folder)
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
-    normalise_modes(folder)
-    modes = {path.stat().st_mode & 0o7777 for path in [folder, *folder.rglob("*")]}
-    assert modes == {0o755, 0o644}
-    assert (folder / "usr/local/bin/rlhf-entrypoint").stat().st_mode & 0o7777 == 0o755
+    runtime = wheels.build_runtime_wheel(tmp_path / "wheels", [])
+    monkeypatch.setattr(context, "PATCHED", tmp_path / "wheels")
+    monkeypatch.setattr(wheels, "make_wheels", lambda *_: [runtime])
+    monkeypatch.setattr(context, "off_index_wheels", lambda *_: [])
+    monkeypatch.setattr(context, "fetch_pristine", lambda *_: runtime)
+    digests = set()
+    for umask in (0o022, 0o002, 0o077):
+        images = tmp_path / f"{umask:o}"
+        shutil.copytree(IMAGES, images, ignore=shutil.ignore_patterns("runtime", "locks"))
+        for path in [images, *images.rglob("*")]:
+            path.chmod((0o777 if path.is_dir() or path.stat().st_mode & 0o100 else 0o666) & ~umask)
+        monkeypatch.setattr(context, "IMAGES", images)
+        before = os.umask(umask)
+        try:
+            folder = lay_out(DEFAULT, PipConfig(), images / "contexts")
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o7777 for path in [folder, *folder.rglob("*")]} == {0o755, 0o644}
+        assert (folder / "rootfs/usr/local/bin/rlhf-entrypoint").stat().st_mode & 0o7777 == 0o755
+        digests.add(Inputs(folder, "base:1", "builder:1", {}).digest)
+    assert len(digests) == 1
 
 
 def test_a_file_that_others_cannot_read_is_copied_and_keeps_its_mode(tmp_path: Path) -> None:

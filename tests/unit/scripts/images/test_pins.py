@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scripts.digests import sha256_file
-from scripts.images.pins import local_wheels, pinned, repin, source_pin
+from scripts.images.pins import layers_with, local_wheels, pinned, repin, source_pin
 from scripts.locks import lockfile
 from scripts.matrix.load import expand, load
 
@@ -17,6 +17,24 @@ def test_repin_replaces_one_pin_and_keeps_the_rest() -> None:
     assert repin(text, {"a==1": "a==1+stack.1 --hash=sha256:22\n"}) == (
         "a==1+stack.1 --hash=sha256:22\nb==2 \\\n    --hash=sha256:11\n"
     )
+
+
+def test_a_changed_patch_of_openrlhf_leaves_every_lower_layer_as_it_is(tmp_path: Path) -> None:
+    """Its wheel is in the top layer, with the runtime: what OpenRLHF requires is not installed again."""
+    wheels = [
+        tmp_path / f"{name}-py3-none-any.whl"
+        for name in ("vllm-1+stack.1", "openrlhf-2+stack.1", "rlhf_stack-0.1.0")
+    ]
+    layers = {"vllm": "vllm==1 --hash=sha256:00\n", "openrlhf": "openrlhf==2 --hash=sha256:11\npandas==3\n"}
+    found = []
+    for content in (b"before", b"after"):
+        for wheel in wheels:
+            wheel.write_bytes(b"" if wheel.name.startswith("vllm") else content)
+        found.append(layers_with(wheels, layers))
+    before, after = found
+    assert before["vllm"] == after["vllm"] == pinned(wheels[0])[1]
+    assert before["openrlhf"] == after["openrlhf"] == "pandas==3\n"
+    assert after["stack"] == "".join(pinned(wheel)[1] for wheel in wheels[1:]) != before["stack"]
 
 
 def test_pinned_requires_exactly_one_wheel(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The table of faults has a row for each case that was run, and names the others."""
 
 import datetime
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from scripts.matrix.load import expand, load
 from scripts.release import catalogue, fault_cases, render
 from scripts.release.fault_cases import FAULTS, Case
 from scripts.testing.records import encode
+from scripts.testing.suite_digest import suite_digest
 from tests.faults import injecting, trial
 from tests.faults.runs import CHECKPOINTS, run_of
 
@@ -29,6 +31,9 @@ CASE = Case(
     left=(),
     afterwards="resumes at step 3",
 )
+
+
+TESTED = msgspec.structs.replace(CASE, inputs="d" * 64, tests=suite_digest("faults"))
 
 
 def rows(case: Case) -> list[str]:
@@ -68,14 +73,16 @@ def test_a_run_that_goes_on_has_no_error() -> None:
         CASE, outcome="goes on", said="", node_named=False, afterwards="is not needed"
     )
     (line,) = rows(going)
-    assert line.endswith("| continues | ? | ? | ? | ? |  |  | nothing | is not needed |")
+    assert line.endswith(
+        "| continues | ? | ? | ? | ? |  |  | nothing | is not needed | its tests are unknown |"
+    )
     measured = msgspec.structs.replace(
         going, after=41.6, repaired=True, submissions=2, steps_lost=1, prompts_again=16, equal=True, refused=1
     )
     (line,) = rows(measured)
     assert line.endswith(
         "| continues, submitted again 2 times | 42 s, when the fault was removed | 1 | 16 | yes |  |  "
-        "| nothing | is not needed (submissions refused before: 1) |"
+        "| nothing | is not needed (submissions refused before: 1) | its tests are unknown |"
     )
     (line,) = rows(msgspec.structs.replace(measured, submissions=1))
     assert "| continues, submitted again once |" in line
@@ -123,13 +130,106 @@ def test_the_cases_of_a_cell_are_of_the_same_inputs() -> None:
 def test_cases_of_an_image_that_was_not_measured_replace_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    merged = tmp_path / "faults.json"
+    merged: list[list[Case]] = []
     monkeypatch.setattr(fault_cases, "CASES", tmp_path)
+    monkeypatch.setattr(fault_cases, "load", list)
+    monkeypatch.setattr(fault_cases, "save", merged.append)
     (tmp_path / CASE.cell).mkdir()
     (tmp_path / CASE.cell / "case.json").write_bytes(encode(CASE))
-    with pytest.raises(UserError, match="not measured yet: run python -m scripts catalogue first"):
+    reason = "case.json in .* was not measured: run python -m scripts catalogue, then fault-table"
+    with pytest.raises(UserError, match=reason):
         fault_cases.update()
-    assert not merged.exists()
+    assert not merged
+    (tmp_path / CASE.cell / "case.json").write_bytes(encode(TESTED))
+    assert fault_cases.update() == 1
+    assert merged == [[TESTED]], "the digest of its inputs is known without a measurement"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (TESTED, "none"),
+        (CASE, "its tests are unknown"),
+        (msgspec.structs.replace(TESTED, tests="e" * 64), "its tests changed since"),
+        (msgspec.structs.replace(TESTED, revision="a-dirty"), "uncommitted changes"),
+    ],
+)
+def test_why_a_case_proves_less_than_it_says_is_in_its_row(case: Case, expected: str) -> None:
+    (line,) = rows(case)
+    assert line.endswith(f"| resumes at step 3 | {expected} |")
+
+
+def test_the_inputs_of_a_case_decide_also_without_a_measurement_of_its_image() -> None:
+    rebuilt = msgspec.structs.replace(TESTED, image="sha256:" + "2" * 64, when=WHEN + datetime.timedelta(1))
+    assert fault_cases.merge([TESTED], [rebuilt], {}) == [TESTED, rebuilt]
+    assert not render.fault_table("a-cell", [TESTED, rebuilt], TESTED.inputs)["outdated"]
+    assert fault_cases.merge([CASE], [rebuilt], {CASE.image: TESTED.inputs}) == [CASE, rebuilt]
+
+
+class Checkout:
+    """A git repository with a file of cases."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "images" / "faults.json"
+        self.path.parent.mkdir()
+        self.git("init", "--initial-branch=main")
+
+    def git(self, *arguments: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *author, *arguments], cwd=self.folder, check=True, capture_output=True)
+
+    def save(self, *cases: Case) -> None:
+        fault_cases.save(cases, self.path)
+
+    def commit(self) -> None:
+        self.git("add", ".")
+        self.git("commit", "-m", "x")
+
+    def removed(self) -> list[str]:
+        return fault_cases.removed(self.folder)
+
+
+def test_a_case_that_was_removed_from_the_history_is_reported(tmp_path: Path) -> None:
+    """Cases of other inputs than the newest ones, and of a fault that is unknown, are dropped by `merge`."""
+    checkout = Checkout(tmp_path)
+    checkout.path.write_text('[{"of": "another structure"}]', encoding="utf-8")
+    checkout.commit()
+    hung = msgspec.structs.replace(TESTED, outcome="hangs")
+    better = msgspec.structs.replace(TESTED, when=WHEN + datetime.timedelta(1))
+    checkout.save(hung, msgspec.structs.replace(TESTED, fault="meteorite"))
+    checkout.commit()
+    assert checkout.removed() == []
+    checkout.save(better)
+    (line,) = checkout.removed()
+    case = "the case a-cell, separate, node killed, sync of 2026-11-21 00:00 was removed"
+    assert line.startswith(f"images/faults.json: {case}")
+    checkout.commit()
+    assert checkout.removed() == [line], "also once it is committed"
+    checkout.save(msgspec.structs.replace(better, inputs="e" * 64))
+    assert checkout.removed() == [], "cases of the newest inputs replace all others"
+    checkout.path.unlink()
+    assert len(checkout.removed()) == 2
+
+
+def test_a_case_that_a_merge_has_dropped_is_reported(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    first, second = CASE, msgspec.structs.replace(CASE, phase="training")
+    checkout.save(first)
+    checkout.commit()
+    checkout.git("checkout", "-b", "side")
+    checkout.save(first, second)
+    checkout.commit()
+    checkout.git("checkout", "main")
+    (tmp_path / "other").write_text("", encoding="utf-8")
+    checkout.commit()
+    checkout.git("merge", "--strategy=ours", "side")
+    (line,) = checkout.removed()
+    assert "training" in line
+
+
+def test_the_check_of_the_catalogue_reports_removed_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_cases, "removed", lambda: ["a case was removed"])
+    assert "a case was removed" in catalogue.check(offline=True)
 
 
 def test_layouts_without_a_case_are_counted() -> None:

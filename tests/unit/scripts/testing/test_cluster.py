@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from unittest.mock import create_autospec
+from unittest.mock import MagicMock, create_autospec
 
 import docker
 import pytest
@@ -67,6 +67,24 @@ def test_signals_remove_everything_and_do_not_interrupt_the_removal(number: sign
         os.kill(os.getpid(), number)
     assert (container.removed, network.removed) == (True, True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("code", [126, 137])
+def test_a_command_that_fails_while_its_container_ends_names_the_node(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker kills the command, or does not start it, before it reports that the container has ended."""
+    client = create_autospec(docker.DockerClient)
+    nodes = Cluster(client, "an-image", [ContainerNode("worker", gpus=1)])
+    state = {"Running": True, "OOMKilled": False, "ExitCode": 137}
+    container = MagicMock(attrs={"State": state}, **{"logs.return_value": b"started"})
+    container.wait.side_effect = lambda **_: state.update(Running=False)
+    nodes.containers = [container]
+    done = subprocess.CompletedProcess([], code, b"", cluster.NOT_STARTED.encode())
+    monkeypatch.setattr(cluster, "_exec", lambda *_: ["docker"])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(UserError, match="node worker ended: it was killed"):
+        nodes.output(container, ["python"])
 
 
 def test_a_command_that_docker_did_not_start_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rlhf_stack.diagnostics.network_check import Attempt, NetworkReport
+    from rlhf_stack.openrlhf.run_spec import Run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=("nccl", "gloo"),
-        help="as in --vllm.sync_backend; default: the backend of this image",
+        help="default: that of the run, else of this image; for auto NCCL, which a run tries first",
     )
     parser.add_argument(
         "--size",
@@ -73,26 +74,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check the network and print the result; return 1 if a run could not sync at the floor."""
-    from rlhf_stack.accelerator import devices
     from rlhf_stack.cluster.connect import connected
     from rlhf_stack.config import env_vars
     from rlhf_stack.diagnostics.network_check import check_network
     from rlhf_stack.diagnostics.network_check.ranks import one_worker_per_node, ranks_of_run
 
     env_vars.check()
-    ranks = (
-        ranks_of_run(run_options.parse_run(options)[0].request)
-        if options.command_line
-        else one_worker_per_node
-    )
+    planned = run_options.parse_run(options)[0] if options.command_line else None
     run_log.configure_messages()
     with connected():
         report = check_network(
-            options.backend or env_vars.sync_backend(devices.collective_backend()),
+            options.backend or _default_backend(planned),
             options.size,
             options.floor,
             options.timeout,
-            ranks,
+            ranks_of_run(planned.request) if planned else one_worker_per_node,
             progress=messages.info,
         )
     if options.json:
@@ -100,6 +96,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0 if report.is_well else 1
+
+
+def _default_backend(planned: "Run | None") -> str:
+    """The backend of a run, or of the environment; without GPUs gloo, as in a run."""
+    from rlhf_stack.accelerator import devices
+    from rlhf_stack.config import env_vars
+
+    requested = planned.sync_backend if planned else env_vars.sync_backend()
+    return requested if requested == "gloo" else devices.collective_backend()
 
 
 def _show(report: "NetworkReport") -> None:

@@ -1,8 +1,9 @@
 """Diagnose this node and its cluster: versions, patches, variables, GPUs, /dev/shm, limits, stale resources.
 
-If a Ray node runs on this machine, checks and compares all nodes of its cluster; otherwise checks this
-machine, also outside the images. Changes nothing. Known-bad combinations come from a database, with a source
-for each entry; --log explains a log with it, --freeze checks the packages of another environment.
+If a Ray node runs on this machine, checks and compares all nodes of its cluster, and names those that it
+lost; otherwise checks this machine, also outside the images. Changes nothing. Known-bad combinations come
+from a database, with a source for each entry; --log explains a log with it, --freeze checks the packages of
+another environment.
 
   rlhf-stack doctor                          this node and its cluster
   rlhf-stack doctor --local --all            only this node, with notes and passed checks
@@ -25,16 +26,16 @@ known) of the last error; `first_error` those of the first failure, and time, fr
 led_to (the last exception raised from it), order (how it is known to be the first: only, time, lines,
 unclear), same and later (other processes with this error, later errors of others), passed_on (it only
 reports another process) and launcher (what torchrun saw). With --freeze `lines_read` is the number of lines
-with a version, `lines_skipped` lists those whose version is invalid. With --host it prints rlhf-stack/host/1:
-`machine`, and `cells` (id, runs, reasons).
+with a version, `lines_skipped` lists those whose version is invalid (a warning). With --host it prints
+rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
@@ -63,6 +64,7 @@ ORDERS = {
     "time": "by time stamps",
     "lines": "by the order of lines, in which those of other nodes may be late",
 }
+_Quoted = TypeVar("_Quoted", known_bad.FirstError, known_bad.LastError)
 COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
 
 
@@ -110,17 +112,21 @@ def run(options: argparse.Namespace) -> int:
         found = _of_this(options.local, options.timeout)
     if packages:
         extra |= {"lines_read": packages.lines, "lines_skipped": packages.skipped}
-    findings = [finding for _, finding in found]
+    unexplained = is_unexplained([finding for _, finding in found], last)
+    of_list = [("", finding) for finding in _of_list(packages)]
+    findings = [finding for _, finding in found + of_list]
     if options.json:
-        entries = [{"node": node} | asdict(finding) for node, finding in found]
+        entries = [{"node": node} | asdict(finding) for node, finding in found + of_list]
         print_json("doctor", 1, worst=worst(findings), findings=entries, **extra)
     elif options.log is not None:
         _show_log(found, last, first)
+        _print_table([(finding, "") for _, finding in of_list], with_sources=True)
     else:
-        _show(found, everything=options.all)
+        _show(found + of_list, everything=options.all)
     if packages and not options.json:
-        print("\n".join(_about_list(packages)))
-    return UNEXPLAINED if is_unexplained(findings, last) else CODES[worst(findings)]
+        were = "line with a version was" if packages.lines == 1 else "lines with a version were"
+        print(f"{packages.lines} {were} read")
+    return UNEXPLAINED if unexplained else CODES[worst(findings)]
 
 
 def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) -> bool:
@@ -156,10 +162,13 @@ def _packages(log: Path | None, freeze: Path | None) -> known_bad.PackageList | 
     return found
 
 
-def _about_list(packages: known_bad.PackageList) -> Iterator[str]:
-    yield f"{packages.lines} lines with a version were read"
-    if packages.skipped:
-        yield f"skipped, without a valid version: {one_line(first_names(packages.skipped, MOST_SKIPPED))}"
+def _of_list(packages: known_bad.PackageList | None) -> list[Finding]:
+    """A warning if a list names packages that were not judged."""
+    if packages is None or not packages.skipped:
+        return []
+    names = one_line(first_names(packages.skipped, MOST_SKIPPED))
+    remedy = "correct their versions, or leave the lines out"
+    return [Finding("versions-skipped", WARNING, "packages without a valid version", names, remedy)]
 
 
 def _of_freeze(versions: dict[str, str]) -> list[tuple[str, Finding]]:
@@ -184,8 +193,8 @@ def _of_this(local: bool, timeout: float | None) -> list[tuple[str, Finding]]:
         return [("", finding) for finding in (*checks.check_node(node), *comparison.compare_processes(node))]
     from rlhf_stack.diagnostics.doctor import cluster
 
-    facts = cluster.collect_from_nodes(address, timeout or TIMEOUT)
-    found = [("", finding) for finding in comparison.compare_nodes(facts)]
+    facts, lost = cluster.collect_from_nodes(address, timeout or TIMEOUT)
+    found = [("", finding) for finding in (*comparison.lost_nodes(lost), *comparison.compare_nodes(facts))]
     for answer in facts:
         if answer.node:
             own = [*checks.check_node(answer.node), *comparison.compare_processes(answer.node)]
@@ -207,6 +216,7 @@ def _show_log(
 ) -> None:
     """Print what explains a log, the likeliest cause first, its first failure, and an unexplained error."""
     unexplained = last is not None and is_unexplained([finding for _, finding in found], last)
+    first, last = first and _plain(first), last and _plain(last)
     if found:
         _print_table([(finding, "") for _, finding in found], with_sources=True)
     if unexplained:
@@ -218,6 +228,13 @@ def _show_log(
     if unexplained and last and (first is None or first.line != last.line):
         origin = f"{last.origin}\n  " if last.origin else ""
         print(f"last error: {origin}{where(last.line)}: {last.text}")
+
+
+def _plain(quoted: _Quoted) -> _Quoted:
+    """What a log is quoted with, without control characters, which a terminal would obey."""
+    values = {one.name: getattr(quoted, one.name) for one in fields(quoted)}
+    plain: dict[str, Any] = {name: one_line(text) for name, text in values.items() if isinstance(text, str)}
+    return replace(quoted, **plain)
 
 
 def described(first: known_bad.FirstError) -> Iterator[str]:
@@ -276,8 +293,9 @@ def _paragraph(finding: Finding, nodes: str, with_sources: bool) -> str:
     from rich.markup import escape
 
     place = f"{where(finding.line)}: " if finding.line else ""
+    evidence = one_line(finding.evidence) if finding.line else finding.evidence
     lines = [f"[bold]{escape(finding.what)}[/bold] [dim]{finding.id}[/dim]"]
-    lines += [f"seen:   {escape(place + finding.evidence)}"] if finding.evidence else []
+    lines += [f"seen:   {escape(place + evidence)}"] if finding.evidence else []
     lines += [f"nodes:  {nodes}"] if nodes else []
     lines += [f"remedy: {escape(finding.remedy)}"] if finding.remedy else []
     lines += (

@@ -5,15 +5,17 @@ does not fit; GPUs that another job holds are awaited for RLHF_STACK_PLACEMENT_T
 Otherwise submits the unchanged command line to Ray's job server, prints the job's output, and exits with the
 job's exit code (1 if Ray reports none, or one of the codes below). Only train_ppo_ray is planned. The
 arguments of the installed OpenRLHF's SFT, DPO and RM are checked as by `plan`; another command, such as
-one of a fork in --working-dir or --env PYTHONPATH, is submitted as it is.
+one of a fork in --working-dir or --env PYTHONPATH, is submitted as it is, with a warning if it names one of
+these programs and was not read as its start.
 
   rlhf-stack submit -- python -m openrlhf.cli.train_ppo_ray ...
   rlhf-stack submit --gpu-memory 80 --env NCCL_DEBUG=INFO --env WANDB_MODE -- python -m ...
 
 Ray's workers inherit the environment of their machine, not of this shell. The runtime_env of the job contains
-the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, and the variables named by --env.
-They are public: Ray shows them to everyone who reaches its dashboard, so that a secret among them is a
-warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs -f ID` and `ray job stop ID`.
+the RLHF_STACK_* variables of this shell, such as RLHF_STACK_VERIFY_SYNC, unless they have the default of the
+image, and the variables named by --env. They are public: Ray shows them to everyone who reaches its
+dashboard, so that a secret among them is a warning. Ctrl-C and SIGTERM do not stop the job: use `ray job logs
+-f ID` and `ray job stop ID`.
 
 With --restarts N a run that fails is submitted again up to N times, by this process: it removes what the run
 left on each node, waits for lost nodes (--node-wait), selects the last checkpoint that is complete for every
@@ -21,8 +23,10 @@ rank and role, and adds the flag that loads it. With --min-nodes M it then conti
 fewer engines if it must, or with fewer ranks of the trainer, for which it converts the checkpoint. A node
 that was lost twice is used again only if the run has no other place. What would fail again is not repeated: a
 rejected command line, a known cause that the installed versions confirm, memory that ran out before the first
-checkpoint, or the same error twice without progress. Ctrl-C and SIGTERM stop the job. If this process is
-killed the job continues; the same command follows it again, unless the head was restarted.
+checkpoint, or the same error of the program in two attempts in sequence without progress. Ctrl-C and SIGTERM
+stop the job. If this process is killed, or the head does not answer for --node-wait seconds, the job
+continues; the same command follows it again, unless the head was restarted. So it does after a signal, if
+the job server does not confirm within about a minute that the job has ended: the job is named then.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
@@ -64,11 +68,12 @@ from rlhf_stack.cli.option_types import (
     seconds,
 )
 from rlhf_stack.cluster.readiness import DASHBOARD
-from rlhf_stack.config import env_vars
+from rlhf_stack.config import env_vars, image
 from rlhf_stack.config.secret_names import has_password, is_secret
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import command_line
+from rlhf_stack.openrlhf.trainer_command import unread_program
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.supervisor import Limits
@@ -81,7 +86,6 @@ POLL_SECONDS = 2.0
 PREFIX = "RLHF_STACK_"
 SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
-OF_A_CONTAINER = "RLHF_STACK_PROFILE"  # read where a container starts, not by a job
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
@@ -178,8 +182,10 @@ def _run(options: argparse.Namespace) -> int:
     variables = environment()["env_vars"]
     env_vars.check(variables)
     _warn_of_secrets(variables, words)
+    for text in replaced_by_profile(os.environ, variables):
+        messages.info(text)
     is_supervised = options.restarts or options.grace
-    supervision = _supervision(options, words, environment, variables) if is_supervised else None
+    supervision = _supervision(options, words, environment) if is_supervised else None
     follows = supervision is not None and supervision.follows_a_job
     problems = [] if follows else _problems_after_wait(options, words, variables)
     for problem in problems:
@@ -220,11 +226,10 @@ def _supervision(
     options: argparse.Namespace,
     words: Sequence[str],
     environment: Callable[[], dict[str, Any]],
-    variables: Mapping[str, str],
 ) -> supervised.Supervision:
-    def assess(changed: Sequence[str]) -> list[str]:
+    def assess(changed: Sequence[str], variables: Mapping[str, str], scales: bool) -> list[str]:
         described = argparse.Namespace(**(vars(options) | {"command_line": list(changed)}))
-        return _problems(described, changed, variables)  # the first attempt has shown them
+        return _problems(described, changed, variables, scales=scales)  # the first attempt has shown them
 
     limits = Limits(options.restarts, options.min_nodes, options.node_wait or Limits.seconds, options.grace)
     return supervised.Supervision(options.address, options.ray, words, limits, assess, environment)
@@ -236,7 +241,7 @@ def _once(
     """Submit the job and follow it until it ends."""
     job = jobs.submit(address, words, environment)
     try:
-        return jobs.follow(address, job, write)
+        return jobs.follow(address, job, write, jobs.LOST_SECONDS)
     except (KeyboardInterrupt, supervised.TerminatedError):
         messages.warning(f"job {job} is still running: ray job logs -f {job}, ray job stop {job}")
         raise
@@ -255,18 +260,37 @@ def _warn_of_secrets(variables: Mapping[str, str], words: Sequence[str]) -> None
         )
 
 
+def replaced_by_profile(environment: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:
+    """Describe each value of this shell that the job, with ``variables``, does not get but the profile's.
+
+    The shell's is the image's default, which it also has without a user, such as in `docker exec`.
+    """
+    profile = environment.get(env_vars.PROFILE, "")
+    return [
+        f"the job uses {name}={value}, of profile {profile}; --env {name}={here} selects the shell's value"
+        for name, value in image.profile_values(profile).items()
+        if name.startswith(PREFIX)
+        and name not in variables
+        and (here := environment.get(name)) not in (None, "", value)
+    ]
+
+
 def runtime_env(
     environment: Mapping[str, str], named: Sequence[str], working_dir: str | None = None
 ) -> dict[str, Any]:
     """Ray's ``runtime_env`` for a job: the RLHF_STACK_* variables of ``environment`` and those in ``named``.
 
+    Those with the image's default are left to the job's machines, whose profile may set another value.
     ``named`` has entries NAME or NAME=VALUE; `UserError` for a NAME that is given twice, that no job reads,
     or that has no value and is not in ``environment``.
     """
+    defaults = image.env_defaults()
     variables = {
         name: value
         for name, value in environment.items()
-        if name.startswith(PREFIX) and name not in (*OF_THE_IMAGE, OF_A_CONTAINER) and value
+        if name.startswith(PREFIX)
+        and name not in (*OF_THE_IMAGE, env_vars.PROFILE)
+        and value not in ("", defaults.get(name))
     }
     given: set[str] = set()
     for text in named:
@@ -275,7 +299,7 @@ def runtime_env(
             raise UserError(
                 f"--env {shortened(text)!r}: expected NAME or NAME=VALUE, such as NCCL_DEBUG=INFO"
             )
-        if name == OF_A_CONTAINER:
+        if name == env_vars.PROFILE:
             raise UserError(
                 f"--env {name}: a job does not read it: start the containers with docker run -e {name}=..."
             )
@@ -326,31 +350,42 @@ def _problems(
     variables: Mapping[str, str],
     warn: Callable[[str], None] = _unheard,
     idle: bool = False,
+    scales: bool = True,
 ) -> list[str]:
     """The reasons why the run cannot start on the cluster now; none for a command that is not a run.
 
     `UserError` if the image cannot run it, also for SFT, DPO and RM. Messages of OpenRLHF's parser go to
-    ``warn``. With ``idle``, the reasons why it could not even if no other job used the cluster.
+    ``warn``. With ``idle``, the reasons why it could not even if no other job used the cluster. With
+    ``scales``, too few resources are no reason if the run may ask an autoscaler for them.
     """
     try:
         command_line.extract_arguments(words)
     except command_line.ArgumentsError:
+        if name := unread_program(words):
+            warn(
+                f"{name} is named, but not read as the program that the command starts: it is neither "
+                f"planned nor checked. Start it with python -m openrlhf.cli.{name}"
+            )
         if "PYTHONPATH" in variables:  # it can contain a fork of OpenRLHF
             return []
         for note in run_options.check_trainer(words, options.working_dir):
             warn(f"OpenRLHF: {note}")
         return []
     from rlhf_stack.planning import assess
+    from rlhf_stack.planning.assessment import ALLOW_LONG
 
     run, notes = run_options.parse_run(options)
     for note in notes:
         warn(f"OpenRLHF: {note}")
-    machines = run_options.ray_machines(options.ray, options.gpu_memory)
+    # A variable that the job does not set has the value of its machine, which is that of this one.
+    # vLLM's own is not passed to the job, and a shell may set it for `plan`: it counts with --env alone.
+    of_job = {**{name: value for name, value in os.environ.items() if name != ALLOW_LONG}, **variables}
+    machines = run_options.ray_machines(options.ray, options.gpu_memory, of_job)
     if idle:
         machines = [replace(machine, free_gpus=None, free_cpus=None) for machine in machines]
-    found = assess(run, machines, run_options.read_shapes(run, options))
+    found = assess(run, machines, run_options.read_shapes(run, options), of_job)
     of_checkpoints = checkpoints_of(words)[1].obstacles()
-    if found.refusal and env_vars.flag(env_vars.AUTOSCALE, variables):
+    if found.refusal and scales and env_vars.flag(env_vars.AUTOSCALE, variables):
         messages.info(f"{found.refusal}; the run will ask the autoscaler")
         return [*of_checkpoints, *(problem for problem in found.problems if problem != found.refusal)]
     return [*of_checkpoints, *found.problems]

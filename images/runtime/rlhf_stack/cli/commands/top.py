@@ -18,6 +18,7 @@ bundles, reason); unknown values are null or empty.
 
 import argparse
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -58,20 +59,24 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             "no Ray node runs on this machine: run this on a node of the cluster, in its container"
         )
-    with connected(address):
-        if options.json or options.once:
+    if options.json or options.once:
+        with connected(address):
             now = _current_state(folder)
-            if options.json:
-                print_json("top", 1, **asdict(now))
-            else:
-                _console().print(_tables(now))
-            return 1 if now.waiting else 0
-        from rich.live import Live
+        if options.json:
+            print_json("top", 1, **asdict(now))
+        else:
+            _console().print(_tables(now))
+        return 1 if now.waiting else 0
+    from rich.live import Live
 
-        with Live(_tables(_current_state(folder)), console=_console(), auto_refresh=False) as live:
-            while True:
-                time.sleep(PAUSE_SECONDS)
-                live.update(_tables(_current_state(folder)), refresh=True)
+    console = _console()  # before the connection, which redirects the standard output
+    with (
+        connected(address),
+        Live(_tables(_current_state(folder)), console=console, auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(PAUSE_SECONDS)
+            live.update(_tables(_current_state(folder)), refresh=True)
 
 
 def _current_state(folder: Path | None) -> RunState:
@@ -85,7 +90,7 @@ def _current_state(folder: Path | None) -> RunState:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, file=sys.stdout)
 
 
 def _tables(now: RunState) -> Any:

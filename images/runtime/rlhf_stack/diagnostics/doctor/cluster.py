@@ -2,32 +2,61 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_stack.cluster.connect import connected
+from rlhf_stack.compat import ray_private
 from rlhf_stack.diagnostics.doctor import collect
-from rlhf_stack.diagnostics.doctor.facts import NodeAnswer
+from rlhf_stack.diagnostics.doctor.facts import LostNode, NodeAnswer
 from rlhf_stack.lazy import ray
 
 CLOCKS = 0.25  # of the time, kept for the clocks of the nodes that responded
 AT_ONCE = 32  # more tasks at once would measure their own queue
+END_SECONDS = 5.0  # for the times at which nodes ended, which Ray's head has at hand
 
 
-def collect_from_nodes(address: str, timeout: float) -> list[NodeAnswer]:
-    """Collect the facts of each live node in ``timeout`` seconds; an unresponsive node has ``node`` None.
+def collect_from_nodes(address: str, timeout: float) -> tuple[list[NodeAnswer], list[LostNode]]:
+    """Collect the facts of each live node in ``timeout`` seconds, and find the lost nodes.
 
-    `UserError` if the cluster at ``address`` does not respond.
+    An unresponsive node has ``node`` None. `UserError` if the cluster at ``address`` does not respond.
     """
     deadline = time.monotonic() + timeout
     with connected(address):
-        nodes = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
+        table = ray.nodes()
+        nodes = {entry["NodeID"]: entry["NodeManagerAddress"] for entry in table if entry["Alive"]}
         facts = _wait({_start_task(node, _facts): node for node in nodes}, deadline - CLOCKS * timeout)
         offsets = _clock_offsets(list(facts), deadline)
-    return [
+        ended = _end_times(address) if len(nodes) < len(table) else {}
+    answers = [
         NodeAnswer(address, facts.get(node), *offsets.get(node, (0.0, 0.0)))
         for node, address in nodes.items()
     ]
+    return answers, find_lost(table, ended)
+
+
+def find_lost(table: Sequence[Mapping[str, Any]], ended: Mapping[str, float]) -> list[LostNode]:
+    """The dead nodes of ``table``, the result of ``ray.nodes()``, whose address no live node has.
+
+    Each address once, the newest first by ``ended``, seconds since 1970 by node id, which may lack nodes. A
+    node that the autoscaler removed because it was idle is not lost. Before Ray 2.55 no node has a reason.
+    """
+    live = {entry["NodeManagerAddress"] for entry in table if entry["Alive"]}
+    dead = (entry for entry in table if entry["NodeManagerAddress"] not in live)
+    newest: dict[str, Mapping[str, Any]] = {}
+    for entry in sorted(dead, key=lambda one: (-ended.get(one["NodeID"], 0.0), one["NodeManagerAddress"])):
+        newest.setdefault(entry["NodeManagerAddress"], entry)
+    return [
+        LostNode(address, entry.get("DeathReasonMessage", ""), ended.get(entry["NodeID"]))
+        for address, entry in newest.items()
+        if not ray_private.was_removed_when_idle(entry)
+    ]
+
+
+def _end_times(address: str) -> dict[str, float]:
+    with contextlib.suppress(ray.exceptions.RayError):
+        return ray_private.node_end_times(address, END_SECONDS)
+    return {}
 
 
 def _clock_offsets(nodes: Sequence[str], deadline: float) -> dict[str, tuple[float, float]]:

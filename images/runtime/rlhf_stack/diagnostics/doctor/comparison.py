@@ -1,13 +1,16 @@
 """Compares the nodes of a cluster, and the Ray processes of a node: pure functions."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_stack.cleanup import process_table
-from rlhf_stack.diagnostics.doctor.facts import NodeAnswer, NodeFacts, RayProcess
-from rlhf_stack.inputs.text import first_names
+from rlhf_stack.diagnostics.doctor.facts import LostNode, NodeAnswer, NodeFacts, RayProcess
+from rlhf_stack.inputs.text import first_names, one_line, shortened
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 SKEW_SECONDS = 1.0
+RECENT_SECONDS = 3600.0  # after which a lost node is a note: Ray lists it until the head is restarted
+MOST_LOST = 3  # named; an elastic cluster has hundreds of former nodes
 PACKAGES = (
     "ray",
     "python",
@@ -58,6 +61,35 @@ def unresponsive_nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
                 f"node {answer.address} did not respond",
                 remedy="run `rlhf-stack doctor --local` there, read its raylet.out, or raise --timeout",
             )
+
+
+def lost_nodes(lost: Sequence[LostNode]) -> Iterator[Finding]:
+    """Report nodes that Ray found dead and that have not returned; only the first ones of ``lost``.
+
+    A warning for those of the last `RECENT_SECONDS`; a note for earlier ones, and where the time is unknown.
+    """
+    begin = time.time() - RECENT_SECONDS
+    recent = [node for node in lost if (node.ended or 0.0) >= begin]
+    earlier = [node for node in lost if (node.ended or 0.0) < begin]
+    for severity, those in ((WARNING, recent), (NOTE, earlier)):
+        if not those:
+            continue
+        which = "nodes are lost: Ray found them" if len(those) > 1 else "node is lost: Ray found it"
+        when = "" if severity == WARNING else " more than an hour ago or at an unknown time"
+        more = f"; {len(those) - MOST_LOST} more" if len(those) > MOST_LOST else ""
+        yield Finding(
+            "lost-nodes",
+            severity,
+            f"{len(those)} {which} dead{when}, and no live node has the address",
+            "; ".join(map(_describe_loss, those[:MOST_LOST])) + more,
+            "restart the node's container with its `rlhf-stack start --join ...`; if it was removed or has "
+            "another address now, nothing: Ray lists it until the head is restarted",
+        )
+
+
+def _describe_loss(node: LostNode) -> str:
+    ended = time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(node.ended)) if node.ended else ""
+    return f"{node.address}{ended}" + (f": {shortened(one_line(node.reason))}" if node.reason else "")
 
 
 def clocks(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:

@@ -178,6 +178,15 @@ class NodeAnswer:
     clock_error: float = 0.0
 
 
+@dataclass(frozen=True)
+class LostNode:
+    """A dead node whose address no live node has; why and when (s since 1970) it ended, if Ray knows."""
+
+    address: str
+    reason: str = ""
+    ended: float | None = None
+
+
 def is_relevant(name: str) -> bool:
     """Whether a variable affects a run and is not a secret."""
     if is_secret(name):

@@ -39,7 +39,7 @@ def check_rdma(node: NodeFacts) -> Iterator[Finding]:
 
 def _unused(adapters: Sequence[RdmaAdapter]) -> str:
     if any(each.active for each in adapters):
-        return "NCCL_NET or NCCL_IB_DISABLE excludes the RDMA adapters"
+        return "NCCL_NET, NCCL_IB_DISABLE or NCCL_IB_HCA excludes the RDMA adapters"
     return "no port of the RDMA adapters is active"
 
 

@@ -1,7 +1,7 @@
 """Fetches and parses the metrics that nodes export in Prometheus text format."""
 
+import http.client
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +11,7 @@ from rlhf_stack.cluster.host import endpoint
 
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 MOST_REQUESTS = 64  # at the same time
+MOST_BYTES = 16 << 20  # of an answer
 TAG = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -37,7 +38,10 @@ def parse(node: str, text: str) -> Iterator[Sample]:
 
 
 def scrape(endpoints: Sequence[tuple[str, int]], seconds: float) -> list[Sample]:
-    """Fetch the samples of nodes (address, port); none from a node that does not respond in ``seconds``."""
+    """Fetch the samples of nodes (address, port); none from a node that does not respond in ``seconds``.
+
+    Of an answer that is cut, or longer than `MOST_BYTES`, all whole lines count.
+    """
 
     def fetch(target: tuple[str, int]) -> list[Sample]:
         address, port = target
@@ -45,9 +49,10 @@ def scrape(endpoints: Sequence[tuple[str, int]], seconds: float) -> list[Sample]
             with urllib.request.urlopen(
                 f"http://{endpoint(address, port)}/metrics", timeout=seconds
             ) as answer:
-                return list(parse(address, answer.read().decode(errors="replace")))
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
+                text = answer.read(MOST_BYTES).decode(errors="replace")
+        except (OSError, http.client.HTTPException):  # HTTPException: what answers is no HTTP server
             return []
+        return list(parse(address, text.rpartition("\n")[0]))
 
     with ThreadPoolExecutor(max_workers=MOST_REQUESTS) as pool:
         return [sample for samples in pool.map(fetch, endpoints) for sample in samples]

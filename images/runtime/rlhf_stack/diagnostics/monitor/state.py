@@ -1,5 +1,6 @@
 """Derives the state of a run from its events, metrics and Ray's table of placement groups: pure functions."""
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ GPU_USED = "ray_node_gram_used"
 GPU_AVAILABLE = "ray_node_gram_available"
 WAITING = ("PENDING", "RESCHEDULING")
 MEGABYTE = 1 << 20
+ENGINE = re.compile("[0-9]{1,9}")
 LARGEST = 1e15  # of a number of an event; one that a float cannot hold is not printed
 
 
@@ -95,13 +97,21 @@ def is_well_formed(event: Mapping[str, Any]) -> bool:
     return all(check(event.get(name)) for name, check in FIELDS.get(event["event"], {}).items())
 
 
+def is_usable(sample: Sample) -> bool:
+    """Whether a sample has a number, and that of its engine if it is about one."""
+    return abs(sample.value) <= LARGEST and (
+        sample.name not in (RESTARTS, TOKENS) or bool(ENGINE.fullmatch(sample.tags.get("engine", "")))
+    )
+
+
 def run_state(
     events: Sequence[Mapping[str, Any]], samples: Sequence[Sample], groups: Mapping[str, Mapping[str, Any]]
 ) -> RunState:
     """Derive the state; ``groups`` is the result of Ray's ``placement_group_table``.
 
-    Events that are not `is_well_formed` are skipped.
+    Events that are not `is_well_formed` and samples that are not `is_usable` are skipped.
     """
+    samples = [one for one in samples if is_usable(one)]
     events = [one for one in events if is_well_formed(one)]
     phases, steps, syncs = (
         [one for one in events if one["event"] == kind] for kind in ("phase", "step", "sync")

@@ -117,7 +117,7 @@ class _Probes:
         for node in (sender, *receivers):
             members.append(self._actor(node, taken.setdefault(node, 0)))
             taken[node] += 1
-        port = ray.get(members[0].free_port.remote(), timeout=START_SECONDS)
+        port = ray.get(members[0].listen.remote(), timeout=START_SECONDS)
         host, world = self._free[sender].address, len(members)
         return [member.transfer.remote(host, port, rank, world, size) for rank, member in enumerate(members)]
 

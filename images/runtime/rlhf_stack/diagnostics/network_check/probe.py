@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
-from rlhf_stack.cluster.host import free_port
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.network_adapters import interface_megabits, nccl_adapters, rdma_adapters
 from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync.group import WeightGroup
+from rlhf_stack.sync.membership import listen
 
 REPEATS = 3  # of which the best counts: a mean would include other load
 
@@ -33,6 +33,7 @@ class Probe:
 
     def __init__(self, address: str, backend: str, deadline: float) -> None:
         self._address, self._backend = address, backend
+        self._listener: socket.socket | None = None
         os.environ[env_vars.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
         os.environ[env_vars.SYNC_SPARSE] = "off"
 
@@ -42,14 +43,17 @@ class Probe:
         rdma = max((each.megabits for each in nccl_adapters(rdma_adapters(), os.environ)), default=0)
         return CheckedNode(self._address, socket.gethostname(), interfaces(), used, rdma or None)
 
-    def free_port(self) -> int:
-        """A free port of this node's address."""
-        return free_port(self._address)
+    def listen(self) -> int:
+        """Listen at this node's address for the next group of which this process is rank 0; the port."""
+        self._listener = listen(self._address)
+        return int(self._listener.getsockname()[1])
 
     def transfer(self, host: str, port: int, rank: int, world: int, size: int) -> Outcome:
         """Join a group as ``rank``; rank 0, on ``host``, sends about ``size`` bytes in several dtypes."""
         start = time.monotonic()
-        group = sync.create_group(host, port, rank, world, devices.current_device(), self._backend)
+        listener = None if rank else self._listener
+        where = host, port, rank, world
+        group = sync.create_group(*where, devices.current_device(), self._backend, listener)
         connected = time.monotonic() - start
         try:
             return Outcome(connected, *_measure(group, size))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import FreeNode, PlacementError, Request, plan
 
@@ -18,7 +19,7 @@ def ranks_of_run(request: Request) -> Ranks:
 
     def ranks(nodes: Sequence[FreeNode]) -> list[int]:
         try:
-            found = plan(nodes, request)
+            found = plan(nodes, request, env_vars.flag(env_vars.ALLOW_STRADDLE))
         except PlacementError as error:
             raise UserError(str(error)) from None
         if not found.engines:
