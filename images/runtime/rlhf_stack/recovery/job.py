@@ -125,7 +125,11 @@ def _info(address: str, job: str, seconds: float) -> Any:
             if "does not exist" in str(error):
                 raise HeadLostError(_lost(job, address, why), LOST) from None
             if silent > seconds:
-                raise HeadSilentError(_lost(job, address, why), LOST) from None
+                raise HeadSilentError(
+                    f"Ray's head at {address} did not answer for {silent:.0f} s: {why}. Job {job} may still "
+                    f"run: ray job logs -f {job}",
+                    LOST,
+                ) from None
             if silent > LOST_SECONDS and not is_reported:
                 messages.warning(f"no answer from Ray's head for {silent:.0f} of {seconds:.0f} s: {why}")
                 is_reported = True
@@ -193,7 +197,7 @@ def _lost(job: str, address: str, why: str) -> str:
     return (
         f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
         "too, and a restarted head does not know them: submit the command again, with the flag that loads "
-        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}"
+        "its last checkpoint"
     )
 
 
