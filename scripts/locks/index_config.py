@@ -64,7 +64,7 @@ def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
         *(environment.get(name, "") for name in CERTIFICATES),
         str(SYSTEM_BUNDLE),
     ]
-    client = Path(values.get("client-cert", ""))
+    client = Path(values.get("client-cert", "")).expanduser()
     has_client = client.is_file()
     return PipConfig(
         index=values.get("index-url") or None,

@@ -26,6 +26,9 @@ ERROR_LINE = re.compile(
     r"exit type: SYSTEM_ERROR|Job entrypoint command failed|\bJob '[^'\n]{1,80}' failed$",
     re.MULTILINE,
 )
+# A shell without a program: the error of a log that ends there, or of a job that failed after it.
+SHELL = re.compile(r": command not found\b|sh: \d+: \S+: not found$")
+SHELL_LINES = 3  # at most, to the end of a log
 # A line that says that what failed in it is tried again; it starts with a literal, as it is searched often.
 RETRIED = re.compile(
     r"try(?:(?<=\b[Ww]ill retry)\b|ing(?:(?<=\b[Rr]etrying)(?<!after retrying)\b|"
@@ -144,17 +147,27 @@ def last_error(text: str, complete: bool = True) -> LastError | None:
 def _last_error(text: str) -> re.Match[str] | None:
     """`ERROR_LINE` in its last line that does not only pass an error on, or else in its last line at all.
 
-    Lines about what is tried again or ignored, and those that pass on what the job overcame, are omitted.
+    Lines about what is tried again or ignored, those that pass on what the job overcame, and those of a
+    `SHELL` that went on, are omitted.
     """
-    passed_on, end, retried = None, len(text), _retried_lines(text)
+    passed_on, shell, end, retried = None, None, len(text), _retried_lines(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
         if start < end and start not in retried and (hit := ERROR_LINE.search(text, start, end)):
-            if not PASSED_ON.search(text, start, end):
+            if PASSED_ON.search(text, start, end):
+                passed_on = passed_on or hit
+            elif SHELL.search(text, start, end):
+                shell = shell or hit
+            else:
                 return hit
-            passed_on = passed_on or hit
         end = start - 1
-    return passed_on if passed_on and passed_on.start() > _success(text) else None
+    if passed_on and passed_on.start() < _success(text):
+        passed_on = None
+    if shell:
+        is_last = text.rstrip().count("\n", shell.end()) < SHELL_LINES
+        if is_last or (passed_on and passed_on.start() > shell.start()):
+            return shell
+    return passed_on
 
 
 def _success(text: str) -> int:

@@ -90,8 +90,10 @@ def _is_file(word: str) -> bool:
 
 
 def _awaits_value(words: Sequence[str]) -> bool:
-    """Whether ``words`` end with a flag, whose value follows if they belong to a shell script."""
-    return words[-1:] != [] and words[-1].startswith("--") and "=" not in words[-1]
+    """Whether ``words`` end with a flag of a shell script, whose value follows."""
+    if not words or not words[-1].startswith("--") or "=" in words[-1]:
+        return False
+    return any(word.endswith(".sh") for word in commands_in(words))
 
 
 def commands_in(words: Iterable[str]) -> list[str]:

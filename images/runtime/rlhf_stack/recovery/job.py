@@ -176,21 +176,28 @@ def stop(address: str, job: str) -> bool:
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
-    def ask() -> Any:
-        return JobSubmissionClient(address).get_job_info(job)
+    def has_ended() -> bool:
+        return _status(JobSubmissionClient(address).get_job_info(job)) in ENDED
 
-    try:
-        is_running = _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job))
-        end = time.monotonic() + STOP_SECONDS
-        while is_running and _status(_within(ANSWER_SECONDS, ask)) not in ENDED:
-            if time.monotonic() > end:
-                raise TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
-    except (OSError, RuntimeError, RayError) as error:
-        why = summarize_ray_error(error)
-        messages.warning(f"job {job} may still run after its stop was requested: {why}")
-        return False
-    return True
+    end, is_requested = time.monotonic() + STOP_SECONDS, False
+    while True:
+        why: Exception = TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
+        try:
+            if not is_requested:
+                if not _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job)):
+                    return True
+                is_requested = True
+            if _within(ANSWER_SECONDS, has_ended):
+                return True
+        except (OSError, RuntimeError, RayError) as error:  # the next answer may be one
+            why = error
+            if "does not exist" in str(error):
+                end = 0.0
+        if time.monotonic() > end:
+            reason = summarize_ray_error(why)
+            messages.warning(f"job {job} may still run after its stop was requested: {reason}")
+            return False
+        time.sleep(POLL_SECONDS)
 
 
 def _lost(job: str, address: str, why: str) -> str:

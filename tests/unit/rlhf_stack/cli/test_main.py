@@ -200,11 +200,6 @@ WRONG_USAGE = [
     ("start", "--head --port 99999", "expected a port"),
     ("start", "--join a:b:c --dry-run", "expected the head's HOST or HOST:PORT"),
     ("start", "--join no-such-host.invalid:6379 --dry-run", "'no-such-host.invalid' has no address"),
-    (
-        "start",
-        "--join no-such-host.invalid --dry-run --node-ip-address 10.0.0.1",
-        "has no address",
-    ),
     ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
     ("check-network", "--size nan", "'nan': expected a number greater than 0"),
     ("check-network", "--backend mpi", "invalid choice: 'mpi'"),
@@ -353,3 +348,9 @@ def test_a_folder_that_exists_is_refused_and_stays(
     assert main(["certify", "--out", str(tmp_path)]) == 2
     assert "it exists already" in capsys.readouterr().err
     assert tmp_path.is_dir()
+
+
+def test_a_dry_run_with_an_address_does_not_need_the_heads_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["start", "--auth", "none", "--join", "no-such-host.invalid", "--dry-run"]
+    assert main([*words, "--node-ip-address", "10.0.0.1"]) == 0
+    assert "--node-ip-address 10.0.0.1" in capsys.readouterr().out

@@ -410,6 +410,27 @@ def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
     assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
 
 
+@pytest.mark.parametrize(("has_ended", "calls"), [(True, 1), (False, 0)])
+def test_a_checkpoint_is_selected_after_a_signal_only_if_the_job_has_ended(
+    has_ended: bool,
+    calls: int,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that a running job was writing was set aside, and another command was suggested too."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise KeyboardInterrupt
+
+    supervise(loop).return_value = has_ended
+    selected = MagicMock()
+    monkeypatch.setattr(supervised.Supervision, "_save", MagicMock())
+    monkeypatch.setattr(supervised.Supervision, "_select", selected)
+    assert main(["submit", "--grace", "30", "--address", "http://head:8265", "--", "train"]) == 130
+    assert selected.call_count == calls
+
+
 @pytest.mark.usefixtures("no_room")
 def test_a_run_that_has_asked_the_autoscaler_in_vain_is_planned_on_the_nodes_that_there_are(
     monkeypatch: pytest.MonkeyPatch,

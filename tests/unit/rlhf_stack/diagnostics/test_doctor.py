@@ -375,6 +375,19 @@ def test_lines_without_a_valid_version_are_named(
     assert report["findings"][-1]["id"] == "versions-skipped"
 
 
+def test_skipped_lines_of_packages_that_no_entry_judges_are_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every package of an environment of conda has an address instead of a version."""
+    freeze = tmp_path / "freeze"
+    freeze.write_text(
+        "numpy-quaternion @ file:///croot/q/work\nvllm==0.19.1\n-e git+https://host/x#egg=mylib\n"
+    )
+    code, report = ask(capsys, "--freeze", str(freeze))
+    assert (code, report["findings"][-1]["severity"]) == (0, "note")
+    assert len(report["lines_skipped"]) == 2
+
+
 def test_a_line_without_a_valid_version_explains_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

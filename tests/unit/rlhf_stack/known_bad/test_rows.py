@@ -188,6 +188,29 @@ def test_what_is_an_error(line: str) -> None:
     assert (found.line, found.text) == (2, line)
 
 
+SHELL = "run.sh: line 9: pkill: command not found\n"
+FAILED = "Job 'raysubmit_kQx' failed\nJob entrypoint command failed with exit code 127\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("odd.OddError: a\n" + SHELL, "odd.OddError: a"),
+        ("odd.OddError: a\n" + SHELL + FAILED, "odd.OddError: a"),
+        (SHELL + "step 1\n" * 9, None),
+        (SHELL + "step 1\nJob 'raysubmit_kQx' succeeded\n" + "\n-----" * 3, None),
+        (SHELL + "step 1\n" * 9 + FAILED, SHELL.strip()),
+        ("step 1\n" * 9 + SHELL, SHELL.strip()),
+    ],
+)
+def test_a_program_that_a_shell_lacks_is_an_error_only_if_nothing_else_is_and_the_log_ends_there(
+    text: str, error: str | None
+) -> None:
+    """A script's own messages, as of a trap, hid the error, and a run that lacked a tool was an error."""
+    found = known_bad.last_error(text)
+    assert (found and found.text) == error
+
+
 TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0.0.3, actor_id=1)\n"
 
 

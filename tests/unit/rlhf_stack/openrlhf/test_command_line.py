@@ -223,7 +223,8 @@ def test_a_module_with_the_name_of_its_file_is_refused(words: str) -> None:
 def test_a_value_of_a_flag_is_not_the_program() -> None:
     with pytest.raises(ArgumentsError, match="'bash' does not start a run"):
         extract_arguments(["bash", "run.sh", "--x", "1", "--reward.remote_url", "r.py"])
-    for words in ("./train_ppo_ray.py --x 1", "python -u train_ppo_ray.py --x 1"):
+    planned = ("./train_ppo_ray.py --x 1", "python -u train_ppo_ray.py --x 1")
+    for words in (*planned, "nohup --verbose openrlhf/cli/train_ppo_ray.py --x 1"):
         assert extract_arguments(words.split()) == ["--x", "1"]
 
 

@@ -183,6 +183,15 @@ def test_a_job_is_stopped_when_the_server_says_that_it_has_ended(
     assert capsys.readouterr().err == ""
 
 
+def test_one_answer_that_fails_does_not_end_the_wait_for_the_end_of_a_job(
+    serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The state was kept though the job had ended, and the same command followed a stopped job."""
+    serve([], ["RUNNING", "unreachable", "RUNNING", "STOPPED"])
+    assert job.stop("http://head:8265", "job1")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("seconds", [0.05, 60.0])
 def test_the_question_for_rays_id_of_a_job_has_a_limit(serve: Callable[..., Server], seconds: float) -> None:
     serve([], ["RUNNING", "hangs"])

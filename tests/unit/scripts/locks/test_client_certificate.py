@@ -154,10 +154,12 @@ def test_every_step_that_installs_gets_the_secret(index: Index, tmp_path: Path) 
         assert text.count(f"id=client,target={CLIENT},") == text.count("id=pip,target=") > 0
 
 
-def test_a_certificate_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_a_certificate_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pem = tmp_path / "me.pem"
     listing = f"global.client-cert='{pem}'\n"
     assert parse(listing, {}).unsupported == (f"client-cert {pem}: not a file",)
     pem.write_text("key", encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("global.client-cert='~/me.pem'\n", {}).client == pem
     assert parse(listing, {}).unsupported == ()
     assert parse(listing, {}).client == pem

@@ -37,6 +37,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from packaging.utils import canonicalize_name
+
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
@@ -165,12 +167,19 @@ def _packages(log: Path | None, freeze: Path | None) -> known_bad.PackageList | 
 
 
 def _of_list(packages: known_bad.PackageList | None) -> list[Finding]:
-    """A warning if a list names packages that were not judged."""
+    """What a list names without a valid version: a warning if an entry judges it, else a note."""
     if packages is None or not packages.skipped:
         return []
-    names = one_line(first_names(packages.skipped, MOST_SKIPPED))
+    judged = {name for row in known_bad.load() for name in (*row.packages, *row.absent, *row.differ)}
+    of_rows = [
+        text
+        for text in packages.skipped
+        if canonicalize_name(text.partition(" @ ")[0].partition("==")[0]) in judged
+    ]
+    names = one_line(first_names(of_rows or packages.skipped, MOST_SKIPPED))
+    severity = WARNING if of_rows else NOTE
     remedy = "write them as name==version, or leave the lines out"
-    return [Finding("versions-skipped", WARNING, "packages without a valid version", names, remedy)]
+    return [Finding("versions-skipped", severity, "packages without a valid version", names, remedy)]
 
 
 def _of_freeze(versions: dict[str, str]) -> list[tuple[str, Finding]]:

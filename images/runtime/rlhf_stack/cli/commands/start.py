@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         block=options.block,
     )
     head = _head(options.join)
-    if head:
+    if head and not (options.dry_run and options.node_ip_address):
         wait_for_name(head, 0.0 if options.dry_run else options.timeout)
     here = inspect_host(environment, None if options.node_ip_address else head)
     started = ray_start_command(start_options, here, with_token)
