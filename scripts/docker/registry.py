@@ -15,8 +15,9 @@ from scripts.errors import UserError
 from scripts.processes import captured
 
 SECONDS = 60
+LAST_PORT = 65535
 ABSENT = ("no such manifest", "manifest unknown", "name unknown")
-REPOSITORY = re.compile(r"[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+")
+REPOSITORY = re.compile(r"[a-z0-9.-]+(?::(?P<port>[0-9]{1,5}))?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+")
 UNREACHABLE = (
     "connection refused",
     "no such host",
@@ -45,7 +46,8 @@ class Remote:
 
 def repository(text: str) -> str:
     """``text`` if it names a repository of a registry; otherwise a `UserError` with the expected form."""
-    if REPOSITORY.fullmatch(text) is None:
+    found = REPOSITORY.fullmatch(text)
+    if found is None or not 0 < int(found["port"] or LAST_PORT) <= LAST_PORT:
         raise UserError(f"{text!r}: expected REGISTRY/REPO without a tag, such as ghcr.io/you/rlhf-stacks")
     return text
 

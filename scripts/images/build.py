@@ -26,6 +26,7 @@ from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 
+CLIENT = "/run/secrets/client"  # for pip; install-layer passes it to uv
 LEAK_MARKER = "# rlhf-stacks: a secret of the build, in no layer of an image"
 # Relative to the layers of an image: uv's cache has their packages once more (measured: 8.5 GB for two
 # images of 8.8 GB), and containerd's image store the packed layers.
@@ -69,6 +70,9 @@ def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
     texts = {"pip": config.portable()}
     if config.certificate:
         texts["ca"] = config.certificate.read_text(encoding="utf-8")
+    if config.client:
+        texts["pip"] += f"client-cert = {CLIENT}\n"
+        texts["client"] = config.client.read_text(encoding="utf-8")
     secrets = {name: folder / name for name in texts}
     for name, path in secrets.items():
         path.write_text(f"{LEAK_MARKER}\n{texts[name]}", encoding="utf-8")

@@ -16,7 +16,7 @@ PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 
 @dataclass(frozen=True)
 class PipConfig:
-    """URLs of the indexes, places of wheels, and the CA bundle.
+    """URLs of the indexes, places of wheels, the CA bundle, and the file of a client's certificate and key.
 
     ``find_links`` are local folders, ``links`` URLs of pages. ``proxies`` are environment variables. A line
     of ``unsupported`` names a setting that does not reach a build.
@@ -28,6 +28,7 @@ class PipConfig:
     links: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
     certificate: Path | None = None
+    client: Path | None = None
     proxies: Mapping[str, str] = field(default_factory=dict)
     unsupported: tuple[str, ...] = ()
 
@@ -63,6 +64,8 @@ def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
         *(environment.get(name, "") for name in CERTIFICATES),
         str(SYSTEM_BUNDLE),
     ]
+    client = Path(values.get("client-cert", "")).expanduser()
+    has_client = client.is_file()
     return PipConfig(
         index=values.get("index-url") or None,
         extra=tuple(filter(_is_remote, extra)),
@@ -70,11 +73,12 @@ def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
         links=tuple(filter(_is_remote, links)),
         trusted=tuple(_words(values.get("trusted-host", ""))),
         certificate=next((Path(path) for path in certificates if path and Path(path).is_file()), None),
+        client=client if has_client else None,
         proxies=_proxies(values.get("proxy"), environment),
         unsupported=(
             *(f"extra-index-url {word}: not a URL of http" for word in extra if not _is_remote(word)),
             *(f"find-links {path}: not a folder" for path in folders if not path.is_dir()),
-            *(["client-cert: no client certificate reaches a build"] if values.get("client-cert") else []),
+            *([f"client-cert {client}: not a file"] if values.get("client-cert") and not has_client else []),
         ),
     )
 

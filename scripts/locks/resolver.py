@@ -137,12 +137,14 @@ def _run(
 
 
 def environment(config: index_config.PipConfig) -> dict[str, str]:
-    """Return the environment of uv: the caller's without uv's own settings, with certificate and proxy."""
+    """Return the environment of uv: the caller's without uv's own settings, with certificates and proxy."""
     variables = {
         name: value for name, value in config.environment().items() if name[:3] != "UV_" or name in PASSED_ON
     }
     if config.certificate:
         variables.setdefault("SSL_CERT_FILE", str(config.certificate))
+    if config.client:
+        variables.setdefault("SSL_CLIENT_CERT", str(config.client))
     return variables
 
 

@@ -22,9 +22,11 @@ from scripts.matrix.model import (
 from scripts.matrix.suites import SUITES
 
 VERSION = re.compile(packaging.version.VERSION_PATTERN, re.VERBOSE | re.IGNORECASE | re.ASCII)
+LONGEST = 64  # characters of a version
+OLDEST = datetime.date(2016, 1, 1)  # no package of a stack is older
 # The list that images/tools/trim.py reads has an action and a glob on each line; all that matches is removed.
 PLAIN = r"(?!\.{1,2}(?:/|$))"
-TRIMMED = re.compile(rf"{PLAIN}[\w.+-]+(?:/{PLAIN}[\w.+*?\[\]-]+)*", re.ASCII)
+TRIMMED = re.compile(rf"(?!-){PLAIN}[\w.+-]+(?:/{PLAIN}[\w.+*?\[\]-]+)*", re.ASCII)
 
 
 def validation_errors(matrix: Matrix) -> Iterator[tuple[str, str]]:
@@ -79,7 +81,7 @@ def _bad_device(accelerator: Accelerator, path: str) -> Iterator[tuple[str, str]
 
 
 def _bad_values(matrix: Matrix) -> Iterator[tuple[str, str]]:
-    """Yield versions that are no versions, days to come, and paths outside of site-packages."""
+    """Yield versions that are no versions, days to come or long past, and paths outside of site-packages."""
     pins = {
         f"stacks[{index}].packages[{number}].version": pin.version
         for index, stack in enumerate(matrix.stacks)
@@ -100,11 +102,11 @@ def _bad_values(matrix: Matrix) -> Iterator[tuple[str, str]]:
                     yield (
                         f"{own}.layers[{number}].trim[{place}].path",
                         "expected a glob relative to site-packages such as torch/bin/test_*, without "
-                        f"wildcards in its first part, '.', '..' and spaces; got {trim.path!r}",
+                        f"wildcards or '-' at its beginning, '.', '..' and spaces; got {trim.path!r}",
                     )
     for path, version in pins.items():
-        if not VERSION.fullmatch(version):
-            yield path, f"expected a version such as 2.55.0; got {version!r}"
+        if len(version) > LONGEST or version.lower().startswith("v") or not VERSION.fullmatch(version):
+            yield path, f"expected a version such as 2.55.0; got {version[:LONGEST]!r}"
     days = {"host.exclude_newer": matrix.host.exclude_newer}
     days |= {
         f"stacks[{index}].exclude_newer": stack.exclude_newer for index, stack in enumerate(matrix.stacks)
@@ -112,6 +114,8 @@ def _bad_values(matrix: Matrix) -> Iterator[tuple[str, str]]:
     for path, day in days.items():
         if day > datetime.datetime.now(tz=datetime.UTC).date():
             yield path, f"expected a day that has begun; got {day}"
+        if day < OLDEST:
+            yield path, f"expected a day from {OLDEST} on; got {day}"
 
 
 def _duplicates(names: Sequence[str], path: str) -> Iterator[tuple[str, str]]:

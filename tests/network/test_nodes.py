@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,7 +111,9 @@ def test_a_lost_head_is_reported_to_the_follower_of_a_job(client: docker.DockerC
         cluster.head.restart(timeout=0)
         _, errors = following.communicate(timeout=WAIT_SECONDS)
     assert following.returncode == 122, errors
-    assert f"error: Ray's head at {SERVER} was lost while job raysubmit_" in errors
+    # Lost, or silent if its restart takes longer than a follower waits.
+    ended = rf"error: Ray's head at {re.escape(SERVER)} (was lost|did not answer) .*\bjob raysubmit_"
+    assert re.search(ended, errors, re.IGNORECASE), errors
     assert "Traceback" not in errors
 
 

@@ -19,6 +19,8 @@ from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.reservation import PIN, SLIVER, free_nodes
 
 START_SECONDS = 120.0
+RELEASE_SECONDS = 30.0  # Ray reports GPUs of processes that have ended as free after a moment
+POLL_SECONDS = 0.5
 OBJECT_STORE = 200 << 20  # bytes of shared memory on each node of our own cluster
 LOOPBACK = "127.0.1.{}"
 
@@ -88,13 +90,22 @@ def free_endpoint(_: object) -> tuple[str, int]:
 
 @contextmanager
 def nodes_with_gpus(place: Place) -> Iterator[list[FreeNode]]:
-    """Connect to the cluster for the duration of the context, and yield its nodes that have GPUs."""
+    """Connect to the cluster for the duration of the context, and yield its nodes that have GPUs, all free.
+
+    GPUs in use, such as those of processes that this rung has just ended, are awaited for `RELEASE_SECONDS`.
+    """
     with connected(place.address, show_workers=True):  # for the record of the rung
-        found = [node for node in free_nodes() if node.total_gpus >= 1]
-        if not found:
-            raise NotClimbedError("no node of the cluster has a GPU")
-        if busy := [node.address for node in found if node.gpus < node.total_gpus]:
-            raise NotClimbedError(f"GPUs are in use on {', '.join(busy)}: stop what runs there")
+        end = time.monotonic() + RELEASE_SECONDS
+        while True:
+            found = [node for node in free_nodes() if node.total_gpus >= 1]
+            if not found:
+                raise NotClimbedError("no node of the cluster has a GPU")
+            busy = [node.address for node in found if node.gpus < node.total_gpus]
+            if not busy:
+                break
+            if time.monotonic() > end:
+                raise NotClimbedError(f"GPUs are in use on {', '.join(busy)}: stop what runs there")
+            time.sleep(POLL_SECONDS)
         yield found
 
 

@@ -29,6 +29,16 @@ def gpu_count(text: str) -> int:
     return _checked(numbers.whole, text, 1, numbers.GPUS_PER_NODE)
 
 
+def machine_gpus(text: str) -> int:
+    """A number of GPUs of one machine, which may have none."""
+    return _checked(numbers.whole, text, 0, numbers.GPUS_PER_NODE)
+
+
+def machine_cpus(text: str) -> float:
+    """A number of CPUs of one machine; 0 is unknown."""
+    return _checked(numbers.decimal, text, 0, numbers.CPUS_PER_NODE)
+
+
 def node_count(text: str) -> int:
     """A number of machines."""
     return _checked(numbers.whole, text, 1, numbers.NODES)

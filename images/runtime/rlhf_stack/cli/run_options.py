@@ -10,9 +10,9 @@ from typing import Any
 from rlhf_stack.cli.option_types import (
     gibibytes,
     host_gibibytes,
+    machine_cpus,
+    machine_gpus,
     node_count,
-    non_negative_float,
-    non_negative_int,
     path,
     refuse_without_effect,
 )
@@ -35,11 +35,11 @@ GPUS_PER_NODE = 8
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the machines: numbers, a file, or a running Ray cluster."""
     parser.add_argument("--nodes", type=node_count, metavar="N", help="number of identical machines")
-    parser.add_argument("--gpus", type=non_negative_int, metavar="N", help="GPUs per machine (8)")
+    parser.add_argument("--gpus", type=machine_gpus, metavar="N", help="GPUs per machine (8)")
     parser.add_argument(
         "--gpu-memory", type=gibibytes, metavar="GIB", help="memory per GPU, in GiB or as 80GB"
     )
-    parser.add_argument("--cpus", type=non_negative_float, metavar="N", help="CPUs per machine (enough)")
+    parser.add_argument("--cpus", type=machine_cpus, metavar="N", help="CPUs per machine (enough)")
     parser.add_argument(
         "--memory", type=host_gibibytes, metavar="GIB", help="host memory per machine, in GiB or as 2TB"
     )
@@ -125,6 +125,7 @@ def _refuse_missing(values: Any) -> None:
     """`UserError` if the parsed arguments need what is not in this image."""
     requirements.refuse_missing_packages(values)
     requirements.refuse_missing_operators(values)
+    requirements.refuse_missing_attention(values)
 
 
 def read_machines(options: argparse.Namespace) -> list[Machine]:

@@ -113,7 +113,7 @@ class Supervision:
                             f"job {job} may still run: ray job stop --address {self._server} {job} stops it, "
                             "and the same command follows it again"
                         )
-                if self._limits.grace:
+                if self._limits.grace and not may_run:
                     self._select()
             raise
         finally:

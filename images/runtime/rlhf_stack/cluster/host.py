@@ -13,10 +13,15 @@ from pathlib import Path
 from rlhf_stack.accelerator import nvidia, rocm, visible_devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
+from rlhf_stack.inputs.text import shortened
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max"))
 CGROUP_USES = (Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"), Path("/sys/fs/cgroup/memory.current"))
+CGROUP_CACHES = (  # in which files, and under which names, is the file cache that the kernel frees on demand
+    (Path("/sys/fs/cgroup/memory/memory.stat"), "total_inactive_file"),
+    (Path("/sys/fs/cgroup/memory.stat"), "inactive_file"),
+)
 # Addresses for documentation: the kernel selects the outgoing interface for them, and nothing is sent.
 PROBE_ADDRESSES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 POLL_SECONDS = 0.2
@@ -43,13 +48,21 @@ def inspect_host(environment: Mapping[str, str], head: str | None = None) -> Hos
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that are left now; the file cache of a container counts as used."""
+    """Return the bytes of memory that are left now, with the inactive part of the file cache."""
     with Path("/proc/meminfo").open(encoding="ascii") as lines:
         sizes = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    for limit, use in zip(CGROUP_LIMITS, CGROUP_USES, strict=True):
+    for limit, use, cache in zip(CGROUP_LIMITS, CGROUP_USES, CGROUP_CACHES, strict=True):
         with contextlib.suppress(OSError, ValueError):
-            sizes.append(max(0, int(limit.read_text("ascii")) - int(use.read_text("ascii"))))
+            used = max(0, int(use.read_text("ascii")) - _statistic(*cache))
+            sizes.append(max(0, int(limit.read_text("ascii")) - used))
     return min(sizes)
+
+
+def _statistic(file: Path, name: str) -> int:
+    """A value of a cgroup's ``memory.stat``; 0 without it."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(dict(line.split() for line in file.read_text("ascii").splitlines()).get(name, 0))
+    return 0
 
 
 def is_public(address: str) -> bool:
@@ -95,10 +108,21 @@ def wait_for_port(address: str, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def wait_for_name(host: str, seconds: float) -> None:
+    """Wait until the name of a head has an address, as when it starts; `UserError` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not _addresses(host):
+        if time.monotonic() >= deadline:
+            waited = f" after {seconds:g} s" if seconds else ""
+            raise UserError(f"the head's name {shortened(host, 80)!r} has no address{waited}")
+        time.sleep(POLL_SECONDS)
+
+
 def own_address(head: str | None = None) -> str:
     """Return this machine's address on the route to ``head``, by default on its default route.
 
-    Without a route it is an address of the machine's host name, and 127.0.0.1 without any.
+    Without a route it is an address of the machine's host name; without any it is 127.0.0.1, or a `UserError`
+    if ``head`` is another machine.
     """
     targets = _addresses(head) if head else list(PROBE_ADDRESSES.items())
     for family, target in targets:
@@ -106,7 +130,10 @@ def own_address(head: str | None = None) -> str:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
     named = [address for _, address in _addresses(socket.gethostname())]
-    return next((one for one in named if not ipaddress.ip_address(one).is_loopback), "127.0.0.1")
+    found = next((one for one in named if not ipaddress.ip_address(one).is_loopback), None)
+    if found is None and head:
+        raise UserError(f"no address of this machine leads to {shortened(head, 80)}: give --node-ip-address")
+    return found or "127.0.0.1"
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:

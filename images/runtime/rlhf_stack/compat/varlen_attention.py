@@ -12,6 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from rlhf_stack.compat import attention_provider
 from rlhf_stack.telemetry import run_log
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def _register() -> None:
 
     AttentionInterface.register(NAME, forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
-    run_log.info(f"flash_attn is not installed: torch's own attention ({NAME}) serves {FLASH_ATTENTION}")
+    how = f"{attention_provider.provider()} ({NAME})"
+    run_log.info(f"flash_attn is not installed: {FLASH_ATTENTION} is served by {how}")
 
 
 def forward(

@@ -16,6 +16,12 @@ OTHER_ENDINGS = (
     *("BYPASS", "COMPASS", "OVERPASS", "UNDERPASS", "SURPASS", "TRESPASS"),
     *("LOWPASS", "HIGHPASS", "BANDPASS"),
 )
+# Before KEY or TOKEN of a flag: only these are keys that are secret; these are tokens of a model.
+SECRET_KEYS = ("API", "ACCESS", "SECRET", "PRIVATE", "AUTH", "WANDB")
+MODEL_TOKENS = (
+    *("BOS", "EOS", "PAD", "UNK", "CLS", "SEP", "MASK", "STOP", "START", "END", "SPECIAL", "PLACEHOLDER"),
+    *("IMAGE", "VIDEO", "AUDIO", "VISION"),
+)
 ALONE = ("PWD", "OLDPWD", "RAY_AUTH_MODE", "SSH_AUTH_SOCK")  # names that look like one and are none
 # In a URL also a user alone, which may be a token; without a scheme (proxies may have none) both.
 USER_INFO = re.compile(r"(?:(?<=://)(?!git@)[^/\s]+|^[^/\s:@]+:[^/\s]+)(?=@(?!sha256:))")
@@ -32,6 +38,15 @@ def is_secret(name: str, value: str = "") -> bool:
         word in WORDS or (word.endswith(ENDINGS) and not word.endswith(OTHER_ENDINGS)) for word in words
     )
     return name not in ALONE and (by_name or has_password(value))
+
+
+def is_secret_flag(flag: str) -> bool:
+    """Report whether the value of ``flag``, such as --hf_token, is a secret."""
+    *_, before, last = re.split("[^A-Z0-9]+", flag.upper())
+    if last == "KEY":
+        return before in SECRET_KEYS
+    is_named = last.endswith(ENDINGS) and not last.endswith(OTHER_ENDINGS)
+    return flag == "--use_wandb" or (is_named and not (last == "TOKEN" and before in MODEL_TOKENS))
 
 
 def has_password(value: str) -> bool:

@@ -21,9 +21,14 @@ ERROR_LINE = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Died|Timeout)(?:\([\w.]{1,80}\))?: |\bNCCL WARN |"
     r"\b(?:FATAL|ERROR|CRITICAL)\b|\berror: | [CE] \d+ \d+\] |^Failed: |Segmentation fault|core dumped|"
     r"^Killed$|SIG(?:KILL|SEGV|ABRT)(?!: 0\b)|(?:Error|Exception)$|Assertion [`'][^\n]{1,200}[`'] failed|"
-    r":\d+: non-zero status: [1-9]",
+    r":\d+: non-zero status: [1-9]|\bpython[\d.]*: (?:No module named|can't open file) |"
+    r": command not found\b|sh: \d+: \S+: not found$|\bthread '[^'\n]{0,80}' (?:\(\d+\) )?panicked at |"
+    r"exit type: SYSTEM_ERROR|Job entrypoint command failed|\bJob '[^'\n]{1,80}' failed$",
     re.MULTILINE,
 )
+# A shell without a program: the error of a log that ends there, or of a job that failed after it.
+SHELL = re.compile(r": command not found\b|sh: \d+: \S+: not found$")
+SHELL_LINES = 3  # at most, to the end of a log
 # A line that says that what failed in it is tried again; it starts with a literal, as it is searched often.
 RETRIED = re.compile(
     r"try(?:(?<=\b[Ww]ill retry)\b|ing(?:(?<=\b[Rr]etrying)(?<!after retrying)\b|"
@@ -33,6 +38,8 @@ RETRIED = re.compile(
 ATTEMPT = re.compile("thrown while requesting")
 # What Ray logs on each node and in each worker if its metrics agent does not run.
 UNNEEDED = re.compile("Metrics will not be exported")
+# What Ray prints at the end of a job: what it waited for before, and processes that it lost, are overcome.
+SUCCEEDED = re.compile(r"Job '[^'\n]{1,80}' succeeded$", re.MULTILINE)
 # A traceback that Python prints and ignores, up to its exception: of a finalizer, often at the end of a run.
 FINALIZER = re.compile(
     r"Exception ignored in[^\n]*\n(?P<prefix>(?:\(\w+ pid=[^()\n]{1,60}\) |\[rank ?\d+\]: ?)?)"
@@ -44,7 +51,8 @@ PASSED_ON = re.compile(
     r"ChildFailedError|Engine ?[Cc]ore (?:initialization )?failed|WorkerProc (?:failed|initialization|hit)|"
     r"EngineDeadError|EngineGenerateError|output_handler failed|background task failed|"
     r"CalledProcessError|SystemExit|failed \(exitcode|exit code|Worker group failed|"
-    r"Error executing (?:job|method)|Traceback|because of the following error|"
+    r"exit type: SYSTEM_ERROR|Job '\S+' failed|Error executing (?:job|method)|Traceback|"
+    r"because of the following error|"
     r"\b(?:ERROR|CRITICAL) \d\d-\d\d [\d:]+ (?:\[[^\]\n]*\]|\S+\])(?:\s*$|  )"  # a frame, as vLLM logs it
 )
 # The process that printed a line, by the prefix of Ray, vLLM or torchrun; the actor of a traceback of Ray.
@@ -89,7 +97,7 @@ def explain(
     only a note: what it followed is not known. Rows that ``versions`` exclude, those that a more specific row
     replaces, and general rows whose line another row matches, are omitted. If the text is only the end of a
     log, not ``complete``, lines count from its end. What was tried again, or a consequence that Python or Ray
-    ignored, is a note if no error follows.
+    ignored, is a note if no error follows; so is what a job that succeeded waited for.
     """
     known = canonical_names(versions or {})
     text = COLOURS.sub("", text)
@@ -101,9 +109,11 @@ def explain(
     last = _last_error(text)
     unmatched = last is not None and all(hit.end() <= _line_start(text, last) for _, hit in hits)
     end = _line_start(text, last) if last and unmatched else 0
-    seen = []
+    seen, succeeded = [], _success(text)
     for row, hit in hits:
-        overcome = (start := _line_start(text, hit)) in retried and (last is None or last.start() < start)
+        waited = (row.kind, row.severity) == ("hang", WARNING) and hit.end() < succeeded
+        overcome = (start := _line_start(text, hit)) in retried or waited
+        overcome = overcome and (last is None or last.start() < start)
         overcome = overcome and (row.consequence or start not in ignored)
         severity = NOTE if overcome or (row.consequence and hit.end() < end) else row.severity
         confirmed = any(name in known for name in row.packages)
@@ -137,17 +147,32 @@ def last_error(text: str, complete: bool = True) -> LastError | None:
 def _last_error(text: str) -> re.Match[str] | None:
     """`ERROR_LINE` in its last line that does not only pass an error on, or else in its last line at all.
 
-    Lines about what is tried again or ignored are omitted.
+    Lines about what is tried again or ignored, those that pass on what the job overcame, and those of a
+    `SHELL` that went on, are omitted.
     """
-    passed_on, end, retried = None, len(text), _retried_lines(text)
+    passed_on, shell, end, retried = None, None, len(text), _retried_lines(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
         if start < end and start not in retried and (hit := ERROR_LINE.search(text, start, end)):
-            if not PASSED_ON.search(text, start, end):
+            if PASSED_ON.search(text, start, end):
+                passed_on = passed_on or hit
+            elif SHELL.search(text, start, end):
+                shell = shell or hit
+            else:
                 return hit
-            passed_on = passed_on or hit
         end = start - 1
+    if passed_on and passed_on.start() < _success(text):
+        passed_on = None
+    if shell:
+        is_last = text.rstrip().count("\n", shell.end()) < SHELL_LINES
+        if is_last or (passed_on and passed_on.start() > shell.start()):
+            return shell
     return passed_on
+
+
+def _success(text: str) -> int:
+    """Where the text says for the last time that a job succeeded; -1 if it does not."""
+    return next((hit.start() for hit in _last_match(SUCCEEDED, text)), -1)
 
 
 def _origin(text: str, hit: re.Match[str]) -> str:
@@ -307,5 +332,6 @@ def _line(text: str, hit: re.Match[str]) -> str:
     """The line in which a match ends, as the message of an error comes last; the part around it if long."""
     start, stop = text.rfind("\n", 0, hit.end()) + 1, text.find("\n", hit.end())
     line = text[start : stop if stop >= 0 else None].rstrip()
-    skipped = max(0, hit.start() - start - BEFORE_MATCH) if len(line) > SHOWN_CHARACTERS else 0
+    shown = max(hit.start(), hit.end() - SHOWN_CHARACTERS + BEFORE_MATCH)  # the end of a long match
+    skipped = max(0, shown - start - BEFORE_MATCH) if len(line) > SHOWN_CHARACTERS else 0
     return line[skipped:].strip()[:SHOWN_CHARACTERS]

@@ -28,19 +28,23 @@ FORMATS = tuple(
     re.compile(pattern)
     for pattern in (
         rf"(?P<name>{NAME})(?:\[.*?\])? @ \S*?/[\w.]+-(?P<version>[^-/]+)-[^/]+\.whl\b",  # a local wheel
+        rf"(?P<name>{NAME})(?:\[.*?\])? @ git\+\S+@v?(?P<version>\d+\.{VERSION})",  # a tag
+        rf"(?P<name>{NAME})(?:\[.*?\])? @ (?P<version>[a-z+]+://)",
+        rf"-e (?P<version>[a-z+]+://)\S+#egg=(?P<name>{NAME})",
         rf"{START}(?P<name>{NAME})(?:\[.*?\])?\s*={{2,3}}\s*(?P<version>[^\s;\\#,]+)",
         rf"-\s+(?P<name>{NAME})=(?P<version>{VERSION})",  # an environment of conda
         rf"{START}(?P<name>{NAME})\s+(?P<version>\d+\.{VERSION})(?:\s+\S+){{0,3}}$",  # columns
+        rf"(?P<name>{NAME})(?:\[.*?\])? v(?P<version>\d+\.{VERSION})(?:\s+[\[(].*)?$",  # `uv pip tree`
         rf"{START}(?i:(?P<name>{'|'.join(IN_WORDS)}))(?i:[ _]version)?\s*[:=,]?\s*(?i:version)?\s*"
         rf"(?:glibc-)?v?(?P<version>{VERSION})",
     )
 )
-FILLER = re.compile(r"[`|\"'*]|^> ?")
+FILLER = re.compile(r"[`|\"'*│├└─]|^> ?")
 FORMAT_NAMES = (
-    "`pip freeze`, `pip list`, `pip show`, `conda list`, a lock file, the collect_env of torch or vLLM, "
-    "`docker inspect`, or one package per line, such as torch==2.9.0"
+    "`pip freeze`, `pip list`, `pip show`, `conda list`, `uv pip tree`, a lock file, the collect_env of "
+    "torch or vLLM, `docker inspect`, or one package per line, such as torch==2.9.0"
 )
-EXACT = FORMATS[:2]  # what they name is meant as a version, in contrast to a number after a word
+EXACT = FORMATS[:5]  # what they name is meant as a version, in contrast to a number after a word
 BLOCK = re.compile(r"^Name: (\S+)\nVersion: (\S+)", re.MULTILINE)  # of `pip show`
 UV_PACKAGE = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.MULTILINE)
 
@@ -48,7 +52,7 @@ UV_PACKAGE = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.MULTILINE)
 @dataclass(frozen=True)
 class PackageList:
     """What was read: versions by canonical name, the number of lines or entries that named one, and
-    ``skipped``, the entries whose version is none, as name==version.
+    ``skipped``, the entries whose version is none, as name==version, or name @ the start of an address.
     """
 
     versions: dict[str, str]
@@ -64,15 +68,19 @@ def freeze(text: str) -> dict[str, str]:
 def read_versions(text: str) -> PackageList:
     """Read ``pip freeze``, ``pip list`` in columns or JSON, ``pip show``, ``conda list`` and hashed locks.
 
-    Also ``uv.lock``, the collect_env of torch and vLLM, versions in words, and the labels in the output of
-    ``docker inspect``. Other lines are ignored.
+    Also ``uv pip tree``, ``uv.lock``, the collect_env of torch and vLLM, versions in words, and the labels in
+    the output of ``docker inspect``. Other lines are ignored.
     """
     found = list(_from_json(text)) or UV_PACKAGE.findall(text)
     if not found:
         found = [pair for line in text.splitlines() for pair in _from_line(line.strip())]
         found += BLOCK.findall(text)
     valid = [(name, version) for name, version in found if _is_version(version)]
-    skipped = tuple(f"{name}=={version}" for name, version in found if not _is_version(version))
+    skipped = tuple(
+        f"{name} @ {version}..." if version.endswith("://") else f"{name}=={version}"
+        for name, version in found
+        if not _is_version(version)
+    )
     return PackageList({str(canonicalize_name(name)): of for name, of in valid}, len(valid), skipped)
 
 

@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from rlhf_stack.compat import attention_provider
 from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, missing_for_offload
+from rlhf_stack.compat.varlen_attention import FLASH_ATTENTION
+from rlhf_stack.config import image
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.run_limits import KERNEL, flags_of
 
@@ -20,6 +23,7 @@ SWITCHES = {  # the end of a flag and the packages that it needs
 RING_ATTENTION = ("flash_attn", "ring_flash_attn")
 FLASH_3 = ("flash_attn_interface",)
 DEEP_GEMM = "deepgemm"
+PACKED = ("packing_samples", "dynamic_batch_enable")  # the ends of switches with which samples are packed
 VISION = ("torchvision",)  # vLLM imports it for each model with images that OpenRLHF trains
 
 
@@ -42,6 +46,26 @@ def refuse_missing_operators(values: Any) -> None:
             f"compiled (no {', no '.join(missing)}): leave the flag out, or derive an image that has "
             f"{'it' if len(missing) == 1 else 'these tools'}"
         )
+
+
+def refuse_missing_attention(values: Any) -> None:
+    """Raise `UserError` if the parsed arguments need FlashAttention 2, and nothing in this image computes it.
+
+    Outside of an image it is unknown what the image of the run has.
+    """
+    flags = dict(flags_of(values))
+    chosen = [name for name, value in flags.items() if name == "flash_attn" and value]
+    named = [name for name, value in flags.items() if value == FLASH_ATTENTION]
+    if not (chosen or named) or not image.about().cell or attention_provider.provider():
+        return
+    chosen += [name for name, value in flags.items() if name.endswith(PACKED) and value]
+    remedies = [f"leave out --{' and --'.join(chosen)}"] if chosen else []
+    remedies += [f"give --{name} sdpa" for name in named]
+    raise UserError(
+        f"nothing here computes {FLASH_ATTENTION} for --{' and --'.join([*chosen, *named])}: this "
+        "image has neither flash_attn, nor xformers' FlashAttention, nor torch's variable-length attention: "
+        f"{', and '.join(remedies)}"
+    )
 
 
 def _needed(values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:

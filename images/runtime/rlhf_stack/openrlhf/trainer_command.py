@@ -4,12 +4,16 @@ deepspeed or torchrun starts these.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from rlhf_stack.accelerator import visible_devices
+from rlhf_stack.accelerator.visible_devices import CUDA, HIP, ROCR
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.numbers import GPUS_PER_NODE, NODES, whole
+from rlhf_stack.inputs.text import shortened
 
 TRAINERS = ("train_sft", "train_dpo", "train_rm")
 PROGRAMS = ("train_ppo_ray", *TRAINERS)
@@ -33,7 +37,7 @@ ALL = ("auto", "gpu")  # of torchrun: every GPU
 
 @dataclass(frozen=True)
 class TrainerCommand:
-    """A trainer, its arguments, and the nodes and GPUs that its launcher takes, None for all of them."""
+    """A trainer, its arguments, and the nodes and GPUs that it is started on, None for all of them."""
 
     program: str
     arguments: tuple[str, ...]
@@ -59,7 +63,8 @@ def program_of(words: Sequence[str]) -> Program | None:
     """Return the program that ``words`` start, None without one.
 
     It is the first module after ``-m`` of Python or of a launcher, or the first file of Python. Other
-    commands have another ``-m``, such as numactl, and variables of env may end as a file of Python does.
+    commands have another ``-m``, such as numactl, and variables of env may end as a file of Python does, as
+    may values of flags of a script. `UserError` if a module of OpenRLHF has the name of its file.
     """
     launcher: list[str] = []
     rest, reads_modules = list(words), False
@@ -68,14 +73,27 @@ def program_of(words: Sequence[str]) -> Program | None:
         if reads_modules and (found := MODULE_FLAG.fullmatch(word)):
             module = found[1] or (rest.pop(0) if rest else "")
             launcher.append(word)
+            if module.endswith(".py") and _name(module) in PROGRAMS:
+                raise UserError(f"{shortened(module, 60)!r} is a file's name, not a module's: leave .py out")
             if MODULE.fullmatch(module) and module not in (*LAUNCHERS, *UNREAD_LAUNCHERS):
                 return Program(module, tuple(launcher), tuple(rest))
             word = module
-        elif word.endswith(".py") and not word.startswith("-") and not VARIABLE.fullmatch(word):
+        elif _is_file(word) and (reads_modules or not _awaits_value(launcher)):
             return Program(word, tuple(launcher), tuple(rest))
         reads_modules = reads_modules or any(map(READS_MODULES.fullmatch, commands_in([word])))
         launcher.append(word)
     return None
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("-") and not VARIABLE.fullmatch(word)
+
+
+def _awaits_value(words: Sequence[str]) -> bool:
+    """Whether ``words`` end with a flag of a shell script, whose value follows."""
+    if not words or not words[-1].startswith("--") or "=" in words[-1]:
+        return False
+    return any(word.endswith(".sh") for word in commands_in(words))
 
 
 def commands_in(words: Iterable[str]) -> list[str]:
@@ -137,7 +155,10 @@ def _name(program: str) -> str:
 
 
 def _nodes_and_gpus(launcher: Sequence[str]) -> tuple[int | None, int | None]:
-    """The nodes and GPUs that the words before a program take, None for all of them."""
+    """The nodes and GPUs that the words before a program take, None for all of them.
+
+    DeepSpeed uses ``CUDA_VISIBLE_DEVICES`` on one node, and ignores it if a number of nodes or GPUs is given.
+    """
     names = commands_in(launcher)
     if unread := [name for name in names if name in UNREAD_LAUNCHERS]:
         raise UserError(
@@ -153,10 +174,24 @@ def _nodes_and_gpus(launcher: Sequence[str]) -> tuple[int | None, int | None]:
         )
     # Of torchrun, and of Python alone, the default is one process; of deepspeed, all GPUs.
     default = None if is_deepspeed else 1
-    return (
-        _number(launcher, NODE_FLAGS, NODES, default),
-        _number(launcher, GPU_FLAGS, GPUS_PER_NODE, default),
-    )
+    nodes = _number(launcher, NODE_FLAGS, NODES, default)
+    gpus = _number(launcher, GPU_FLAGS, GPUS_PER_NODE, default)
+    ignored = (CUDA,) if is_deepspeed and (gpus or (nodes or 1) > 1) else ()
+    given = dict(word.split("=", 1) for word in launcher if VARIABLE.fullmatch(word))
+    variables = {name: given[name] for name in (CUDA, HIP, ROCR) if name in given and name not in ignored}
+    visible = _visible(variables)
+    if visible == GPUS_PER_NODE or (gpus and gpus <= visible):
+        return nodes, gpus
+    if gpus or not visible:
+        shown = " ".join(f"{name}={value}" for name, value in variables.items())
+        raise UserError(f"{shortened(shown, 80)} shows {visible} GPUs, and {gpus or 'all'} are used")
+    return nodes or 1, visible
+
+
+def _visible(variables: Mapping[str, str]) -> int:
+    """How many GPUs of the largest node processes with ``variables`` see."""
+    is_rocm = env_vars.accelerator() != "cuda" and not variables.keys().isdisjoint((HIP, ROCR))
+    return len(visible_devices.visible_gpus(variables, "rocm" if is_rocm else "cuda", GPUS_PER_NODE))
 
 
 def _number(launcher: Sequence[str], flags: Sequence[str], most: int, default: int | None) -> int | None:

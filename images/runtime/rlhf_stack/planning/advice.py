@@ -61,6 +61,12 @@ class Advice:
     run: Run
     enough: bool
 
+    def __str__(self) -> str:
+        """The flags to add or replace, and then those to leave out."""
+        given = " ".join(text for text in self.flags if not text.startswith(WITHOUT))
+        left_out = " and ".join(text for text in self.flags if text.startswith(WITHOUT))
+        return ", and ".join(filter(None, [given, left_out]))
+
 
 def flag(run: Run, name: str, *values: object) -> str:
     """The flag of the run's OpenRLHF for the setting ``name``, with its values; empty if there is none."""

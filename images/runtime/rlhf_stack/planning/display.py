@@ -36,9 +36,9 @@ def print_assessment(
     for problem in assessment.problems:
         console.print(Text(f"problem: {problem}", style="bold red"))
     for one in advice:
-        console.print(Text(f"try: {' '.join(one.flags)}  ({one.reason})", style="yellow"))
+        console.print(Text(f"try: {one}  ({one.reason})", style="yellow"))
     if layout and layout.run != assessment.run:
-        console.print(Text(f"a layout identical on all nodes: {' '.join(layout.flags)}  ({layout.reason})"))
+        console.print(Text(f"a layout identical on all nodes: {layout}  ({layout.reason})"))
     console.print(_verdict(assessment))
 
 

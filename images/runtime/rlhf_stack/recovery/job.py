@@ -125,7 +125,11 @@ def _info(address: str, job: str, seconds: float) -> Any:
             if "does not exist" in str(error):
                 raise HeadLostError(_lost(job, address, why), LOST) from None
             if silent > seconds:
-                raise HeadSilentError(_lost(job, address, why), LOST) from None
+                raise HeadSilentError(
+                    f"Ray's head at {address} did not answer for {silent:.0f} s: {why}. Job {job} may still "
+                    f"run: ray job logs -f {job}",
+                    LOST,
+                ) from None
             if silent > LOST_SECONDS and not is_reported:
                 messages.warning(f"no answer from Ray's head for {silent:.0f} of {seconds:.0f} s: {why}")
                 is_reported = True
@@ -172,28 +176,35 @@ def stop(address: str, job: str) -> bool:
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
-    def ask() -> Any:
-        return JobSubmissionClient(address).get_job_info(job)
+    def has_ended() -> bool:
+        return _status(JobSubmissionClient(address).get_job_info(job)) in ENDED
 
-    try:
-        is_running = _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job))
-        end = time.monotonic() + STOP_SECONDS
-        while is_running and _status(_within(ANSWER_SECONDS, ask)) not in ENDED:
-            if time.monotonic() > end:
-                raise TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
-    except (OSError, RuntimeError, RayError) as error:
-        why = summarize_ray_error(error)
-        messages.warning(f"job {job} may still run after its stop was requested: {why}")
-        return False
-    return True
+    end, is_requested = time.monotonic() + STOP_SECONDS, False
+    while True:
+        why: Exception = TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
+        try:
+            if not is_requested:
+                if not _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job)):
+                    return True
+                is_requested = True
+            if _within(ANSWER_SECONDS, has_ended):
+                return True
+        except (OSError, RuntimeError, RayError) as error:  # the next answer may be one
+            why = error
+            if "does not exist" in str(error):
+                end = 0.0
+        if time.monotonic() > end:
+            reason = summarize_ray_error(why)
+            messages.warning(f"job {job} may still run after its stop was requested: {reason}")
+            return False
+        time.sleep(POLL_SECONDS)
 
 
 def _lost(job: str, address: str, why: str) -> str:
     return (
         f"Ray's head at {address} was lost while job {job} ran: {why}. If the head ended, its jobs ended "
         "too, and a restarted head does not know them: submit the command again, with the flag that loads "
-        f"its last checkpoint. If only the connection was lost: ray job logs -f {job}"
+        "its last checkpoint"
     )
 
 

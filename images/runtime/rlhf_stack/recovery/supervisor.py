@@ -164,8 +164,7 @@ class Supervisor:
             if ended.status == SUCCEEDED:
                 return ended
             if isinstance(lost_head, HeadSilentError):
-                messages.warning("not submitted again: the job may still run; the same command follows it")
-                raise lost_head
+                raise HeadSilentError(f"{lost_head}. The same command follows it again", lost_head.code)
             if reason := why_not_again(state.attempts, self._limits.restarts):
                 if self._limits.restarts:
                     messages.warning(f"not submitted again: {reason}")

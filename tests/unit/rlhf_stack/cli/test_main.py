@@ -190,11 +190,16 @@ def test_help_imports_nothing_heavy() -> None:
 WRONG_USAGE = [
     ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
     ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a size from 1GiB to 4TiB, such as 80"),
+    ("plan", "--nodes 2 --gpus nan", "'nan': expected a whole number of at least 0 and at most 1,024"),
+    ("plan", "--nodes 2 --gpus 1025", "'1025': expected a whole number of at least 0 and at most 1,024"),
+    ("plan", "--nodes 2 --cpus inf", "'inf': expected a number of at least 0 and at most 100,000"),
+    ("plan", "--nodes 2 --cpus 100001", "'100001': expected a number of at least 0 and at most 100,000"),
     ("plan", "", "no command line of a run"),
     ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
     ("start", "", "one of the arguments --head --join is required"),
     ("start", "--head --port 99999", "expected a port"),
     ("start", "--join a:b:c --dry-run", "expected the head's HOST or HOST:PORT"),
+    ("start", "--join no-such-host.invalid:6379 --dry-run", "'no-such-host.invalid' has no address"),
     ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
     ("check-network", "--size nan", "'nan': expected a number greater than 0"),
     ("check-network", "--backend mpi", "invalid choice: 'mpi'"),
@@ -343,3 +348,9 @@ def test_a_folder_that_exists_is_refused_and_stays(
     assert main(["certify", "--out", str(tmp_path)]) == 2
     assert "it exists already" in capsys.readouterr().err
     assert tmp_path.is_dir()
+
+
+def test_a_dry_run_with_an_address_does_not_need_the_heads_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["start", "--auth", "none", "--join", "no-such-host.invalid", "--dry-run"]
+    assert main([*words, "--node-ip-address", "10.0.0.1"]) == 0
+    assert "--node-ip-address 10.0.0.1" in capsys.readouterr().out

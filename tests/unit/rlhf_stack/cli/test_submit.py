@@ -13,6 +13,7 @@ from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
 from rlhf_stack.cli.main import main
+from rlhf_stack.compat import attention_provider
 from rlhf_stack.config import env_vars, image
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import command_line
@@ -132,7 +133,32 @@ def test_a_variable_with_two_values_is_an_error() -> None:
         (["--env", "WANDB_API_KEY=x"], "runtime_env contains WANDB_API_KEY"),
         (["--env", "PROXY=http://a:b@c"], "runtime_env contains PROXY"),
         (["--env", "NCCL_DEBUG=INFO"], ""),
-        (["--", "ls", "--logger.wandb.key", "abc"], "the command line contains a secret"),
+        *(
+            (["--", *line.split()], "the command line contains a secret")
+            for line in (
+                "ls --logger.wandb.key abc",
+                "ls --use_wandb=abc",
+                "ls --hf_token abc",
+                "ls --token abc",
+                "ls --api-key abc",
+                "ls --judge.password=abc",
+                "WANDB_API_KEY=abc python a.py",
+                "env -u A WANDB_API_KEY=abc python -m a",
+                "nohup env HTTPS_PROXY=http://abc:abc@c python a.py",
+            )
+        ),
+        (["--", "bash", "-c", "WANDB_API_KEY=abc python a.py"], "the command line contains a secret"),
+        *(
+            (["--", *line.split()], "")
+            for line in (
+                "ls --data.input_key abc --rollout.max_new_tokens 9 --placeholder_token abc --pad_token abc",
+                "ls --use_wandb True --hf_token --verbose --password",
+                "ls --ckpt.best_metric_key abc --train.max_tokens_per_gpu 9 --data.disable_fast_tokenizer",
+                "ls --hf_token $HF_TOKEN",
+                "python a.py input_key=abc",
+                "env TOKENIZERS_PARALLELISM=false WANDB_API_KEY= python a.py",
+            )
+        ),
     ],
 )
 def test_a_secret_that_ray_would_show_is_a_warning(
@@ -384,6 +410,27 @@ def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
     assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
 
 
+@pytest.mark.parametrize(("has_ended", "calls"), [(True, 1), (False, 0)])
+def test_a_checkpoint_is_selected_after_a_signal_only_if_the_job_has_ended(
+    has_ended: bool,
+    calls: int,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that a running job was writing was set aside, and another command was suggested too."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise KeyboardInterrupt
+
+    supervise(loop).return_value = has_ended
+    selected = MagicMock()
+    monkeypatch.setattr(supervised.Supervision, "_save", MagicMock())
+    monkeypatch.setattr(supervised.Supervision, "_select", selected)
+    assert main(["submit", "--grace", "30", "--address", "http://head:8265", "--", "train"]) == 130
+    assert selected.call_count == calls
+
+
 @pytest.mark.usefixtures("no_room")
 def test_a_run_that_has_asked_the_autoscaler_in_vain_is_planned_on_the_nodes_that_there_are(
     monkeypatch: pytest.MonkeyPatch,
@@ -486,6 +533,8 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     file.write_text(TRAINER)
     monkeypatch.setattr(command_line, "_installed", lambda _: ("0.11.2", file))
     monkeypatch.setattr("rlhf_stack.openrlhf.requirements.find_spec", lambda _: None)
+    monkeypatch.setattr(attention_provider, "provider", lambda: "")
+    monkeypatch.setattr(image, "about", lambda *_: image.About("cell"))
     monkeypatch.setattr(submit, "_once", once)
     return jobs
 
@@ -500,6 +549,10 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
             "--ds.ring_attn_size 2 needs flash_attn and ring_flash_attn, not installed",
         ),
         ("--ds.load_in_4bit", "--ds.load_in_4bit needs bitsandbytes, not installed here"),
+        (
+            "--ds.attn_implementation flash_attention_2",
+            "nothing here computes flash_attention_2 for --ds.",
+        ),
         ("--train_batch_size 64", "instead of --train_batch_size use --train.batch_size"),
         ("--train.batch_size 0", "--train.batch_size 0: expected a number from 1"),
     ],

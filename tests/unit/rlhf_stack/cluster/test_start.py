@@ -231,12 +231,54 @@ def test_waiting_for_a_port_ends_at_the_deadline() -> None:
 
 def test_the_address_of_a_node_is_on_the_route_to_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.own_address("127.0.0.1") == host.own_address("[127.0.0.1]") == "127.0.0.1"
-    assert host.own_address("no-such-host.invalid") != ""
     monkeypatch.setattr(host, "PROBE_ADDRESSES", {})  # a machine without a default route
     monkeypatch.setattr(socket, "gethostname", lambda: "10.1.2.3")
     assert host.own_address() == "10.1.2.3"
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
     assert host.own_address() == "127.0.0.1"
+    monkeypatch.setattr(
+        host, "_addresses", lambda name: [] if name == "head" else [(socket.AF_INET, "127.0.1.1")]
+    )
+    with pytest.raises(UserError, match="no address of this machine leads to head: give --node-ip-address"):
+        host.own_address("head")
+
+
+def test_a_heads_name_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service may have its name only when its head runs."""
+    answers: list[list[object]] = [[], [], [(socket.AF_INET, "10.0.0.1")]]
+    monkeypatch.setattr(host, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(host, "_addresses", lambda _: answers.pop(0))
+    host.wait_for_name("head", 60)
+    assert answers == []
+    answers.append([])
+    with pytest.raises(UserError, match=r"the head's name 'head' has no address$"):
+        host.wait_for_name("head", 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "statistics", "left"),
+    [
+        (0, "inactive_file 1\ntotal_inactive_file 300\n", 500),
+        (1, "anon 4\ninactive_file 300\n", 500),
+        (1, "anon 4\n", 200),
+        (1, None, 200),
+        (1, "inactive_file 900\n", 1000),
+    ],
+)
+def test_the_inactive_file_cache_of_a_container_is_available(
+    version: int, statistics: str | None, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a model was loaded no memory seemed left, and changed elements were never sent alone."""
+    for name in ("CGROUP_LIMITS", "CGROUP_USES", "CGROUP_CACHES"):
+        found = getattr(host, name)[version]
+        path, key = found if isinstance(found, tuple) else (found, None)
+        mine = tmp_path / path.name
+        monkeypatch.setattr(host, name, ((mine, key) if key else mine,))
+    (tmp_path / host.CGROUP_LIMITS[0].name).write_text("1000\n")
+    (tmp_path / host.CGROUP_USES[0].name).write_text("800\n")
+    if statistics is not None:
+        (tmp_path / "memory.stat").write_text(statistics)
+    assert host.available_memory() == left
 
 
 def test_host_has_memory_and_an_address() -> None:

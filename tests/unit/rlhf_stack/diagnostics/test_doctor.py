@@ -352,22 +352,40 @@ def test_a_list_without_versions_is_refused_with_the_formats(
     assert "`pip list`, `pip show`, `conda list`" in capsys.readouterr().err
 
 
+SKIPPED = ["torch==foo", "ray==bogus", "verl @ git+https://..."]
+
+
 @pytest.mark.parametrize("other", [[], ["--log"]], ids=["alone", "with a log"])
 def test_lines_without_a_valid_version_are_named(
     other: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, freeze = tmp_path / "log", tmp_path / "freeze"
     log.write_text("all is well\n")
-    freeze.write_text("torch==foo\nvllm==0.19.1\nray==bogus\n")
+    freeze.write_text(
+        "torch==foo\nvllm==0.19.1\nray==bogus\nverl @ git+https://u:secret@host/verl.git@ab12\n"
+    )
     options = ["--freeze", str(freeze), *other, *([str(log)] if other else [])]
     assert main(["doctor", *options]) == 1, "a warning: they were not judged"
     printed = capsys.readouterr().out
     assert "packages without a valid version" in printed
-    assert "seen:   torch==foo, ray==bogus" in printed
+    assert "seen:   torch==foo, ray==bogus, verl @ git+https://..." in printed
     assert printed.endswith("1 line with a version was read\n")
     code, report = ask(capsys, *options)
-    assert (code, report["worst"], report["lines_skipped"]) == (1, "warning", ["torch==foo", "ray==bogus"])
+    assert (code, report["worst"], report["lines_skipped"]) == (1, "warning", SKIPPED)
     assert report["findings"][-1]["id"] == "versions-skipped"
+
+
+def test_skipped_lines_of_packages_that_no_entry_judges_are_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every package of an environment of conda has an address instead of a version."""
+    freeze = tmp_path / "freeze"
+    freeze.write_text(
+        "numpy-quaternion @ file:///croot/q/work\nvllm==0.19.1\n-e git+https://host/x#egg=mylib\n"
+    )
+    code, report = ask(capsys, "--freeze", str(freeze))
+    assert (code, report["findings"][-1]["severity"]) == (0, "note")
+    assert len(report["lines_skipped"]) == 2
 
 
 def test_a_line_without_a_valid_version_explains_no_error(
@@ -400,7 +418,9 @@ UNEXPLAINED = re.compile(
     ("text", "code"),
     [
         ("all is well\n", 0),
-        ("Worker exit type: SYSTEM_ERROR\n", 0),
+        ("Worker exit type: INTENDED_USER_EXIT Worker exit detail: exit_actor() is called.\n", 0),
+        ("Worker exit type: SYSTEM_ERROR\nJob 'x' succeeded\n", 0),
+        ("free(): invalid pointer\nWorker exit type: SYSTEM_ERROR\n", 1),
         ("NCCL INFO Using network Socket\n", 0),
         ("NCCL WARN NET/IB : Unable to open device mlx5_0\nNCCL INFO Using network Socket\n", 1),
         ("torch.OutOfMemoryError: CUDA out of memory\n", 3),
@@ -417,7 +437,9 @@ UNEXPLAINED = re.compile(
     ],
     ids=[
         "nothing",
+        "an actor that exited",
         "a note",
+        "a crash before its consequence",
         "TCP, which is right without RDMA adapters",
         "a warning",
         "an error",
@@ -442,6 +464,27 @@ def test_the_exit_code_says_what_was_found_in_a_log(
     printed = capsys.readouterr().out
     assert bool(UNEXPLAINED.search(printed)) == (code == 4)
     assert ("first failure: A pid=7\n" in printed) == ("(A pid=7)" in text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bash: line 1: nvcc: command not found",
+        "thread 'main' panicked at src/main.rs:2:5:",
+        "Job entrypoint command failed with exit code 1",
+        "Worker exit type: SYSTEM_ERROR",
+        "NCCL INFO NET/OFI Using Socket\nJob 'raysubmit_1' failed",
+    ],
+)
+def test_an_error_without_an_entry_for_its_cause_is_quoted(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"starting\n{line}\n")
+    assert main(["doctor", "--log", str(log)]) == 4
+    printed = capsys.readouterr().out
+    assert "no entry names the cause of the last error" in printed
+    assert f": {line.splitlines()[-1]}\n" in printed.partition("last error: ")[2]
 
 
 MANY_ERRORS = """Root Cause (first observed failure):

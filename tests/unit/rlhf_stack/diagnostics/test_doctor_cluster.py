@@ -125,16 +125,20 @@ def test_lost_nodes_are_found_without_a_time_or_reason(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("lost", "what", "evidence"),
     [
-        ([LostNode("b")], "1 node is lost", "b"),
+        ([LostNode("b", "", 1764320400.5)], "1 node is lost", "b at 2025-11-28 09:00:00 UTC"),
         (
-            [LostNode("b", "no\nheartbeat", 1764320400.5), LostNode("c")],
+            [LostNode("b", "no\nheartbeat", 1764320400.5), LostNode("c", "", 1764320400.5)],
             "2 nodes are lost",
-            "b at 2025-11-28 09:00:00 UTC: no heartbeat; c",
+            "b at 2025-11-28 09:00:00 UTC: no heartbeat; c at 2025-11-28 09:00:00 UTC",
         ),
-        ([LostNode(f"ip-{n}") for n in range(500)], "500 nodes are lost", "ip-0; ip-1; ip-2; 497 more"),
+        (
+            [LostNode(f"ip-{n}", "", 1.0) for n in range(500)],
+            "500 nodes are lost",
+            "; ".join(f"ip-{n} at 1970-01-01 00:00:01 UTC" for n in range(3)) + "; 497 more",
+        ),
     ],
 )
-def test_nodes_that_were_lost_long_ago_or_at_an_unknown_time_are_one_note_of_bounded_length(
+def test_nodes_that_were_lost_long_ago_are_one_note_of_bounded_length(
     lost: list[LostNode], what: str, evidence: str
 ) -> None:
     [finding] = comparison.lost_nodes(lost)
@@ -142,25 +146,25 @@ def test_nodes_that_were_lost_long_ago_or_at_an_unknown_time_are_one_note_of_bou
     assert finding.what.startswith(what)
 
 
-def test_nodes_that_were_lost_in_the_last_hour_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_were_lost_in_the_last_hour_or_at_an_unknown_time_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 1764320400.0  # 2025-11-28 09:00:00 UTC
     monkeypatch.setattr(comparison, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
     ends = {"b": now - 3599, "c": now - 3601, "d": None, "e": now + 5}
     recent, earlier = comparison.lost_nodes([LostNode(name, "", end) for name, end in ends.items()])
     assert (recent.severity, earlier.severity) == ("warning", "note")
-    assert recent.what == "2 nodes are lost: Ray found them dead, and no live node has the address"
-    assert recent.evidence == "b at 2025-11-28 08:00:01 UTC; e at 2025-11-28 09:00:05 UTC"
-    assert earlier.what.startswith(
-        "2 nodes are lost: Ray found them dead more than an hour ago or at an unknown"
-    )
-    assert earlier.evidence == "c at 2025-11-28 07:59:59 UTC; d"
+    assert recent.what == "3 nodes are lost: Ray found them dead, and no live node has the address"
+    assert recent.evidence == "b at 2025-11-28 08:00:01 UTC; d; e at 2025-11-28 09:00:05 UTC"
+    assert earlier.what.startswith("1 node is lost: Ray found it dead more than an hour ago, and no")
+    assert earlier.evidence == "c at 2025-11-28 07:59:59 UTC"
 
 
 def test_without_lost_nodes_nothing_is_reported() -> None:
     assert list(comparison.lost_nodes([])) == []
 
 
-@pytest.mark.parametrize(("ago", "code"), [(60.0, 1), (7200.0, 0), (None, 0)])
+@pytest.mark.parametrize(("ago", "code"), [(60.0, 1), (7200.0, 0), (None, 1)])
 def test_doctor_prints_lost_nodes_and_fails_for_recent_ones(
     ago: float | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

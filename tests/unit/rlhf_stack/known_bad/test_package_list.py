@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_stack.known_bad.package_list import read_versions
+from rlhf_stack.known_bad.package_list import PackageList, read_versions
 
 COLLECT_ENV = """\
 PyTorch version              : 2.7.0+cu126
@@ -53,6 +53,15 @@ dependencies = [
     { name = "click" },
 ]
 """
+UV_TREE = """\
+Resolved 3 packages in 2ms
+openrlhf v0.9.0
+├── torch v2.3.0
+│   ├── filelock v3.13.1
+│   └── triton v2.3.0 [required: ==2.3.0]
+└── ray[default] v2.12.0 (*)
+(*) Package tree already displayed
+"""
 INSPECT = json.dumps(
     [{"Config": {"Labels": {"io.rlhf-stacks.version.ray": "2.55.0", "org.image.version": "main"}, "Env": []}}]
 )
@@ -84,6 +93,22 @@ INSPECT = json.dumps(
         ("- Ray: 2.46.0\n* **vLLM** version: `v0.8.4`\nray, version 2.40.0\n", None, 3),
         ("torch==2.13.0 \\\n    --hash=sha256:00\nray==2.55.0 ; python_version > '3'\n", None, 2),
         ("ray==2.55.0\nstep 12 of 28, loss 0.3\nGPU 0: NVIDIA H100\nlr=1.0e-6\n", {"ray": "2.55.0"}, 1),
+        (
+            UV_TREE,
+            {
+                "openrlhf": "0.9.0",
+                "torch": "2.3.0",
+                "filelock": "3.13.1",
+                "triton": "2.3.0",
+                "ray": "2.12.0",
+            },
+            5,
+        ),
+        (
+            "vllm @ git+https://host/vllm.git@v0.8.4\nverl[gpu] @ git+ssh://git@host/verl@0.5.0#egg=verl\n",
+            None,
+            2,
+        ),
         ("[" * 100_000, {}, 0),
     ],
     ids=[
@@ -99,6 +124,8 @@ INSPECT = json.dumps(
         "words",
         "a hashed lock",
         "prose",
+        "uv pip tree",
+        "a tag",
         "deep JSON",
     ],
 )
@@ -122,6 +149,19 @@ def test_versions_are_read_from_what_people_paste(
 def test_a_version_that_is_none_is_skipped(text: str) -> None:
     found = read_versions(text)
     assert (found.versions, found.lines, found.skipped) == ({"vllm": "0.19.1"}, 1, ("torch==foo",))
+
+
+@pytest.mark.parametrize(
+    ("line", "skipped"),
+    [
+        ("vllm @ git+https://host/vllm.git@1a2b3c4", "vllm @ git+https://..."),
+        ("vllm[audio] @ git+https://user:secret@host/vllm.git@main", "vllm @ git+https://..."),
+        ("numpy @ file:///croot/numpy_1707225380409/work", "numpy @ file://..."),
+        ("-e git+https://host/vllm.git@1a2b3c4#egg=vllm", "vllm @ git+https://..."),
+    ],
+)
+def test_an_address_without_a_version_is_skipped(line: str, skipped: str) -> None:
+    assert read_versions(f"ray==2.9.3\n{line}\n") == PackageList({"ray": "2.9.3"}, 1, (skipped,))
 
 
 @given(st.text(max_size=300))

@@ -171,12 +171,44 @@ def test_the_last_error_of_an_unexplained_log_is_named() -> None:
         "Killed",
         "python: a.cpp:1: int f(): Assertion `a == b' failed.",
         "/nvshmem/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 ibv_modify_qp failed",
+        "/usr/bin/python3: No module named openrlhf.cli.train_ppo_ray",
+        "python: can't open file '/job/train.py': [Errno 2] No such file or directory",
+        "bash: line 1: nvcc: command not found",
+        "/bin/sh: 1: nvcc: not found",
+        "thread 'main' panicked at src/main.rs:2:5:",
+        "thread '<unnamed>' (3124) panicked at src/lib.rs:7:1:",
+        "Job entrypoint command failed with exit code 1",
+        "Job 'raysubmit_kQx' failed",
+        "(raylet) Worker exit type: SYSTEM_ERROR Worker exit detail: end of file",
     ],
 )
 def test_what_is_an_error(line: str) -> None:
     found = known_bad.last_error(f"first\n{line}\nlast\n")
     assert found
     assert (found.line, found.text) == (2, line)
+
+
+SHELL = "run.sh: line 9: pkill: command not found\n"
+FAILED = "Job 'raysubmit_kQx' failed\nJob entrypoint command failed with exit code 127\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("odd.OddError: a\n" + SHELL, "odd.OddError: a"),
+        ("odd.OddError: a\n" + SHELL + FAILED, "odd.OddError: a"),
+        (SHELL + "step 1\n" * 9, None),
+        (SHELL + "step 1\nJob 'raysubmit_kQx' succeeded\n" + "\n-----" * 3, None),
+        (SHELL + "step 1\n" * 9 + FAILED, SHELL.strip()),
+        ("step 1\n" * 9 + SHELL, SHELL.strip()),
+    ],
+)
+def test_a_program_that_a_shell_lacks_is_an_error_only_if_nothing_else_is_and_the_log_ends_there(
+    text: str, error: str | None
+) -> None:
+    """A script's own messages, as of a trap, hid the error, and a run that lacked a tool was an error."""
+    found = known_bad.last_error(text)
+    assert (found and found.text) == error
 
 
 TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0.0.3, actor_id=1)\n"
@@ -190,6 +222,12 @@ TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0
         ("AssertionError\n[rank3]: OddError: a\n", "[rank3]: OddError: a", "rank3"),
         ("(A pid=1) (B pid=2, ip=10.0.0.4) OddError: a\n", "", "B pid=2, ip=10.0.0.4"),
         ("AssertionError\n(raylet) Worker group failed: ERROR\n", "AssertionError", ""),
+        ("AssertionError\n" + DIED + "Job 'a' failed\n", "AssertionError", ""),
+        (
+            "sh: x: command not found\nJob entrypoint command failed with exit code 127\n",
+            "sh: x: command not found",
+            "",
+        ),
         ("AssertionError\nERROR 07-04 10:00:00 [core.py:1]   File x\n", "AssertionError", ""),
         ("AssertionError\nERROR 07-04 10:00:00 [core.py:1]\n", "AssertionError", ""),
         (
@@ -204,6 +242,8 @@ TASK = "ray.exceptions.RayTaskError(OddError): ray::Actor.fit() (pid=12, ip=10.0
         "rank",
         "engine",
         "without a message",
+        "the end of a job",
+        "a command",
         "a frame",
         "an empty line",
         "only passed on",
@@ -251,6 +291,63 @@ def test_what_is_tried_again_is_a_note_if_no_error_follows(line: str) -> None:
     assert (found.id, found.severity) == ("vllm-no-cache-memory", "error")
     found = next(one for one in known_bad.explain(ROWS, line + NO_ROOM) if one.id != "vllm-no-cache-memory")
     assert found.severity == "error"
+
+
+WAITS = (
+    "INFO 02-26 17:40:01 ray_utils.py:212] Waiting for creating a placement group of specs for 30 seconds.\n"
+)
+NO_GROUP = "ValueError: Cannot provide a placement group of placement_group_specs=[] within 1800 seconds.\n"
+SUCCEEDED = "Job 'raysubmit_1' succeeded\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "severities"),
+    [
+        (WAITS, ["warning"]),
+        (WAITS + "step 1\n" + SUCCEEDED, ["note"]),
+        (SUCCEEDED + WAITS, ["warning"]),
+        (WAITS + "Job 'raysubmit_1' failed\n", ["warning", "note"]),
+        (WAITS + NO_ROOM + SUCCEEDED, ["error", "warning"]),
+        (WAITS + NO_GROUP + SUCCEEDED, ["warning"]),
+    ],
+    ids=["waits", "succeeded", "another job", "failed", "an error", "in vain"],
+)
+def test_what_a_job_waited_for_that_succeeded_is_a_note(text: str, severities: list[str]) -> None:
+    assert [one.severity for one in known_bad.explain(ROWS, text)] == severities
+
+
+def test_a_worker_that_a_job_lost_before_it_succeeded_is_no_error() -> None:
+    assert known_bad.last_error(DIED + SUCCEEDED) is None
+    assert known_bad.last_error(SUCCEEDED + DIED)
+    assert known_bad.last_error("odd.OddError: a\n" + SUCCEEDED)
+
+
+NO_SPACE, TOO_MANY = "No space left on device", "HTTPError: 429 Client Error: Too Many Requests for url: "
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"NCCL WARN failed to extend /dev/shm/nccl-a to 9 bytes, error: {NO_SPACE} (28)", "shm-too-small"),
+        (f"Call to posix_fallocate failed : {NO_SPACE}", "shm-too-small"),
+        (f"OSError: [Errno 28] {NO_SPACE}: '/dev/shm/tmpabc'", "shm-too-small"),
+        (f"RuntimeError: unable to write to file </torch_8_3124_1>: {NO_SPACE} (28)", "shm-too-small"),
+        (f"cp: error writing '/dev/shm/model.pt': {NO_SPACE}", "shm-too-small"),
+        (f"OSError: [Errno 28] {NO_SPACE}: '/ckpt/shm/model.pt'", "disk-full"),
+        (f"cp: error writing '/ckpt/model.pt': {NO_SPACE}", "disk-full"),
+        (TOO_MANY + "https://cdn-lfs.hf.co/x", "hub-rate-limit"),
+        (TOO_MANY + "http://judge.local:8000/score", "server-rate-limit"),
+        (TOO_MANY + "https://notgithub.com/x", "server-rate-limit"),
+        (TOO_MANY + "http://judge/?model=hf.co/x", "server-rate-limit"),
+    ],
+)
+def test_the_path_or_address_tells_similar_messages_apart(line: str, expected: str) -> None:
+    assert ids(known_bad.explain(ROWS, f"{line}\n")) == [expected]
+
+
+def test_the_end_of_a_long_match_is_quoted() -> None:
+    text = "(A pid=7) " + "x" * 500 + " No space left on device: '/ckpt'\n"
+    assert "No space left on device" in known_bad.explain(ROWS, text)[0].evidence
 
 
 def test_what_failed_in_the_end_is_no_note() -> None:

@@ -206,6 +206,28 @@ def test_a_value_that_ends_as_the_program_does_hides_nothing(words: list[str]) -
     assert extract_arguments(["python", "-m", "openrlhf.cli.train_ppo_ray", *words]) == words
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "python -m openrlhf.cli.train_ppo_ray.py",
+        "python -mopenrlhf.cli.train_ppo_ray.py",
+        "deepspeed --module openrlhf.cli.train_sft.py",
+    ],
+)
+def test_a_module_with_the_name_of_its_file_is_refused(words: str) -> None:
+    """It was planned, and Python has no such module."""
+    with pytest.raises(UserError, match=r"_\w+\.py' is a file's name, not a module's: leave \.py out"):
+        extract_arguments(words.split())
+
+
+def test_a_value_of_a_flag_is_not_the_program() -> None:
+    with pytest.raises(ArgumentsError, match="'bash' does not start a run"):
+        extract_arguments(["bash", "run.sh", "--x", "1", "--reward.remote_url", "r.py"])
+    planned = ("./train_ppo_ray.py --x 1", "python -u train_ppo_ray.py --x 1")
+    for words in (*planned, "nohup --verbose openrlhf/cli/train_ppo_ray.py --x 1"):
+        assert extract_arguments(words.split()) == ["--x", "1"]
+
+
 def test_an_error_names_all_programs_that_are_planned() -> None:
     with pytest.raises(ArgumentsError, match=r"of train_ppo_ray, train_sft, train_dpo or train_rm, such as"):
         extract_arguments(["deepspeed", "--module", "openrlhf.cli.train_kto"])

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rlhf_stack.compat import attention_provider
+from rlhf_stack.config import image
 from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf import requirements
 
@@ -68,3 +70,47 @@ def test_a_key_of_wandb_is_not_in_the_error(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"--logger.wandb.key needs wandb") as raised:
         requirements.refuse_missing_packages(values)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "remedy"),
+    [
+        (
+            SimpleNamespace(flash_attn=True, packing_samples=False),
+            "--flash_attn",
+            "leave out --flash_attn",
+        ),
+        (
+            SimpleNamespace(flash_attn=True, packing_samples=True),
+            "--flash_attn and --packing_samples",
+            "leave out --flash_attn and --packing_samples",
+        ),
+        (
+            sections(attn_implementation="flash_attention_2"),
+            "--ds.attn_implementation",
+            "give --ds.attn_implementation sdpa",
+        ),
+        (
+            sections(attn_implementation="flash_attention_2", packing_samples=True),
+            "--ds.packing_samples and --ds.attn_implementation",
+            "leave out --ds.packing_samples, and give --ds.attn_implementation sdpa",
+        ),
+    ],
+)
+def test_flash_attention_that_nothing_in_the_image_computes_is_refused(
+    values: Any, named: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plan` reported that the run fits, and its first model failed to load."""
+    monkeypatch.setattr(attention_provider, "provider", lambda: "")
+    requirements.refuse_missing_attention(values)  # on a host, whose packages say nothing about the image
+    monkeypatch.setattr(image, "about", lambda *_: image.About("ray2.9.3-vllm0.4.2-rocm5.7"))
+    requirements.refuse_missing_attention(SimpleNamespace(flash_attn=False, packing_samples=False))
+    requirements.refuse_missing_attention(
+        sections(attn_implementation="flash_attention_3", packing_samples=True)
+    )
+    with pytest.raises(UserError) as raised:
+        requirements.refuse_missing_attention(values)
+    assert str(raised.value).startswith(f"nothing here computes flash_attention_2 for {named}: ")
+    assert str(raised.value).endswith(f"nor torch's variable-length attention: {remedy}")
+    monkeypatch.setattr(attention_provider, "provider", lambda: "xformers 0.0.26")
+    requirements.refuse_missing_attention(values)

@@ -38,6 +38,27 @@ SHAPES = {"m": parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv
             TrainerCommand("train_rm", (), 1, 1),
         ),
         ("uv run numactl -m 0 python -m openrlhf.cli.train_rm", TrainerCommand("train_rm", (), 1, 1)),
+        ("env CUDA_VISIBLE_DEVICES=0,1 deepspeed train_sft.py", TrainerCommand("train_sft", (), 1, 2)),
+        ("CUDA_VISIBLE_DEVICES=2 deepspeed --module train_sft", TrainerCommand("train_sft", (), 1, 1)),
+        ("env HIP_VISIBLE_DEVICES=0,1 deepspeed train_sft.py", TrainerCommand("train_sft", (), 1, 2)),
+        ("env ROCR_VISIBLE_DEVICES=0,1,3 deepspeed train_sft.py", TrainerCommand("train_sft", (), 1, 3)),
+        (
+            "env ROCR_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node gpu train_sft.py",
+            TrainerCommand("train_sft", (), 1, 2),
+        ),
+        (
+            "env CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train_sft.py",
+            TrainerCommand("train_sft", (), 1, 2),
+        ),
+        # DeepSpeed ignores the variable then.
+        (
+            "env CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 4 train_sft.py",
+            TrainerCommand("train_sft", (), None, 4),
+        ),
+        (
+            "env CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_nodes 2 train_sft.py",
+            TrainerCommand("train_sft", (), 2, None),
+        ),
         ("deepspeed train_sft.py --include x", TrainerCommand("train_sft", ("--include", "x"))),
         ("python -m openrlhf.cli.train_ppo_ray --path train_sft.py", None),
         ("ls train_sft", None),
@@ -64,6 +85,19 @@ def test_what_would_choose_other_gpus_is_refused(launcher: str, named: str) -> N
     """All GPUs were planned."""
     with pytest.raises(UserError, match=f"^{named}.* not read"):
         trainer_command([*launcher.split(), "openrlhf.cli.train_sft"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 4 train_sft.py", "0,1 shows 2 GPUs, and 4 are"),
+        ("CUDA_VISIBLE_DEVICES= deepspeed train_sft.py", "CUDA_VISIBLE_DEVICES= shows 0 GPUs, and all are"),
+        ("HIP_VISIBLE_DEVICES=0 deepspeed --num_gpus 2 train_sft.py", "=0 shows 1 GPUs, and 2 are used"),
+    ],
+)
+def test_more_gpus_than_the_variables_show_are_refused(words: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        trainer_command(["env", *words.split()])
 
 
 @pytest.mark.parametrize("value", ["0", "x", "", "100001", "-1", "1.5"])

@@ -694,6 +694,24 @@ def test_roles_share_gpus_where_there_are_too_few(one: str, other: str, release:
     assert (changed.order[0] == one) == (one == "actor" and not changed.flat)  # as OpenRLHF creates them
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--a 1", "--b"), "--a 1 --b"),
+        (("without --a", "--b 3"), "--b 3, and without --a"),
+        (("without --a", "--b 3", "without --c"), "--b 3, and without --a and without --c"),
+        (("without --a",), "without --a"),
+    ],
+)
+def test_advice_separates_flags_to_give_from_flags_to_leave_out(flags: tuple[str, ...], text: str) -> None:
+    """ "without --ds.adam_offload --ds.zero_stage 3" looked as if both were to be left out."""
+    advised = advice.Advice(flags, "why", run(), True)
+    assert str(advised) == text
+    console = Console(record=True, width=400, file=io.StringIO())
+    print_assessment(console, assess(run(), uniform_machines(1, 8, 80, 64, 2000), SHAPES), [advised], None)
+    assert f"try: {text}  (why)" in console.export_text()
+
+
 HYBRID = ("--train.colocate_all", "--vllm.enable_sleep")
 
 

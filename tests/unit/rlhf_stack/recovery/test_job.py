@@ -106,20 +106,29 @@ def test_a_head_that_answers_again_within_the_given_time_is_not_lost(
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "may_run"),
+    ("state", "text", "may_run"),
     [
-        ("unknown", "does not exist", False),
-        ("unreachable", "connection refused", True),
-        ("hangs", "no answer within 0 s", True),
+        (
+            "unknown",
+            "was lost while job job1 ran: .*does not exist.*submit the command again, with the flag",
+            False,
+        ),
+        (
+            "unreachable",
+            "did not answer for 0 s: connection refused. Job job1 may still run: ray job logs",
+            True,
+        ),
+        ("hangs", "did not answer for 0 s: no answer within 0 s. Job job1 may still run: ray job logs", True),
     ],
 )
 def test_a_head_that_does_not_know_the_job_or_does_not_answer_is_lost(
-    serve: Callable[..., Server], state: str, reason: str, may_run: bool
+    serve: Callable[..., Server], state: str, text: str, may_run: bool
 ) -> None:
     serve([["step 1\n"]], [state])
-    with pytest.raises(HeadLostError, match=f"was lost while job job1 ran: .*{reason}") as found:
+    with pytest.raises(HeadLostError, match=text) as found:
         follow()
     assert isinstance(found.value, HeadSilentError) == may_run
+    assert ("flag that loads" in str(found.value)) != may_run, "with it, the same run would not be found"
 
 
 def test_the_end_of_a_job_is_a_json_line_on_request(
@@ -171,6 +180,15 @@ def test_a_job_is_stopped_when_the_server_says_that_it_has_ended(
     server = serve([], ["RUNNING", "RUNNING", "STOPPED"])
     assert job.stop("http://head:8265", "job1")
     assert server.states == ["STOPPED"]
+    assert capsys.readouterr().err == ""
+
+
+def test_one_answer_that_fails_does_not_end_the_wait_for_the_end_of_a_job(
+    serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The state was kept though the job had ended, and the same command followed a stopped job."""
+    serve([], ["RUNNING", "unreachable", "RUNNING", "STOPPED"])
+    assert job.stop("http://head:8265", "job1")
     assert capsys.readouterr().err == ""
 
 

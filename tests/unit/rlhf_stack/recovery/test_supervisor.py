@@ -420,7 +420,7 @@ def test_a_lost_head_is_the_error_when_no_restart_is_left() -> None:
 
 def test_a_job_that_may_still_run_on_a_silent_head_is_not_submitted_a_second_time() -> None:
     cluster = Faulty(["silent", "ok"])
-    with pytest.raises(HeadSilentError):
+    with pytest.raises(HeadSilentError, match=r"does not answer\. The same command follows it again"):
         supervise(cluster, [4, 9], Limits(3))
     assert len(cluster.submitted) == 1
     state = read_state(cluster.remembered[-1])

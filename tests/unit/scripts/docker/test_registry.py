@@ -9,7 +9,11 @@ from scripts.errors import UserError
 
 
 @pytest.mark.parametrize(
-    "text", ["rlhf-stacks", "ghcr.io/you/x:tag", "GHCR.io/you/x", "https://h/x", "h/", ""]
+    "text",
+    [
+        *("rlhf-stacks", "ghcr.io/you/x:tag", "GHCR.io/you/x", "https://h/x", "h/", ""),
+        *("localhost:99999/x", "localhost:65536/x", "localhost:0/x"),
+    ],
 )
 def test_a_text_that_names_no_repository_is_an_error(text: str) -> None:
     with pytest.raises(UserError, match="expected REGISTRY/REPO without a tag"):
@@ -22,6 +26,7 @@ def test_a_text_that_names_no_repository_is_an_error(text: str) -> None:
         ("ghcr.io/you/rlhf-stacks", "ghcr.io"),
         ("127.0.0.1:5000/rlhf-stacks", "127.0.0.1:5000"),
         ("localhost/rlhf-stacks", "localhost"),
+        ("localhost:65535/x", "localhost:65535"),
         ("you/rlhf-stacks", "docker.io"),
     ],
 )

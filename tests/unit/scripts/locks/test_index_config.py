@@ -52,13 +52,12 @@ def test_a_trusted_host_reaches_the_build() -> None:
 
 def test_a_setting_that_does_not_reach_the_build_is_named(tmp_path: Path) -> None:
     listing = (
-        f"global.client-cert='{tmp_path}/me.pem'\nglobal.find-links='{tmp_path} /nowhere'\n"
+        f"global.find-links='{tmp_path} /nowhere'\n"
         "global.extra-index-url='file:///opt/simple https://extra.example/simple'\n"
     )
     assert [line.partition(":")[0] for line in parse(listing, {}).unsupported] == [
         "extra-index-url file",
         "find-links /nowhere",
-        "client-cert",
     ]
 
 

@@ -114,10 +114,17 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         ('path: "torch/test"', 'path: "/etc"', r"trim\[0\]\.path: expected a glob relative to site-packages"),
         ('path: "torch/test"', 'path: "torch/../../etc"', r"'\.\.' and spaces; got 'torch"),
         ("exclude_newer: 2026-11-14", "exclude_newer: 9999-12-31", "expected a day that has begun; got 9999"),
+        (
+            "exclude_newer: 2026-11-14",
+            "exclude_newer: 0001-01-01",
+            "a day from 2016-01-01 on; got 0001-01-01",
+        ),
         ("version: 2.55.0", "version: banana", "expected a version such as 2.55.0; got 'banana'"),
+        ("version: 2.55.0", "version: v1.0", "expected a version such as 2.55.0; got 'v1.0'"),
+        ("version: 2.55.0", f"version: '{'1' * 5000}'", "expected a version such as 2.55.0; got '1{64}'"),
         ("release:", f"x: {'[' * 100_000}\nrelease:", "nested more than 50 levels deep"),
     ],
-    ids=["absolute", "parent", "future", "version", "deep"],
+    ids=["absolute", "parent", "future", "past", "version", "v", "long", "deep"],
 )
 def test_a_value_that_cannot_be_used_is_reported(old: str, new: str, error: str) -> None:
     text = MATRIX.read_text(encoding="utf-8")
@@ -131,6 +138,7 @@ def test_a_value_that_cannot_be_used_is_reported(old: str, new: str, error: str)
     [
         *(
             "torch/test\\n remove x",
+            "-rf/x",
             "torch/te st",
             "torch/\\0",
             "~/x",

@@ -46,7 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=("nccl", "gloo"),
-        help="default: that of the run, else of this image; for auto NCCL, which a run tries first",
+        help="default: that of the run, else RLHF_STACK_SYNC_BACKEND, otherwise NCCL on GPUs and gloo on "
+        "CPUs; for auto NCCL, which a run tries first",
     )
     parser.add_argument(
         "--size",

@@ -13,8 +13,8 @@ another environment.
   ssh NODE pip freeze | rlhf-stack doctor --freeze -
 
 --log reads the last 8 MiB of a log, in UTF-8 or UTF-16, and prints the likeliest cause first. --freeze reads
-`pip freeze`, `pip list`, `pip show`, `conda list`, lock files, the collect_env of torch or vLLM, and
-`docker inspect`.
+`pip freeze`, `pip list`, `pip show`, `conda list`, `uv pip tree`, lock files, the collect_env of torch or
+vLLM, and `docker inspect`.
 
 Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage; with --log also 4: the log has
 an error, and no entry but notes explains it. With --host, 1 if no image runs on the GPUs of this machine.
@@ -26,8 +26,8 @@ known) of the last error; `first_error` those of the first failure, and time, fr
 led_to (the last exception raised from it), order (how it is known to be the first: only, time, lines,
 unclear), same and later (other processes with this error, later errors of others), passed_on (it only
 reports another process) and launcher (what torchrun saw). With --freeze `lines_read` is the number of lines
-with a version, `lines_skipped` lists those whose version is invalid (a warning). With --host it prints
-rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
+with a version, `lines_skipped` lists those whose version is invalid, or an address (a warning). With --host
+it prints rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
 """
 
 import argparse
@@ -36,6 +36,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from packaging.utils import canonicalize_name
 
 from rlhf_stack import known_bad
 from rlhf_stack.cleanup import process_table
@@ -132,14 +134,16 @@ def run(options: argparse.Namespace) -> int:
 def is_unexplained(findings: list[Finding], last: known_bad.LastError | None) -> bool:
     """Whether no finding explains the last error.
 
-    An error does in the `NEAR` lines before it, or anywhere if an entry knows the last error as a
-    consequence; a warning does in its line or later.
+    An error does in the `NEAR` lines before it, and a warning in its line or later; an error or a crash does
+    anywhere if an entry knows the last error as a consequence.
     """
     if last is None:
         return False
     known = any((one.line or 0) >= last.line for one in findings)
+    crashes = {row.id for row in known_bad.load() if known and row.kind == "crash"}
     start = {ERROR: float("-inf") if known else last.line - NEAR, WARNING: last.line}
-    return not any((one.line or 0) >= start[one.severity] for one in findings if one.severity in start)
+    possible = [one for one in findings if one.severity in start]
+    return not any(one.id in crashes or (one.line or 0) >= start[one.severity] for one in possible)
 
 
 def _of_log(
@@ -163,12 +167,19 @@ def _packages(log: Path | None, freeze: Path | None) -> known_bad.PackageList | 
 
 
 def _of_list(packages: known_bad.PackageList | None) -> list[Finding]:
-    """A warning if a list names packages that were not judged."""
+    """What a list names without a valid version: a warning if an entry judges it, else a note."""
     if packages is None or not packages.skipped:
         return []
-    names = one_line(first_names(packages.skipped, MOST_SKIPPED))
-    remedy = "correct their versions, or leave the lines out"
-    return [Finding("versions-skipped", WARNING, "packages without a valid version", names, remedy)]
+    judged = {name for row in known_bad.load() for name in (*row.packages, *row.absent, *row.differ)}
+    of_rows = [
+        text
+        for text in packages.skipped
+        if canonicalize_name(text.partition(" @ ")[0].partition("==")[0]) in judged
+    ]
+    names = one_line(first_names(of_rows or packages.skipped, MOST_SKIPPED))
+    severity = WARNING if of_rows else NOTE
+    remedy = "write them as name==version, or leave the lines out"
+    return [Finding("versions-skipped", severity, "packages without a valid version", names, remedy)]
 
 
 def _of_freeze(versions: dict[str, str]) -> list[tuple[str, Finding]]:

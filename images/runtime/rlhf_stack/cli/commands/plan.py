@@ -15,6 +15,8 @@ its sizes:
   --model Qwen/Qwen2.5-7B=config.json
   --model my/model=layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064
 
+Further sizes are optional: head_dim, tied, experts, active, parameters, and max_length, the longest sequence.
+
 --json prints rlhf-stack/plan/1, in bytes: `fits`, `openrlhf` (the release), `said` (messages of its parser),
 `problems`, `notes`, `advice` (flags and reason), `symmetric` (a layout identical on all nodes, or null),
 `gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, gpu_memory,

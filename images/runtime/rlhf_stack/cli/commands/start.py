@@ -41,7 +41,7 @@ from rlhf_stack.cli.option_types import (
     seconds,
 )
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_port
+from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_name, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
@@ -127,7 +127,11 @@ def run(options: argparse.Namespace) -> int:
         dashboard=LOOPBACK if options.dashboard_host is None else options.dashboard_host,
         block=options.block,
     )
-    started = ray_start_command(start_options, inspect_host(environment, _head(options.join)), with_token)
+    head = _head(options.join)
+    if head and not (options.dry_run and options.node_ip_address):
+        wait_for_name(head, 0.0 if options.dry_run else options.timeout)
+    here = inspect_host(environment, None if options.node_ip_address else head)
+    started = ray_start_command(start_options, here, with_token)
     if any(is_ipv6(word) or word.startswith("[") for word in started) and not ray_private.has_ipv6():
         raise UserError(
             f"Ray {_ray()} accepts no IPv6 addresses (github.com/ray-project/ray/pull/56147): give IPv4 "

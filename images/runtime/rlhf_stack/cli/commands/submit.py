@@ -22,11 +22,12 @@ left on each node, waits for lost nodes (--node-wait), selects the last checkpoi
 rank and role, and adds the flag that loads it. With --min-nodes M it then continues on M nodes or more, with
 fewer engines if it must, or with fewer ranks of the trainer, for which it converts the checkpoint. A node
 that was lost twice is used again only if the run has no other place. What would fail again is not repeated: a
-rejected command line, a known cause that the installed versions confirm, memory that ran out before the first
-checkpoint, or the same error of the program in two attempts in sequence without progress. Ctrl-C and SIGTERM
-stop the job. If this process is killed, or the head does not answer for --node-wait seconds, the job
-continues; the same command follows it again, unless the head was restarted. So it does after a signal, if
-the job server does not confirm within about a minute that the job has ended: the job is named then.
+rejected command line, a known cause that the installed versions confirm, memory that ran out before the
+attempt saved a checkpoint, or the same error of the program in two attempts in sequence without progress.
+Ctrl-C and SIGTERM stop the job. If this process is killed, or the head does not answer for --node-wait
+seconds (at least 30), the job continues; the same command follows it again, unless the head was restarted. So
+it does after a signal, if the job server does not confirm within about a minute that the job has ended: the
+job is named then.
 
   rlhf-stack submit --restarts 5 --min-nodes 3 -- python -m openrlhf.cli.train_ppo_ray ...
 
@@ -69,11 +70,11 @@ from rlhf_stack.cli.option_types import (
 )
 from rlhf_stack.cluster.readiness import DASHBOARD
 from rlhf_stack.config import env_vars, image
-from rlhf_stack.config.secret_names import has_password, is_secret
+from rlhf_stack.config.secret_names import has_password, is_secret, is_secret_flag
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import command_line
-from rlhf_stack.openrlhf.trainer_command import unread_program
+from rlhf_stack.openrlhf.trainer_command import program_of, unread_program
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.supervisor import Limits
@@ -84,7 +85,7 @@ REFUSED, WRONG_USAGE = 120, 121  # exit codes that are never those of the job, a
 LEAST_GRACE = 10.0  # seconds
 POLL_SECONDS = 2.0
 PREFIX = "RLHF_STACK_"
-SECRET_FLAG = re.compile(r"--(?:logger\.wandb\.key|use_wandb)[ =](?!True\b|true\b)[^\s-]")
+SHOWN = re.compile(r"(?![Tt]rue$)[^$-]")  # the value of a secret, which is no switch, variable or flag
 OF_THE_IMAGE = (env_vars.ACCELERATOR, env_vars.INPUTS, "RLHF_STACK_TOLD")  # set by the image on every machine
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
@@ -251,13 +252,28 @@ def _warn_of_secrets(variables: Mapping[str, str], words: Sequence[str]) -> None
     """Print a warning for secrets that Ray would show: variables of the job, and flags of the command."""
     named = sorted(name for name, value in variables.items() if is_secret(name, value))
     found = [f"the job's runtime_env contains {', '.join(named)}"] if named else []
-    line = " ".join(words)
-    if has_password(line) or SECRET_FLAG.search(line):
+    if has_password(" ".join(words)) or _shows_secret(words):
         found.append("the command line contains a secret")
     for text in found:
         messages.warning(
             f"{text}, which everyone who reaches Ray's dashboard can read: set it on the machines instead"
         )
+
+
+def _shows_secret(words: Sequence[str]) -> bool:
+    """Report whether a flag or a variable of a command line has a secret, also in a word for a shell."""
+    program = program_of(words)
+    before = " ".join(program.launcher if program else words).split()
+    variables = [part.partition("=") for part in before if VARIABLE.fullmatch(part.partition("=")[0])]
+    if any(is_secret(name, value) and SHOWN.match(value) for name, _, value in variables):
+        return True
+    parts = " ".join(words).split()
+    for part, following in zip(parts, [*parts[1:], ""], strict=True):
+        name, equals, value = part.partition("=")
+        is_flag = name.startswith("--") and is_secret_flag(name)
+        if is_flag and SHOWN.match(value if equals else following):
+            return True
+    return False
 
 
 def replaced_by_profile(environment: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:

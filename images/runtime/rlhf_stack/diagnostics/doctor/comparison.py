@@ -66,16 +66,16 @@ def unresponsive_nodes(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
 def lost_nodes(lost: Sequence[LostNode]) -> Iterator[Finding]:
     """Report nodes that Ray found dead and that have not returned; only the first ones of ``lost``.
 
-    A warning for those of the last `RECENT_SECONDS`; a note for earlier ones, and where the time is unknown.
+    A note for those of more than `RECENT_SECONDS` ago, else a warning: Ray 2.9 and 2.12 give no time.
     """
     begin = time.time() - RECENT_SECONDS
-    recent = [node for node in lost if (node.ended or 0.0) >= begin]
-    earlier = [node for node in lost if (node.ended or 0.0) < begin]
+    recent = [node for node in lost if node.ended is None or node.ended >= begin]
+    earlier = [node for node in lost if node not in recent]
     for severity, those in ((WARNING, recent), (NOTE, earlier)):
         if not those:
             continue
         which = "nodes are lost: Ray found them" if len(those) > 1 else "node is lost: Ray found it"
-        when = "" if severity == WARNING else " more than an hour ago or at an unknown time"
+        when = "" if severity == WARNING else " more than an hour ago"
         more = f"; {len(those) - MOST_LOST} more" if len(those) > MOST_LOST else ""
         yield Finding(
             "lost-nodes",
