@@ -9,7 +9,7 @@ from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 arguments = types.SimpleNamespace(
     logger=types.SimpleNamespace(logging_steps=1), ckpt=types.SimpleNamespace(save_steps=float("inf"))
 )
-trainer = types.SimpleNamespace(args=arguments, wandb_logger=None, tensorboard_logger=None)
+trainer = types.SimpleNamespace(args=arguments, wandb_logger=None, tensorboard_logger=None, kl_ctl=None)
 logs = {"rollout/reward_mean": 0.25, "policy_loss": 1.5, "generated_samples": ["text", 0.25]}
 BasePPOTrainer.save_logs_and_checkpoints(trainer, 3, logs, {})
 """
