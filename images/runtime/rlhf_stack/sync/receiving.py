@@ -47,8 +47,7 @@ def receive(
     start = time.monotonic()
     loading = 0.0
     with ExitStack() as syncs:
-        for group in groups:
-            syncs.enter_context(group.syncing())
+        _begin(syncs, groups)
         specs = [ParameterSpec(name, kind, tuple(shape), *rest) for name, kind, shape, *rest in content]
         _refuse_other_dtypes(specs, dtype, held or {})
         buckets = plan_buckets(specs, limit)
@@ -78,6 +77,22 @@ def receive(
         "copied": assembler.copied,
         "memory_left": available_memory(),
     }
+
+
+def _begin(syncs: ExitStack, groups: Sequence[WeightGroup]) -> None:
+    """Begin a sync of each group in ``syncs``; raise the first error once all have begun.
+
+    A group's other ranks learn the cause only in a sync that this rank has begun; without, they wait for the
+    deadline.
+    """
+    errors = []
+    for group in groups:
+        try:
+            syncs.enter_context(group.syncing())
+        except SyncError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _in_turn(streams: Sequence[Iterator[Tensors]]) -> Iterator[Tensors]:

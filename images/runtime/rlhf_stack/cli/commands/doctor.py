@@ -26,8 +26,9 @@ known) of the last error; `first_error` those of the first failure, and time, fr
 led_to (the last exception raised from it), order (how it is known to be the first: only, time, lines,
 unclear), same and later (other processes with this error, later errors of others), passed_on (it only
 reports another process) and launcher (what torchrun saw). With --freeze `lines_read` is the number of lines
-with a version, `lines_skipped` lists those whose version is invalid, or an address (a warning). With --host
-it prints rlhf-stack/host/1: `machine`, and `cells` (id, runs, reasons).
+with a version, `lines_skipped` lists those whose version is invalid, or an address: a warning, or a note if
+no entry judges the package. With --host it prints rlhf-stack/host/1: `machine`, and `cells` (id, runs,
+reasons).
 """
 
 import argparse
