@@ -31,6 +31,6 @@ class Group:
 def test_a_source_that_is_lost_between_syncs_ends_the_sync_of_all_others() -> None:
     """Each publishes the error with which its sync ends: the other sources learn the cause from it."""
     groups: list[Any] = [Group(), Group("rank 0 on 10.0.0.2 does not answer"), Group(), Group("as lost")]
-    with pytest.raises(SyncError, match="10.0.0.2 does not answer") as ended:
+    with pytest.raises(SyncError, match="rank 0 on 10") as ended:
         receiving.receive(groups, [], 1, "cpu", list, None)
     assert [each.error for each in groups] == [ended.value, None, ended.value, None]
