@@ -39,6 +39,7 @@ KILLED = 137
 CANNOT_EXECUTE = 126  # also Docker's code for a command in a container that ends
 NOT_STARTED = "OCI runtime exec failed"  # Docker's message about a command that it did not start
 END_SECONDS = 5
+RELEASE_SECONDS = 20
 SHARES, SHARES_AT_START = 1024, 32768  # of the CPUs, against containers that have Docker's own 1024
 
 
@@ -384,9 +385,22 @@ def _remove(containers: Sequence[Container], networks: Sequence[Network]) -> Non
     """Remove the containers with their volumes, then the networks; an error does not stop the rest."""
     with contextlib.ExitStack() as stack:
         for network in networks:
-            stack.callback(_ignore_missing, network.remove)
+            stack.callback(_ignore_missing, functools.partial(_remove_network, network))
         for container in containers:
             stack.callback(_ignore_missing, functools.partial(container.remove, force=True, v=True))
+
+
+def _remove_network(network: Network) -> None:
+    """Remove a network; a busy daemon releases the endpoints of containers only after it has removed them."""
+    end = time.monotonic() + RELEASE_SECONDS
+    while True:
+        try:
+            network.remove()
+            return
+        except docker.errors.APIError as error:
+            if "has active endpoints" not in str(error) or time.monotonic() >= end:
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def _ignore_missing(remove: Callable[[], object]) -> None:

@@ -69,6 +69,25 @@ def test_signals_remove_everything_and_do_not_interrupt_the_removal(number: sign
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_network_is_removed_once_its_endpoints_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0.0)
+    busy = docker.errors.APIError("network rlhf-stacks-1 has active endpoints")
+    network = MagicMock(**{"remove.side_effect": [busy, busy, None]})
+    with remove_on_exit([], [network]):
+        pass
+    assert network.remove.call_count == 3
+
+
+def test_a_network_that_cannot_be_removed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, refused = (docker.errors.APIError(each) for each in ("it has active endpoints", "not permitted"))
+    monkeypatch.setattr(cluster, "RELEASE_SECONDS", 0)
+    for error in (busy, refused):
+        network = MagicMock(**{"remove.side_effect": error})
+        with pytest.raises(docker.errors.APIError) as raised, remove_on_exit([], [network]):
+            pass
+        assert raised.value is error
+
+
 @pytest.mark.parametrize("code", [126, 137])
 def test_a_command_that_fails_while_its_container_ends_names_the_node(
     code: int, monkeypatch: pytest.MonkeyPatch
