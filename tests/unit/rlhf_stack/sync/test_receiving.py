@@ -13,9 +13,8 @@ class Group:
     """A sync group that keeps the error with which its sync ends; its source may be lost before it begins."""
 
     def __init__(self, lost: str = "") -> None:
-        self.lost, self.error = lost, None
-
-    error: BaseException | None
+        self.lost = lost
+        self.error: BaseException | None = None
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
