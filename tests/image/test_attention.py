@@ -171,6 +171,42 @@ def test_features_that_would_be_ignored_are_refused():
             varlen_attention.forward(layer, **arguments)
 
 
+def test_a_model_that_transformers_refuses_to_load_with_flash_attention_is_refused(served):
+    """Llama 4 attends in chunks, which FlashAttention ignores: it would train with other attention."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+    )
+    for implementation in ("sdpa", served):
+        config._attn_implementation = implementation
+        whole = torch.nn.ModuleList([transformers.Llama4ForCausalLM(config)])
+        if implementation == "sdpa":
+            varlen_attention.check_model(whole)
+    with pytest.raises(
+        varlen_attention.UnsupportedAttentionError, match="Llama4ForCausalLM does not support"
+    ):
+        varlen_attention.check_model(whole)
+    varlen_attention.check_model(model(MODELS["grouped queries"], served))
+
+
+def test_queries_of_a_quantized_model_get_the_dtype_that_it_computes_in():
+    """Weights of 4 bits are stored as uint8."""
+    tried = model(MODELS["grouped queries"], "sdpa").to(torch.bfloat16)
+    layer = tried.model.layers[0].self_attn
+    assert varlen_attention._half_precision(layer) == torch.bfloat16
+    for linear in (part for part in layer.modules() if isinstance(part, torch.nn.Linear)):
+        linear.weight = torch.nn.Parameter(linear.weight.to(torch.uint8), requires_grad=False)
+    tried.config._is_quantized, tried.config.dtype = True, torch.float16
+    assert varlen_attention._half_precision(layer) == torch.float16
+
+
 def test_padding_is_removed_and_restored():
     torch.manual_seed(2)
     states = torch.randn(3, 4, 2, requires_grad=True)

@@ -24,7 +24,16 @@ answers = [actor(sequences, **given) * kept for actor in (packed, padded)]
 torch.testing.assert_close(*answers, rtol=0, atol=1e-5)
 critic = get_llm_for_sequence_regression(str(folder), "critic", init_value_head=True, packing_samples=True)
 assert critic.config._attn_implementation == packed.model.config._attn_implementation
-print("packed samples have the log-probabilities of padded ones, and a critic loads")
+family = next(base for base in type(packed.model).__mro__ if "_supports_flash_attn" in vars(base))
+family._supports_flash_attn = False
+for load in (lambda: Actor(str(folder)), lambda: get_llm_for_sequence_regression(str(folder), "critic")):
+    try:
+        load()
+    except RuntimeError as refused:
+        assert "does not support FlashAttention" in str(refused), refused
+    else:
+        raise AssertionError("a model whose attention FlashAttention does not compute was loaded")
+print("packed samples have the log-probabilities of padded ones, and a critic loads; others are refused")
 """
 
 

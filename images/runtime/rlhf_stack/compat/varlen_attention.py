@@ -69,6 +69,26 @@ def implementation(requested: str) -> str:
     return NAME
 
 
+def check_model(model: "torch.nn.Module") -> None:
+    """Refuse a model that transformers does not let use FlashAttention, as it does with flash_attn.
+
+    Such a model passes what FlashAttention would ignore (indices of sparse attention, chunks). transformers
+    checks only the names of its own implementations.
+    """
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if (
+            isinstance(part, PreTrainedModel)
+            and part.config._attn_implementation == NAME
+            and not part._supports_flash_attn
+        ):
+            raise UnsupportedAttentionError(
+                f"{type(part).__name__} does not support FlashAttention: use --ds.attn_implementation "
+                "sdpa or eager, without packing"
+            )
+
+
 @cache
 def _register() -> None:
     """Make `NAME` known to transformers, and log once that it is used."""
@@ -143,6 +163,8 @@ def _half_precision(module: Any) -> "torch.dtype":
     """The dtype of the model's weights, which that of the queries is not after a layer norm in float32."""
     import torch
 
+    if getattr(module.config, "_is_quantized", False):
+        return module.config.dtype  # weights are stored as uint8
     dtype = next(layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)).weight.dtype
     if dtype == torch.float32:
         raise UnsupportedAttentionError(
