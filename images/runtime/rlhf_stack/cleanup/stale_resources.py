@@ -13,6 +13,7 @@ from rlhf_stack.cleanup.process_table import Process
 
 WORKER_MARK = "RAY_RAYLET_PID"  # set by Ray for its workers, and inherited by their children
 CLIENT_SERVER = "--runtime-env-agent-address="  # in the command of the one that `ray start` starts
+TRACKER = "multiprocessing.resource_tracker import main"  # ends after all processes that it cleans up for
 STARTING = "ray/_private/workers/"  # in the command of a worker that has not renamed itself yet
 SHM = Path("/dev/shm")  # noqa: S108  (the location of segments)
 # Names of segments: of multiprocessing (vLLM's queues, torch's data loaders), torch, NCCL and vLLM.
@@ -43,7 +44,8 @@ class Segment:
 def orphaned_workers(table: Sequence[Process], uid: int) -> list[Process]:
     """The Ray workers of ``uid`` and their children without a live worker of a live raylet as ancestor.
 
-    Children of Ray workers inherit `WORKER_MARK`, even if they get another parent.
+    Children of Ray workers inherit `WORKER_MARK`, even if they get another parent. Python's resource tracker
+    is none of them: `compat.resource_tracker` detaches that of a live engine.
     """
     raylets = {p.pid for p in table if p.role == process_table.RAYLET and p.state != process_table.ZOMBIE}
     used = process_table.descendants((p.pid for p in table if _in_use(p, raylets)), table)
@@ -51,6 +53,7 @@ def orphaned_workers(table: Sequence[Process], uid: int) -> list[Process]:
         p
         for p in table
         if p.pid not in used and p.uid == uid and p.state != process_table.ZOMBIE and _is_from_worker(p)
+        if TRACKER not in p.line
     ]
 
 

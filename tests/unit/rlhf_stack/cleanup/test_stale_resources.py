@@ -37,6 +37,7 @@ ALIVE = [
     process(20, 10, "ray::LLMRayActor"),
     process(21, 20, "VLLM::EngineCore"),
     process(22, 21, "VLLM::Worker"),
+    process(23, 1, "python", "-c", "from multiprocessing.resource_tracker import main;main(35)"),  # detached
     process(30, 10, "ray::JobSupervisor"),
     process(
         31, 30, "python", "-m", "openrlhf.cli.train_ppo_ray", variables=MARKED | {process_table.JOB: "{}"}

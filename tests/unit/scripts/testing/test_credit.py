@@ -9,10 +9,12 @@ import pytest
 
 from scripts.matrix.load import load
 from scripts.testing import credit, records
+from scripts.testing.acceptance import unproved
 from scripts.testing.records import Record, Subject
 
 ON = Subject(load().default, "sha256:" + "a" * 64, "d" * 64)
 TESTS = "e" * 64
+OTHER_IMAGE = Subject(load().default, "sha256:" + "b" * 64, "d" * 64)
 JUNIT = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
 FAILED = JUNIT.replace("/></testsuite>", "><failure>x</failure></testcase></testsuite>")
 
@@ -150,3 +152,15 @@ def test_a_suite_that_depends_on_the_day_always_runs(
     shared = msgspec.structs.replace(record, suite="known-bad")
     records.write(shared, roots=(machine.folder / "here",))
     assert machine.credited("here", suite="known-bad") is None
+
+
+def test_a_failure_on_this_image_is_not_covered_by_a_pass_on_another_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suite can fail although each test passed: pytest crashed, or the image was rebuilt meanwhile."""
+    passed = machine.run(monkeypatch, "here")
+    failed = msgspec.structs.replace(passed, outcome="failed")
+    elsewhere = machine.run(monkeypatch, "here", on=OTHER_IMAGE)
+    wrong = unproved(ON, "image", [failed, elsewhere], machine.folder / "here", TESTS)
+    assert wrong == "the suite image failed at its last attempt"
+    assert unproved(ON, "image", [passed, elsewhere], machine.folder / "here", TESTS) is None
