@@ -440,7 +440,7 @@ def test_no_other_error_of_an_answer_is_a_lost_node(
     """Not a dead owner, nor an object that the engine's own code has lost."""
     monkeypatch.setattr(prompt_requests, "_requests", {})
     monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
-    answers = {"a": error("a"), "b": UnavailableError("b")}
+    answers: dict[str, Any] = {"a": error("a"), "b": UnavailableError("b")}
     engines = [
         SimpleNamespace(
             unfinished_work=remote(0),
