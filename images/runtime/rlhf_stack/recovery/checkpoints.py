@@ -4,6 +4,7 @@ DeepSpeed writes ``latest`` when its rank 0 has saved, and actor and critic save
 fault ``latest`` may therefore name a checkpoint without the files of other ranks, or two different steps.
 """
 
+import os
 import re
 import zipfile
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 CONVERT = "convert the checkpoint by `python -m deepspeed.checkpoint.ds_to_universal` (see docs/faults.md)"
 UNIVERSAL_FLAG = "--ds.use_universal_ckpt"
 ASIDE = "incomplete"
+METRIC = "metric.json"  # CKPT_METRIC_FILENAME of OpenRLHF 0.11.2
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,15 @@ def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a folder so that no run loads it."""
+    """Rename a folder so that no run loads it.
+
+    OpenRLHF keeps so many folders (``--ckpt.max_num``), whatever their names, and removes first those without
+    the metric of an evaluation, then the oldest. Without the metric and the oldest, this one goes first.
+    """
     number = 1
     while (aside := path.with_name(f"{ASIDE}-{path.name}-{number}")).exists():
         number += 1
-    return path.rename(aside)
+    path.rename(aside)
+    (aside / METRIC).unlink(missing_ok=True)
+    os.utime(aside, (0, 0))
+    return aside

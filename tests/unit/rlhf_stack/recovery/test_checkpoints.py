@@ -1,6 +1,7 @@
 """rlhf_stack.recovery.checkpoints: which checkpoints are complete, and what the next attempt loads."""
 
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -115,6 +116,42 @@ def test_a_step_counts_only_if_every_role_has_it(tmp_path: Path) -> None:
     assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "global_step1"
     assert [path.name for path in moved] == ["incomplete-global_step2-1"]
     assert moved[0].is_dir()
+
+
+def rotated(folder: Path, most: int = 3) -> list[str]:
+    """Remove folders as `save_ckpt` of OpenRLHF 0.11.2 does before a save; 0.5.1 knows no metrics."""
+
+    def value(tag: Path) -> tuple[bool, str, float]:
+        metric = tag / "metric.json"
+        return metric.is_file(), metric.read_text() if metric.is_file() else "", tag.stat().st_mtime
+
+    gone = []
+    while len(found := [one for one in folder.iterdir() if one.is_dir()]) >= most:
+        least = min(found, key=value)
+        shutil.rmtree(least)
+        gone.append(least.name)
+    return gone
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_checkpoint_that_was_set_aside_is_the_first_that_openrlhf_removes(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    own = checkpoints(tmp_path, actor=2, critic=2)
+    for step in (20, 40, 60):
+        save(tmp_path, "actor", step)
+    for step in (20, 40):
+        save(tmp_path, "critic", step)
+    for step in (20, 40, 60):
+        tag = tmp_path / "_actor" / f"global_step{step}"
+        if evaluates:
+            (tag / "metric.json").write_text(f"{step}")
+        os.utime(tag, (NOW + step, NOW + step))
+    for _ in range(3):
+        own.select(40, BEGAN)
+        assert rotated(tmp_path / "_actor") == ["incomplete-global_step60-1"]
+        save(tmp_path, "actor", 60)
+    assert own.complete_steps(BEGAN) == {20, 40}
 
 
 def test_what_an_earlier_run_left_is_neither_loaded_nor_moved(tmp_path: Path) -> None:
