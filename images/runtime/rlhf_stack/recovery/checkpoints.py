@@ -16,7 +16,7 @@ from rlhf_stack.openrlhf import command_line
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, Run, run_of
 from rlhf_stack.recovery import universal
 
-TAG = re.compile(r"global_step(\d+)")
+TAG = re.compile(r"(?:best_)?global_step(\d+)")  # regular, or the best of an evaluation
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 SHARDED_MODEL = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
@@ -53,15 +53,7 @@ class Checkpoints:
 
         ``since`` is in unix seconds, and keeps out what an earlier run left in the folder.
         """
-        steps = [
-            {
-                step
-                for step, tag in self._tags(role).items()
-                if self._is_complete(role, tag) and _written(tag, min) >= since
-            }
-            for role in self.ranks
-        ]
-        return set.intersection(*steps)
+        return set(self._complete(since))
 
     def select(self, step: int, since: float) -> list[Path]:
         """Make ``step`` the latest checkpoint of each role; return what was set aside, under new names.
@@ -69,22 +61,22 @@ class Checkpoints:
         These are checkpoints of later steps written after ``since``; for step 0, which has no checkpoint, the
         folders of all roles.
         """
-        moved = []
+        moved, name = [], self._name(step, since)
         for role in self.ranks:
             if not step:
                 moved += [_set_aside(self._of(role))] if self._of(role).is_dir() else []
                 continue
-            for later, tag in self._tags(role).items():
+            for tag, later in self._tags(role).items():
                 if later > step and _written(tag, max) >= since:
                     moved.append(_set_aside(tag))
             unfinished = self._of(role) / f"{LATEST}.unfinished"
-            unfinished.write_text(f"global_step{step}", encoding="ascii")
+            unfinished.write_text(name, encoding="ascii")
             unfinished.rename(self._of(role) / LATEST)
         return moved
 
-    def convert(self, step: int) -> None:
-        """Convert the checkpoint of ``step`` of each role into a universal one, see `universal.convert`."""
-        universal.convert([self._of(role) for role in self.ranks], step)
+    def convert(self, step: int, since: float) -> None:
+        """Convert the checkpoint of ``step`` in `complete_steps` of each role, see `universal.convert`."""
+        universal.convert([self._of(role) for role in self.ranks], self._name(step, since))
 
     def obstacles(self) -> list[str]:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
@@ -119,19 +111,32 @@ class Checkpoints:
         """What to do if the latest checkpoint lacks ranks because its save was interrupted."""
         if not (complete := max(self.complete_steps(0.0), default=0)):
             return "if its save was interrupted, no complete one is left; otherwise "
+        name = self._name(complete, 0.0)
         files = ", ".join(str(self._of(role) / LATEST) for role in self.ranks)
-        return (
-            f"if its save was interrupted, write global_step{complete}, which is complete, to {files}; "
-            "otherwise "
-        )
+        return f"if its save was interrupted, write {name}, which is complete, to {files}; otherwise "
 
     def _of(self, role: str) -> Path:
         return self.folder / f"_{role}"
 
-    def _tags(self, role: str) -> dict[int, Path]:
-        """The checkpoints of a role by step, complete or not."""
+    def _name(self, step: int, since: float) -> str:
+        return self._complete(since).get(step, f"global_step{step}")
+
+    def _complete(self, since: float) -> dict[int, str]:
+        """The names of `complete_steps`; of two for a step the regular one, which sorts last."""
+        names = [
+            {
+                (step, tag.name)
+                for tag, step in self._tags(role).items()
+                if self._is_complete(role, tag) and _written(tag, min) >= since
+            }
+            for role in self.ranks
+        ]
+        return dict(sorted(set.intersection(*names)))
+
+    def _tags(self, role: str) -> dict[Path, int]:
+        """The checkpoints of a role and their steps, complete or not."""
         found = self._of(role).iterdir() if self._of(role).is_dir() else ()
-        return {int(match[1]): tag for tag in found if (match := TAG.fullmatch(tag.name))}
+        return {tag: int(match[1]) for tag in found if (match := TAG.fullmatch(tag.name))}
 
     def _is_complete(self, role: str, tag: Path) -> bool:
         """Whether a checkpoint has the files of every rank, each written to its end."""

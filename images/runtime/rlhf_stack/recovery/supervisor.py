@@ -351,7 +351,7 @@ class Supervisor:
             if not saved:
                 return words if self._checkpoints.universal else bare
             if saved > state.converted:
-                self._checkpoints.convert(saved)
+                self._checkpoints.convert(saved, state.began)
                 state.converted = saved
             return [*bare, load, UNIVERSAL_FLAG]
         if not is_any and not why_no_fewer_ranks(self._run):

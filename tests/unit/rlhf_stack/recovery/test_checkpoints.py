@@ -21,9 +21,17 @@ def checkpoints(folder: Path, stage: int = 2, **ranks: int) -> Checkpoints:
     return Checkpoints(folder, ranks or {"actor": 2}, 1, "--load", loads=False, stage=stage)
 
 
-def save(folder: Path, role: str, step: int, ranks: int = 2, stage: int = 2, written: float = NOW) -> Path:
+def save(
+    folder: Path,
+    role: str,
+    step: int,
+    ranks: int = 2,
+    stage: int = 2,
+    written: float = NOW,
+    prefix: str = "global_step",
+) -> Path:
     """Write the files of a checkpoint, as DeepSpeed names them, and `latest`."""
-    tag = folder / f"_{role}" / f"global_step{step}"
+    tag = folder / f"_{role}" / f"{prefix}{step}"
     tag.mkdir(parents=True)
     names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks if stage else 0)]
     if stage == 3:
@@ -154,6 +162,29 @@ def test_a_checkpoint_that_was_set_aside_is_the_first_that_openrlhf_removes(
     assert own.complete_steps(BEGAN) == {20, 40}
 
 
+def test_the_best_checkpoint_of_an_evaluation_is_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the only one by default (--ckpt.save_steps -1); a regular one of the same step is preferred."""
+    own, best = checkpoints(tmp_path, actor=2, critic=2), "best_global_step"
+    for role in ("actor", "critic"):
+        save(tmp_path, role, 40, prefix=best)
+        save(tmp_path, role, 50, written=EARLIER)
+    save(tmp_path, "actor", 60, prefix=best)
+    assert own.complete_steps(BEGAN) == {40}
+    assert [path.name for path in own.select(40, BEGAN)] == ["incomplete-best_global_step60-1"]
+    assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "best_global_step40"
+    names: list[str] = []
+    monkeypatch.setattr(universal, "convert", lambda _, name: names.append(name))
+    own.convert(40, BEGAN)
+    for role in ("actor", "critic"):
+        save(tmp_path, role, 40)
+        own.select(40, BEGAN)
+    own.convert(40, BEGAN)
+    assert names == ["best_global_step40", "global_step40"]
+    assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "global_step40"
+
+
 def test_what_an_earlier_run_left_is_neither_loaded_nor_moved(tmp_path: Path) -> None:
     save(tmp_path, "actor", 50, written=EARLIER)
     own = checkpoints(tmp_path)
@@ -192,11 +223,11 @@ def test_checkpoints_are_converted_by_deepspeed_for_each_role(
     program = tmp_path / "converter.py"
     program.write_text("import sys; from pathlib import Path; Path(sys.argv[-1]).mkdir(); print(sys.argv)")
     monkeypatch.setattr(universal, "CONVERTER", (sys.executable, str(program)))
-    checkpoints(tmp_path, actor=2, critic=2).convert(4)
+    checkpoints(tmp_path, actor=2, critic=2).convert(4, BEGAN)
     assert [list(one.iterdir()) for one in sorted(tmp_path.glob("_*/global_step4_universal"))] == [[], []]
     program.write_text("print('a line'); raise SystemExit('no universal information')")
     with pytest.raises(UserError, match=r"_actor/global_step4 cannot be converted .*: no universal info"):
-        checkpoints(tmp_path, actor=2).convert(4)
+        checkpoints(tmp_path, actor=2).convert(4, BEGAN)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Saved:
         self.selected.append(step)
         return []
 
-    def convert(self, step: int) -> None:
+    def convert(self, step: int, since: float) -> None:
         self.converted.append(step)
 
 
