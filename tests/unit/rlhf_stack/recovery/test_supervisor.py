@@ -165,6 +165,29 @@ def test_the_job_server_of_a_restarted_head_takes_jobs_later_than_it_answers() -
         supervise(cluster, [4], Limits(3))
 
 
+def test_what_a_lost_head_s_ranks_wrote_is_set_aside_before_it_could_be_an_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    class Ordered(Faulty):
+        def clean(self) -> Nodes:
+            order.append("removed")
+            return super().clean()
+
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+            order.append("looked")
+            return super().problems(words, excluded, scales)
+
+    def select(self: Saved, step: int, since: float) -> list[Path]:
+        order.append(f"selected {step}")
+        return []
+
+    monkeypatch.setattr(Saved, "select", select)
+    supervise(Ordered(["head", "ok"]), [4, 9], Limits(3))
+    assert order[-4:] == ["selected 4", "removed", "selected 4", "looked"]
+
+
 def test_without_a_checkpoint_the_run_begins_again() -> None:
     cluster = Faulty([DEAD, "ok"])
     _, _, saved = supervise(cluster, [0, 9], Limits(3))
