@@ -81,10 +81,10 @@ class Checkpoints:
     def obstacles(self) -> list[str]:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
 
-        DeepSpeed loads them with as many ranks as saved them, or universal ones with any number. What was not
-        written to its end is not counted.
+        DeepSpeed loads them with as many ranks as saved them, or universal ones with any number, and those of
+        different steps silently. What was not written to its end is not counted.
         """
-        found = []
+        found = self._different_steps() if self.loads else []
         for role, ranks in self.ranks.items() if self.loads and self.stage else ():
             if self.universal:
                 latest = self._of(role) / LATEST_UNIVERSAL
@@ -94,7 +94,7 @@ class Checkpoints:
                     )
                 continue
             latest = self._of(role) / LATEST
-            tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+            tag = _named_by(latest)
             files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
             saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
             if saved and saved != ranks:
@@ -107,8 +107,24 @@ class Checkpoints:
                 )
         return found
 
+    def _different_steps(self) -> list[str]:
+        """Return which steps the roles would continue from, if these differ.
+
+        A role without a folder was never saved, and is meant to begin anew.
+        """
+        name = LATEST_UNIVERSAL if self.universal else LATEST
+        latest = {role: _named_by(self._of(role) / name) for role in self.ranks if self._of(role).is_dir()}
+        if len({tag.removeprefix("best_") for tag in latest.values()}) < 2:
+            return []
+        tags = ", ".join(f"{tag or 'missing'} in {self._of(role)}" for role, tag in latest.items())
+        remedy = "convert the same step of each, or " if self.universal else self._if_interrupted()
+        return [
+            f"the latest checkpoint is {tags}, so that the roles would continue from different steps: "
+            f"{remedy}leave out {self.load_flag} and start from a saved model"
+        ]
+
     def _if_interrupted(self) -> str:
-        """What to do if the latest checkpoint lacks ranks because its save was interrupted."""
+        """What to do if the latest checkpoint lacks ranks or a role because its save was interrupted."""
         if not (complete := max(self.complete_steps(0.0), default=0)):
             return "if its save was interrupted, no complete one is left; otherwise "
         name = self._name(complete, 0.0)
@@ -173,6 +189,11 @@ def _unsaved(run: Run) -> tuple[str, ...]:
     """Describe the state of a run that is in no checkpoint."""
     flag = "--enable_ema" if run.flat else "--train.enable_ema"
     return (f"the moving average of the weights ({flag})",) if run.ema else ()
+
+
+def _named_by(latest: Path) -> str:
+    """The checkpoint that a file of DeepSpeed names; empty without the file."""
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
 
 
 def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:

@@ -96,6 +96,40 @@ def test_a_checkpoint_whose_save_was_interrupted_names_the_last_complete_one(tmp
     assert f"write global_step4, which is complete, to {tmp_path / '_actor' / 'latest'}" in found
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_roles_that_would_continue_from_different_steps_are_refused(tmp_path: Path, stage: int) -> None:
+    resumed = Checkpoints(tmp_path, {"actor": 2, "critic": 2}, 1, "--load", loads=True, stage=stage)
+    save(tmp_path, "actor", 20, stage=stage)
+    assert resumed.obstacles() == [], "the critic was never saved"
+    (tmp_path / "_critic").mkdir()
+    (found,) = resumed.obstacles()
+    assert f"global_step20 in {tmp_path / '_actor'}, missing in {tmp_path / '_critic'}" in found
+    assert "no complete one is left; otherwise leave out --load" in found
+    save(tmp_path, "critic", 20, stage=stage)
+    assert resumed.obstacles() == []
+    save(tmp_path, "actor", 40, stage=stage)
+    (found,) = resumed.obstacles()
+    assert f"global_step40 in {tmp_path / '_actor'}, global_step20 in {tmp_path / '_critic'}" in found
+    files = ", ".join(str(tmp_path / role / "latest") for role in ("_actor", "_critic"))
+    assert f"if its save was interrupted, write global_step20, which is complete, to {files}" in found
+    save(tmp_path, "critic", 40, stage=stage)
+    save(tmp_path, "actor", 40, stage=stage, prefix="best_global_step")
+    assert resumed.obstacles() == [], "the best checkpoint of a step is the regular one"
+    assert Checkpoints(tmp_path, resumed.ranks, 1, "--load", loads=False, stage=stage).obstacles() == []
+
+
+def test_universal_checkpoints_of_different_steps_are_refused(tmp_path: Path) -> None:
+    ranks = {"actor": 2, "critic": 2}
+    universal = Checkpoints(tmp_path, ranks, 1, "--load", loads=True, stage=2, universal=True)
+    for role, step in (("actor", 40), ("critic", 20)):
+        latest_one = save(tmp_path, role, step).parent / "latest_universal"
+        latest_one.write_text(f"global_step{step}_universal\n")
+    (found,) = universal.obstacles()
+    assert "convert the same step of each, or leave out --load" in found
+    latest_one.write_text("global_step40_universal")
+    assert universal.obstacles() == []
+
+
 def test_a_universal_checkpoint_has_no_number_of_ranks_but_must_exist(tmp_path: Path) -> None:
     universal = Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads=True, stage=2, universal=True)
     assert universal.obstacles() == []
