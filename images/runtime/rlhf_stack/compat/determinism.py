@@ -78,12 +78,18 @@ def seed_prompt_shuffle(seed: int) -> None:
 
 
 def continues_from(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Decorate the trainer's method that loads the states of a checkpoint: its step has ended."""
+    """Decorate the trainer's method that loads the states of a checkpoint: its step has ended.
+
+    If that step drained the loader of prompts, the run continues with the next episode. Upstream repeats the
+    whole one: torchdata's loader begins a new pass from such a state, in the order of the next episode.
+    """
 
     @functools.wraps(load)
     def loaded(*arguments: Any, **options: Any) -> dict[str, Any]:
         states = load(*arguments, **options)
         rollout.ended(int(states["global_step"]))
+        if states.get("data_loader_state_dict", {}).get("_iterator_finished"):
+            states["episode"] += 1
         return states
 
     return loaded

@@ -1,6 +1,7 @@
 """Requests for the answers to prompts, which go to other engines if theirs is lost.
 
-Only prompts that the lost engine had not answered are generated again.
+Only prompts whose answers have not arrived are generated again: those that the lost engine had not answered,
+and those with a large answer, which Ray keeps on the engine's node until it is fetched.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,15 +53,16 @@ def request_answers(engines: Sequence[Any], engine: int, **arguments: Any) -> An
 def answers_of(reference: Any) -> list[Any]:
     """Return the answers that `request_answers` requested.
 
-    If their engine is lost and restarted, has moved, or was unreachable for a while, its unanswered prompts
-    go to usable engines first. Raises Ray's error if the engine stays dead, and the engine's own error.
+    If their engine is lost and restarted, has moved, or was unreachable for a while, or if its node was lost
+    with the answers, its unanswered prompts go to usable engines first. Raises Ray's error if the engine
+    stays dead, and the engine's own error.
     """
     request = _requests[reference]
     while True:
         try:
             answers: list[Any] = ray.get(request.answers)
-        except ray.exceptions.RayActorError as error:
-            is_restarted = isinstance(error, ray.exceptions.ActorUnavailableError)
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            is_restarted = isinstance(error, ray.exceptions.ActorUnavailableError) or _is_answer_lost(error)
             if not (is_restarted or roster.has_moved(request.index, request.engine)):
                 raise
             _move_prompts(request, error)
@@ -73,10 +75,11 @@ def _move_prompts(lost: Request, error: Exception) -> None:
     """Send the prompts of the engine of ``lost`` whose calls have failed, as that one did, to others."""
     same = [one for one in _requests.values() if one.engines is lost.engines and one.index == lost.index]
     moved = [lost, *(one for one in _failed(same) if one is not lost)]
-    run_log.warning(
-        f"{actor_registry.describe_lost_actor(error)}; {len(moved)} prompts that it had not answered "
-        "are generated again"
-    )
+    if _is_answer_lost(error):
+        why = f"an answer of {actor_registry.describe_callee(lost.answers)} was lost with its node"
+    else:
+        why = actor_registry.describe_lost_actor(error)
+    run_log.warning(f"{why}; {len(moved)} prompts without an answer are generated again")
     events.emit("prompts moved", engine=lost.index, prompts=len(moved))
     first = lost.arguments
     engines = request_balancer.assign_usable(
@@ -101,3 +104,17 @@ def _failed(requests: Sequence[Request]) -> Iterable[Request]:
                 ray.get(one.answers)
             except ray.exceptions.RayActorError:
                 yield one
+            except ray.exceptions.ObjectLostError as error:
+                if _is_answer_lost(error):
+                    yield one
+
+
+def _is_answer_lost(error: Exception) -> bool:
+    """Whether Ray has lost an answer with the node that it was on.
+
+    The exact type decides: subclasses are other faults, such as a dead owner, and what the engine's own code
+    has raised.
+    """
+    known = ray.exceptions
+    lost = known.ObjectLostError, known.ObjectFetchTimedOutError, known.ObjectReconstructionFailedError
+    return type(error) in lost

@@ -4,6 +4,7 @@ DeepSpeed writes ``latest`` when its rank 0 has saved, and actor and critic save
 fault ``latest`` may therefore name a checkpoint without the files of other ranks, or two different steps.
 """
 
+import os
 import re
 import zipfile
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from rlhf_stack.openrlhf import command_line
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, Run, run_of
 from rlhf_stack.recovery import universal
 
-TAG = re.compile(r"global_step(\d+)")
+TAG = re.compile(r"(?:best_)?global_step(\d+)")  # regular, or the best of an evaluation
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 SHARDED_MODEL = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
@@ -23,6 +24,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 CONVERT = "convert the checkpoint by `python -m deepspeed.checkpoint.ds_to_universal` (see docs/faults.md)"
 UNIVERSAL_FLAG = "--ds.use_universal_ckpt"
 ASIDE = "incomplete"
+METRIC = "metric.json"  # CKPT_METRIC_FILENAME of OpenRLHF 0.11.2
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,7 @@ class Checkpoints:
 
         ``since`` is in unix seconds, and keeps out what an earlier run left in the folder.
         """
-        steps = [
-            {
-                step
-                for step, tag in self._tags(role).items()
-                if self._is_complete(role, tag) and _written(tag, min) >= since
-            }
-            for role in self.ranks
-        ]
-        return set.intersection(*steps)
+        return set(self._complete(since))
 
     def select(self, step: int, since: float) -> list[Path]:
         """Make ``step`` the latest checkpoint of each role; return what was set aside, under new names.
@@ -67,30 +61,30 @@ class Checkpoints:
         These are checkpoints of later steps written after ``since``; for step 0, which has no checkpoint, the
         folders of all roles.
         """
-        moved = []
+        moved, name = [], self._name(step, since)
         for role in self.ranks:
             if not step:
                 moved += [_set_aside(self._of(role))] if self._of(role).is_dir() else []
                 continue
-            for later, tag in self._tags(role).items():
+            for tag, later in self._tags(role).items():
                 if later > step and _written(tag, max) >= since:
                     moved.append(_set_aside(tag))
             unfinished = self._of(role) / f"{LATEST}.unfinished"
-            unfinished.write_text(f"global_step{step}", encoding="ascii")
+            unfinished.write_text(name, encoding="ascii")
             unfinished.rename(self._of(role) / LATEST)
         return moved
 
-    def convert(self, step: int) -> None:
-        """Convert the checkpoint of ``step`` of each role into a universal one, see `universal.convert`."""
-        universal.convert([self._of(role) for role in self.ranks], step)
+    def convert(self, step: int, since: float) -> None:
+        """Convert the checkpoint of ``step`` in `complete_steps` of each role, see `universal.convert`."""
+        universal.convert([self._of(role) for role in self.ranks], self._name(step, since))
 
     def obstacles(self) -> list[str]:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
 
-        DeepSpeed loads them with as many ranks as saved them, or universal ones with any number. What was not
-        written to its end is not counted.
+        DeepSpeed loads them with as many ranks as saved them, or universal ones with any number, and those of
+        different steps silently. What was not written to its end is not counted.
         """
-        found = []
+        found = self._different_steps() if self.loads else []
         for role, ranks in self.ranks.items() if self.loads and self.stage else ():
             if self.universal:
                 latest = self._of(role) / LATEST_UNIVERSAL
@@ -100,7 +94,7 @@ class Checkpoints:
                     )
                 continue
             latest = self._of(role) / LATEST
-            tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+            tag = _named_by(latest)
             files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
             saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
             if saved and saved != ranks:
@@ -113,23 +107,52 @@ class Checkpoints:
                 )
         return found
 
+    def _different_steps(self) -> list[str]:
+        """Return which steps the roles would continue from, if these differ.
+
+        A role without a folder was never saved, and is meant to begin anew.
+        """
+        name = LATEST_UNIVERSAL if self.universal else LATEST
+        latest = {role: _named_by(self._of(role) / name) for role in self.ranks if self._of(role).is_dir()}
+        if len({tag.removeprefix("best_") for tag in latest.values()}) < 2:
+            return []
+        tags = ", ".join(f"{tag or 'missing'} in {self._of(role)}" for role, tag in latest.items())
+        remedy = "convert the same step of each, or " if self.universal else self._if_interrupted()
+        return [
+            f"the latest checkpoint is {tags}, so that the roles would continue from different steps: "
+            f"{remedy}leave out {self.load_flag} and start from a saved model"
+        ]
+
     def _if_interrupted(self) -> str:
-        """What to do if the latest checkpoint lacks ranks because its save was interrupted."""
+        """What to do if the latest checkpoint lacks ranks or a role because its save was interrupted."""
         if not (complete := max(self.complete_steps(0.0), default=0)):
             return "if its save was interrupted, no complete one is left; otherwise "
+        name = self._name(complete, 0.0)
         files = ", ".join(str(self._of(role) / LATEST) for role in self.ranks)
-        return (
-            f"if its save was interrupted, write global_step{complete}, which is complete, to {files}; "
-            "otherwise "
-        )
+        return f"if its save was interrupted, write {name}, which is complete, to {files}; otherwise "
 
     def _of(self, role: str) -> Path:
         return self.folder / f"_{role}"
 
-    def _tags(self, role: str) -> dict[int, Path]:
-        """The checkpoints of a role by step, complete or not."""
+    def _name(self, step: int, since: float) -> str:
+        return self._complete(since).get(step, f"global_step{step}")
+
+    def _complete(self, since: float) -> dict[int, str]:
+        """The names of `complete_steps`; of two for a step the regular one, which sorts last."""
+        names = [
+            {
+                (step, tag.name)
+                for tag, step in self._tags(role).items()
+                if self._is_complete(role, tag) and _written(tag, min) >= since
+            }
+            for role in self.ranks
+        ]
+        return dict(sorted(set.intersection(*names)))
+
+    def _tags(self, role: str) -> dict[Path, int]:
+        """The checkpoints of a role and their steps, complete or not."""
         found = self._of(role).iterdir() if self._of(role).is_dir() else ()
-        return {int(match[1]): tag for tag in found if (match := TAG.fullmatch(tag.name))}
+        return {tag: int(match[1]) for tag in found if (match := TAG.fullmatch(tag.name))}
 
     def _is_complete(self, role: str, tag: Path) -> bool:
         """Whether a checkpoint has the files of every rank, each written to its end."""
@@ -168,14 +191,26 @@ def _unsaved(run: Run) -> tuple[str, ...]:
     return (f"the moving average of the weights ({flag})",) if run.ema else ()
 
 
+def _named_by(latest: Path) -> str:
+    """The checkpoint that a file of DeepSpeed names; empty without the file."""
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+
+
 def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:
     """The oldest or newest time of a checkpoint's files; 0 without a file."""
     return choose([file.stat().st_mtime for file in tag.glob("*.pt")] or [0.0])
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a folder so that no run loads it."""
+    """Rename a folder so that no run loads it.
+
+    OpenRLHF keeps so many folders (``--ckpt.max_num``), whatever their names, and removes first those without
+    the metric of an evaluation, then the oldest. Without the metric and the oldest, this one goes first.
+    """
     number = 1
     while (aside := path.with_name(f"{ASIDE}-{path.name}-{number}")).exists():
         number += 1
-    return path.rename(aside)
+    path.rename(aside)
+    (aside / METRIC).unlink(missing_ok=True)
+    os.utime(aside, (0, 0))
+    return aside

@@ -261,8 +261,6 @@ class Supervisor:
             state.changed.append(f"checkpoint of step {state.converted} converted")
         state.changed += self._changed_nodes(excluded)
         self._run, self._checkpoints = self._describe(state.words)
-        if state.attempts[-1].status == HEAD_LOST:  # its ranks may have written until they were removed
-            self._select(saved)
 
     def _select(self, saved: int) -> None:
         if saved or (self._checkpoints.loads and not self._checkpoints.universal):
@@ -351,7 +349,7 @@ class Supervisor:
             if not saved:
                 return words if self._checkpoints.universal else bare
             if saved > state.converted:
-                self._checkpoints.convert(saved)
+                self._checkpoints.convert(saved, state.began)
                 state.converted = saved
             return [*bare, load, UNIVERSAL_FLAG]
         if not is_any and not why_no_fewer_ranks(self._run):
@@ -370,6 +368,8 @@ class Supervisor:
         """The nodes, and why the run cannot be placed on those that answer now."""
         try:
             nodes = self._cluster.clean()
+            if (last := self.state.attempts[-1]).status == HEAD_LOST:
+                self._select(last.saved)  # the job's ranks may have written until they were removed
             if unknown := [address for address in nodes.silent if address not in excluded]:
                 return nodes, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
             return nodes, self._cluster.problems(words, excluded, scales)

@@ -12,14 +12,14 @@ from rlhf_stack.telemetry.run_log import messages
 CONVERTER = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state")
 
 
-def convert(folders: Iterable[Path], step: int) -> None:
-    """Convert the checkpoints of ``step`` in ``folders``, one for each role, by DeepSpeed's own program.
+def convert(folders: Iterable[Path], name: str) -> None:
+    """Convert the checkpoints ``name`` in ``folders``, one for each role, by DeepSpeed's own program.
 
-    Each folder then has ``global_stepN_universal`` and a ``latest_universal`` that names it. `UserError` with
+    Each folder then has ``NAME_universal`` and a ``latest_universal`` that names it. `UserError` with
     the program's last line if it fails. Source: ``deepspeed/checkpoint/ds_to_universal.py``.
     """
     for folder in folders:
-        tag = folder / f"global_step{step}"
+        tag = folder / name
         converted = folder / f"{tag.name}_universal"
         messages.info(f"converting {tag} for another number of ranks")
         shutil.rmtree(converted, ignore_errors=True)  # what an interrupted conversion left

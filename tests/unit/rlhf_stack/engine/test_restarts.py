@@ -31,6 +31,18 @@ class UnavailableError(LostError):
     """Ray's error for an actor that is restarted, or whose connection broke."""
 
 
+class LostAnswerError(Exception):
+    """Ray's error for an object whose node was lost; its subclasses have other causes too."""
+
+
+class UnrecoverableError(LostAnswerError):
+    """Ray's error for such an object that it cannot compute again."""
+
+
+class OwnerDiedError(LostAnswerError):
+    """Ray's error for an object whose owner, the trainer, is dead."""
+
+
 class Reference:
     """A reference to ``result``, which can be a key."""
 
@@ -51,7 +63,12 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake.get.side_effect = get
     fake.wait.side_effect = lambda references, **_: (references, [])
     fake.exceptions = SimpleNamespace(
-        RayActorError=LostError, ActorUnavailableError=UnavailableError, GetTimeoutError=TimeoutError
+        RayActorError=LostError,
+        ActorUnavailableError=UnavailableError,
+        GetTimeoutError=TimeoutError,
+        ObjectLostError=LostAnswerError,
+        ObjectFetchTimedOutError=UnrecoverableError,
+        ObjectReconstructionFailedError=UnrecoverableError,
     )
     fake.get_runtime_context.return_value.get_job_id.return_value = "job"
     monkeypatch.setitem(sys.modules, "ray", fake)
@@ -365,14 +382,27 @@ def test_a_loss_is_one_event_of_all_processes_and_syncs(
     emitted.assert_called_once()
 
 
+@pytest.mark.parametrize(
+    ("error", "other"),
+    [
+        (UnavailableError, UnavailableError),
+        (LostAnswerError, UnavailableError),
+        (UnavailableError, LostAnswerError),
+        (UnrecoverableError, LostAnswerError),
+    ],
+)
 def test_only_unanswered_prompts_of_a_lost_engine_move(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    ray: MagicMock,
+    states: dict[Any, str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    other: type[Exception],
 ) -> None:
     monkeypatch.setattr(prompt_requests, "_requests", {})
     moved = MagicMock()
     monkeypatch.setattr(events, "emit", moved)
     monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
-    lost = {"a": ["answered"], "b": UnavailableError("b"), "c": UnavailableError("c")}
+    lost = {"a": ["answered"], "b": other("b"), "c": error("c")}
     engines = [
         SimpleNamespace(
             unfinished_work=remote(UnavailableError()),
@@ -399,6 +429,37 @@ def test_only_unanswered_prompts_of_a_lost_engine_move(
     answers = [prompt_requests.answers_of(reference) for reference in reversed(references)]
     assert answers == [["again c"], ["again b"], ["answered"]]
     moved.assert_any_call("prompts moved", engine=0, prompts=2)
+
+
+@pytest.mark.parametrize(
+    "error", [OwnerDiedError, type("RayTaskError(ObjectLostError)", (LostAnswerError,), {})]
+)
+def test_no_other_error_of_an_answer_is_a_lost_node(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Not a dead owner, nor an object that the engine's own code has lost."""
+    monkeypatch.setattr(prompt_requests, "_requests", {})
+    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
+    answers: dict[str, Any] = {"a": error("a"), "b": UnavailableError("b")}
+    engines = [
+        SimpleNamespace(
+            unfinished_work=remote(0),
+            generate_responses=SimpleNamespace(remote=lambda prompt, **_: Reference(answers[prompt])),
+        )
+    ]
+    given = {
+        "hf_tokenizer": _tokens,
+        "sampling_params": SimpleNamespace(max_tokens=4, extra_args=None),
+        "max_length": 64,
+        "num_samples": 1,
+    }
+    first, second = (
+        prompt_requests.request_answers(engines, 0, prompt=prompt, **given) for prompt in answers
+    )
+    answers |= {"a": ["again"], "b": ["again"]}
+    assert prompt_requests.answers_of(second) == ["again"]
+    with pytest.raises(error):
+        prompt_requests.answers_of(first)
 
 
 def test_a_run_without_restarts_does_not_query_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:

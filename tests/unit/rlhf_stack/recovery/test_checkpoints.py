@@ -1,6 +1,7 @@
 """rlhf_stack.recovery.checkpoints: which checkpoints are complete, and what the next attempt loads."""
 
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -20,9 +21,17 @@ def checkpoints(folder: Path, stage: int = 2, **ranks: int) -> Checkpoints:
     return Checkpoints(folder, ranks or {"actor": 2}, 1, "--load", loads=False, stage=stage)
 
 
-def save(folder: Path, role: str, step: int, ranks: int = 2, stage: int = 2, written: float = NOW) -> Path:
+def save(
+    folder: Path,
+    role: str,
+    step: int,
+    ranks: int = 2,
+    stage: int = 2,
+    written: float = NOW,
+    prefix: str = "global_step",
+) -> Path:
     """Write the files of a checkpoint, as DeepSpeed names them, and `latest`."""
-    tag = folder / f"_{role}" / f"global_step{step}"
+    tag = folder / f"_{role}" / f"{prefix}{step}"
     tag.mkdir(parents=True)
     names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks if stage else 0)]
     if stage == 3:
@@ -87,6 +96,40 @@ def test_a_checkpoint_whose_save_was_interrupted_names_the_last_complete_one(tmp
     assert f"write global_step4, which is complete, to {tmp_path / '_actor' / 'latest'}" in found
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_roles_that_would_continue_from_different_steps_are_refused(tmp_path: Path, stage: int) -> None:
+    resumed = Checkpoints(tmp_path, {"actor": 2, "critic": 2}, 1, "--load", loads=True, stage=stage)
+    save(tmp_path, "actor", 20, stage=stage)
+    assert resumed.obstacles() == [], "the critic was never saved"
+    (tmp_path / "_critic").mkdir()
+    (found,) = resumed.obstacles()
+    assert f"global_step20 in {tmp_path / '_actor'}, missing in {tmp_path / '_critic'}" in found
+    assert "no complete one is left; otherwise leave out --load" in found
+    save(tmp_path, "critic", 20, stage=stage)
+    assert resumed.obstacles() == []
+    save(tmp_path, "actor", 40, stage=stage)
+    (found,) = resumed.obstacles()
+    assert f"global_step40 in {tmp_path / '_actor'}, global_step20 in {tmp_path / '_critic'}" in found
+    files = ", ".join(str(tmp_path / role / "latest") for role in ("_actor", "_critic"))
+    assert f"if its save was interrupted, write global_step20, which is complete, to {files}" in found
+    save(tmp_path, "critic", 40, stage=stage)
+    save(tmp_path, "actor", 40, stage=stage, prefix="best_global_step")
+    assert resumed.obstacles() == [], "the best checkpoint of a step is the regular one"
+    assert Checkpoints(tmp_path, resumed.ranks, 1, "--load", loads=False, stage=stage).obstacles() == []
+
+
+def test_universal_checkpoints_of_different_steps_are_refused(tmp_path: Path) -> None:
+    ranks = {"actor": 2, "critic": 2}
+    universal = Checkpoints(tmp_path, ranks, 1, "--load", loads=True, stage=2, universal=True)
+    for role, step in (("actor", 40), ("critic", 20)):
+        latest_one = save(tmp_path, role, step).parent / "latest_universal"
+        latest_one.write_text(f"global_step{step}_universal\n")
+    (found,) = universal.obstacles()
+    assert "convert the same step of each, or leave out --load" in found
+    latest_one.write_text("global_step40_universal")
+    assert universal.obstacles() == []
+
+
 def test_a_universal_checkpoint_has_no_number_of_ranks_but_must_exist(tmp_path: Path) -> None:
     universal = Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads=True, stage=2, universal=True)
     assert universal.obstacles() == []
@@ -115,6 +158,65 @@ def test_a_step_counts_only_if_every_role_has_it(tmp_path: Path) -> None:
     assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "global_step1"
     assert [path.name for path in moved] == ["incomplete-global_step2-1"]
     assert moved[0].is_dir()
+
+
+def rotated(folder: Path, most: int = 3) -> list[str]:
+    """Remove folders as `save_ckpt` of OpenRLHF 0.11.2 does before a save; 0.5.1 knows no metrics."""
+
+    def value(tag: Path) -> tuple[bool, str, float]:
+        metric = tag / "metric.json"
+        return metric.is_file(), metric.read_text() if metric.is_file() else "", tag.stat().st_mtime
+
+    gone = []
+    while len(found := [one for one in folder.iterdir() if one.is_dir()]) >= most:
+        least = min(found, key=value)
+        shutil.rmtree(least)
+        gone.append(least.name)
+    return gone
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_checkpoint_that_was_set_aside_is_the_first_that_openrlhf_removes(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    own = checkpoints(tmp_path, actor=2, critic=2)
+    for step in (20, 40, 60):
+        save(tmp_path, "actor", step)
+    for step in (20, 40):
+        save(tmp_path, "critic", step)
+    for step in (20, 40, 60):
+        tag = tmp_path / "_actor" / f"global_step{step}"
+        if evaluates:
+            (tag / "metric.json").write_text(f"{step}")
+        os.utime(tag, (NOW + step, NOW + step))
+    for _ in range(3):
+        own.select(40, BEGAN)
+        assert rotated(tmp_path / "_actor") == ["incomplete-global_step60-1"]
+        save(tmp_path, "actor", 60)
+    assert own.complete_steps(BEGAN) == {20, 40}
+
+
+def test_the_best_checkpoint_of_an_evaluation_is_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the only one by default (--ckpt.save_steps -1); a regular one of the same step is preferred."""
+    own, best = checkpoints(tmp_path, actor=2, critic=2), "best_global_step"
+    for role in ("actor", "critic"):
+        save(tmp_path, role, 40, prefix=best)
+        save(tmp_path, role, 50, written=EARLIER)
+    save(tmp_path, "actor", 60, prefix=best)
+    assert own.complete_steps(BEGAN) == {40}
+    assert [path.name for path in own.select(40, BEGAN)] == ["incomplete-best_global_step60-1"]
+    assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "best_global_step40"
+    names: list[str] = []
+    monkeypatch.setattr(universal, "convert", lambda _, name: names.append(name))
+    own.convert(40, BEGAN)
+    for role in ("actor", "critic"):
+        save(tmp_path, role, 40)
+        own.select(40, BEGAN)
+    own.convert(40, BEGAN)
+    assert names == ["best_global_step40", "global_step40"]
+    assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "global_step40"
 
 
 def test_what_an_earlier_run_left_is_neither_loaded_nor_moved(tmp_path: Path) -> None:
@@ -155,11 +257,11 @@ def test_checkpoints_are_converted_by_deepspeed_for_each_role(
     program = tmp_path / "converter.py"
     program.write_text("import sys; from pathlib import Path; Path(sys.argv[-1]).mkdir(); print(sys.argv)")
     monkeypatch.setattr(universal, "CONVERTER", (sys.executable, str(program)))
-    checkpoints(tmp_path, actor=2, critic=2).convert(4)
+    checkpoints(tmp_path, actor=2, critic=2).convert(4, BEGAN)
     assert [list(one.iterdir()) for one in sorted(tmp_path.glob("_*/global_step4_universal"))] == [[], []]
     program.write_text("print('a line'); raise SystemExit('no universal information')")
     with pytest.raises(UserError, match=r"_actor/global_step4 cannot be converted .*: no universal info"):
-        checkpoints(tmp_path, actor=2).convert(4)
+        checkpoints(tmp_path, actor=2).convert(4, BEGAN)
 
 
 @pytest.mark.parametrize(

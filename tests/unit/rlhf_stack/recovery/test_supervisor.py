@@ -47,7 +47,7 @@ class Saved:
         self.selected.append(step)
         return []
 
-    def convert(self, step: int) -> None:
+    def convert(self, step: int, since: float) -> None:
         self.converted.append(step)
 
 
@@ -163,6 +163,29 @@ def test_the_job_server_of_a_restarted_head_takes_jobs_later_than_it_answers() -
     cluster.submitted, cluster.refusals = [(WORDS, [])], 10**6
     with pytest.raises(UserError, match="No available agent"):
         supervise(cluster, [4], Limits(3))
+
+
+def test_what_a_lost_head_s_ranks_wrote_is_set_aside_before_it_could_be_an_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    class Ordered(Faulty):
+        def clean(self) -> Nodes:
+            order.append("removed")
+            return super().clean()
+
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+            order.append("looked")
+            return super().problems(words, excluded, scales)
+
+    def select(self: Saved, step: int, since: float) -> list[Path]:
+        order.append(f"selected {step}")
+        return []
+
+    monkeypatch.setattr(Saved, "select", select)
+    supervise(Ordered(["head", "ok"]), [4, 9], Limits(3))
+    assert order[-4:] == ["selected 4", "removed", "selected 4", "looked"]
 
 
 def test_without_a_checkpoint_the_run_begins_again() -> None:
