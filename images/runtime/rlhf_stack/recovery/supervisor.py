@@ -24,7 +24,7 @@ from rlhf_stack.recovery.attempts import (
     why_not_again,
 )
 from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
-from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError, new_id
 from rlhf_stack.recovery.nodes import Nodes, lost_nodes
 from rlhf_stack.recovery.smaller import (
     changed_layout,
@@ -52,8 +52,8 @@ class Cluster(Protocol):
         With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
         """
 
-    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
-        """Submit the run; return the id of the job."""
+    def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+        """Submit the run as ``job``, unless it was; `HeadSilentError` if that is unknown."""
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         """Follow a job until it ends; `HeadLostError` if the head ends first, or does not answer."""
@@ -156,15 +156,13 @@ class Supervisor:
             self._keep(self._cluster.clean())
         while True:
             if not state.job:
-                state.job = self._submit()
-                state.waited = time.monotonic() - self._ended
-                self._cluster.remember(state.to_json())
+                self._submit()
             ended, attempt, lost_head = self._follow()
             state.attempts.append(attempt)
             if ended.status == SUCCEEDED:
                 return ended
             if isinstance(lost_head, HeadSilentError):
-                raise HeadSilentError(f"{lost_head}. The same command follows it again", lost_head.code)
+                raise _kept(lost_head)
             if reason := why_not_again(state.attempts, self._limits.restarts):
                 if self._limits.restarts:
                     messages.warning(f"not submitted again: {reason}")
@@ -173,12 +171,20 @@ class Supervisor:
                 return ended
             self._prepare()
 
-    def _submit(self) -> str:
-        """Submit the run; again while the job server of a restarted head does not take jobs yet."""
+    def _submit(self) -> None:
+        """Submit the run; again while the job server of a restarted head does not take jobs yet.
+
+        The state has the job before the job server does, whatever interrupts the submission.
+        """
         state, end = self.state, time.monotonic() + self._limits.seconds
+        state.job = new_id()
         while True:
             try:
-                return self._cluster.submit(state.words, state.excluded)
+                state.waited = time.monotonic() - self._ended
+                self._cluster.remember(state.to_json())
+                return self._cluster.submit(state.job, state.words, state.excluded)
+            except HeadSilentError as problem:
+                raise _kept(problem) from None
             except UserError as problem:
                 if not state.attempts or time.monotonic() > end:
                     raise
@@ -375,6 +381,10 @@ class Supervisor:
             return nodes, self._cluster.problems(words, excluded, scales)
         except UserError as error:  # the head has not been restarted yet
             return Nodes({}, ()), [str(error)]
+
+
+def _kept(problem: HeadSilentError) -> HeadSilentError:
+    return HeadSilentError(f"{problem}. The same command follows it again", problem.code)
 
 
 def last_saved(checkpoints: Checkpoints, state: State) -> int:

@@ -328,14 +328,15 @@ def test_a_run_is_planned_without_the_nodes_that_its_job_excludes(monkeypatch: p
     assert planned == ["10.0.0.2"]
 
 
+@pytest.mark.parametrize("during", ["submit", "follow"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_job_goes_on_and_is_named(
-    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, code: int, during: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def follow(*_: object) -> None:
+    def interrupted(*_: object) -> None:
         signal.raise_signal(number)
 
-    jobs = MagicMock(**{"submit.return_value": "raysubmit_1", "follow": follow})
+    jobs = MagicMock(**{"new_id.return_value": "raysubmit_1", during: interrupted})
     monkeypatch.setattr(submit, "jobs", jobs)
     assert main(["submit", "--", "true"]) == code
     jobs.stop.assert_not_called()

@@ -1,5 +1,6 @@
 """rlhf_stack.recovery.supervisor: the loop, on a cluster made of lists."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,9 +72,9 @@ class Faulty:
         fits = len(usable) >= self._needs + ranks - (words[2] == "1")
         return [] if fits else ["a GPU is missing"]
 
-    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+    def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+        assert self.remembered[-1]["job"] == job, "it would be unknown after an error or a signal"
         self.submitted.append((list(words), list(excluded)))
-        return f"job{len(self.submitted)}"
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         end = self._ends.pop(0)
@@ -101,8 +102,9 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `time.sleep` advance the clock instead of waiting."""
-    now = [0.0]
+    """Let `time.sleep` advance the clock instead of waiting, and number the jobs."""
+    now, numbers = [0.0], itertools.count(1)
+    monkeypatch.setattr(supervisor, "new_id", lambda: f"job{next(numbers)}")
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
@@ -150,11 +152,11 @@ def test_the_job_server_of_a_restarted_head_takes_jobs_later_than_it_answers() -
     class Starting(Faulty):
         refusals = 2
 
-        def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+        def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
             if self.submitted and self.refusals:
                 self.refusals -= 1
                 raise UserError("No available agent to submit job")
-            return super().submit(words, excluded)
+            super().submit(job, words, excluded)
 
     cluster = Starting(["head", "ok"])
     ended, _, saved = supervise(cluster, [4, 9], Limits(3))
@@ -425,6 +427,27 @@ def test_a_job_that_may_still_run_on_a_silent_head_is_not_submitted_a_second_tim
     assert len(cluster.submitted) == 1
     state = read_state(cluster.remembered[-1])
     assert (state.job, state.attempts) == ("job1", []), "the same command follows the job"
+
+
+@pytest.mark.parametrize(
+    ("interruption", "message"),
+    [(KeyboardInterrupt, None), (HeadSilentError, r"no answer\. The same command follows it again")],
+)
+def test_a_job_is_known_before_it_is_submitted(
+    interruption: type[BaseException], message: str | None
+) -> None:
+    """A signal, or a connection that broke, while the job server took the job left it to run, unknown."""
+
+    class Interrupted(Faulty):
+        def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+            super().submit(job, words, excluded)
+            raise interruption("no answer")
+
+    cluster, state = Interrupted([]), State(list(WORDS), 1.0)
+    with pytest.raises(interruption, match=message):
+        supervise(cluster, [], Limits(3), state)
+    assert (state.job, len(cluster.submitted)) == ("job1", 1)
+    assert read_state(cluster.remembered[-1]) == state
 
 
 def test_what_would_fail_again_is_not_repeated() -> None:
