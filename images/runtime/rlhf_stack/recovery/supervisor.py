@@ -6,6 +6,7 @@ The cluster is behind `Cluster`, so that the loop is tested without one.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +44,13 @@ class GivenUpError(UserError):
     """The run is not submitted again; the message has the reason."""
 
 
+class TakenOverError(UserError):
+    """Another supervisor has begun to follow this run."""
+
+    def __init__(self) -> None:
+        super().__init__("another `submit` supervises this run now: its jobs and checkpoints are left to it")
+
+
 class Cluster(Protocol):
     """What the supervisor needs of a Ray cluster and of its job server."""
 
@@ -67,6 +75,9 @@ class Cluster(Protocol):
     def remember(self, state: dict[str, Any]) -> None:
         """Keep ``state`` for a supervisor that is started again."""
 
+    def recall(self) -> dict[str, Any] | None:
+        """Return the state that was kept last, None if there is none."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -88,7 +99,8 @@ class State:
     ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
     is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``nodes`` has
     Ray's id of the node at each address when ``job`` was placed, and ``gone`` the ids of nodes that were dead
-    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``.
+    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``. ``owner`` identifies the
+    supervisor.
     """
 
     words: list[str]
@@ -102,6 +114,7 @@ class State:
     waited: float = 0.0
     changed: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
+    owner: str = ""
 
     @property
     def excluded(self) -> list[str]:
@@ -149,9 +162,12 @@ class Supervisor:
     def supervise(self) -> Ended:
         """Return the final state of the last job.
 
-        Raises `GivenUpError` if another attempt cannot be placed, `HeadSilentError` if the job may still run.
+        Raises `GivenUpError` if another attempt cannot be placed, `HeadSilentError` if the job may still run,
+        `TakenOverError` before it changes anything of a run that has another supervisor by now.
         """
         state = self.state
+        if state.job:
+            self._cluster.remember(state.to_json())  # takes over from the one before, which may be alive
         if not state.nodes:
             self._keep(self._cluster.clean())
         while True:
@@ -179,6 +195,7 @@ class Supervisor:
         state, end = self.state, time.monotonic() + self._limits.seconds
         state.job = new_id()
         while True:
+            self._check_owner()
             try:
                 state.waited = time.monotonic() - self._ended
                 self._cluster.remember(state.to_json())
@@ -190,6 +207,10 @@ class Supervisor:
                     raise
                 messages.warning(f"the run cannot be submitted yet: {problem}")
             time.sleep(POLL_SECONDS)
+
+    def _check_owner(self) -> None:
+        if is_taken_over(self._cluster, self.state):
+            raise TakenOverError
 
     def _follow(self) -> tuple[Ended, Attempt, HeadLostError | None]:
         state, begun = self.state, time.monotonic()
@@ -271,6 +292,7 @@ class Supervisor:
             self._select(saved)
 
     def _select(self, saved: int) -> None:
+        self._check_owner()
         if saved or (self._checkpoints.loads and not self._checkpoints.universal):
             for path in self._checkpoints.select(saved, self.state.began):
                 messages.warning(f"an incomplete checkpoint was set aside: {path}")
@@ -381,6 +403,14 @@ class Supervisor:
             return nodes, self._cluster.problems(words, excluded, scales)
         except UserError as error:  # the head has not been restarted yet
             return Nodes({}, ()), [str(error)]
+
+
+def is_taken_over(cluster: Cluster, state: State) -> bool:
+    """Whether another supervisor keeps the state of the run; False if the head does not answer."""
+    with suppress(Exception):  # of any type: Ray's differ from release to release
+        kept = cluster.recall()
+        return kept is not None and kept.get("owner") != state.owner
+    return False
 
 
 def _kept(problem: HeadSilentError) -> HeadSilentError:

@@ -15,7 +15,14 @@ from rlhf_stack.placement.model import Engines, Group, Request
 from rlhf_stack.recovery import supervisor
 from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.recovery.nodes import Nodes
-from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervisor, read_state
+from rlhf_stack.recovery.supervisor import (
+    GivenUpError,
+    Limits,
+    State,
+    Supervisor,
+    TakenOverError,
+    read_state,
+)
 from rlhf_stack.telemetry import run_log
 
 
@@ -99,6 +106,9 @@ class Faulty:
     def remember(self, state: dict[str, Any]) -> None:
         self.remembered.append(json.loads(json.dumps(state)))
 
+    def recall(self) -> dict[str, Any] | None:
+        return self.remembered[-1] if self.remembered else None
+
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +125,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervise(
-    cluster: Faulty, steps: Sequence[int], limits: Limits, state: State | None = None, **changed: Any
+    cluster: Faulty,
+    steps: Sequence[int],
+    limits: Limits,
+    state: State | None = None,
+    selected: list[int] | None = None,
+    **changed: Any,
 ) -> tuple[Ended, State, Saved]:
+    """Supervise a run; the steps that are selected are also in ``selected`` after an error."""
     saved: Any = Saved(steps)
+    saved.selected = saved.selected if selected is None else selected
 
     def describe(words: Sequence[str]) -> tuple[Any, Any]:
         nodes = int(words[words.index("--actor.num_nodes") + 1]) if "--actor.num_nodes" in words else 1
@@ -464,3 +481,47 @@ def test_a_supervisor_that_is_started_again_follows_the_job_of_the_first() -> No
     _, state, _ = supervise(again, [9], Limits(3), read_state(first.remembered[-1]))
     assert again.submitted == []
     assert [one.job for one in state.attempts] == ["job1", "job2"]
+
+
+def owned(owner: str, values: dict[str, Any] | None = None) -> State:
+    return read_state((values or State(list(WORDS), 1.0).to_json()) | {"owner": owner})
+
+
+@pytest.mark.parametrize("end", [DEAD, "head"])
+def test_a_run_is_left_to_the_supervisor_that_began_last(end: str) -> None:
+    """The same command while the first one was alive: both submitted the run after the next fault."""
+
+    class Shared(Faulty):
+        def follow(self, job: str, write: Callable[[str], None]) -> Ended:
+            if len(self.remembered) == 1:
+                supervise(self, [4, 9], Limits(3), owned("second", self.recall()))
+            return super().follow(job, write)
+
+    cluster, selected = Shared([end, "ok", end]), list[int]()
+    with pytest.raises(TakenOverError, match="another `submit` supervises this run now"):
+        supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
+    assert [words for words, _ in cluster.submitted] == [WORDS, [*WORDS, "--load"]]
+    assert selected == []
+    assert [state["owner"] for state in cluster.remembered] == ["first", "second", "second"]
+
+
+@pytest.mark.parametrize("end", [DEAD, "head"])
+def test_a_run_that_is_taken_over_while_it_waits_for_nodes_is_not_submitted(end: str) -> None:
+    class Taken(Faulty):
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+            self.remember(self.remembered[-1] | {"owner": "second"})
+            return super().problems(words, excluded, scales)
+
+    cluster, selected = Taken([end]), list[int]()
+    with pytest.raises(TakenOverError):
+        supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
+    assert (len(cluster.submitted), selected) == (1, [4]), "once, before it was taken over"
+
+
+def test_a_head_that_does_not_answer_takes_no_run_over() -> None:
+    class Silent(Faulty):
+        def recall(self) -> dict[str, Any] | None:
+            raise UserError("no Ray cluster")
+
+    ended, _, _ = supervise(Silent([DEAD, "ok"]), [4, 9], Limits(3), owned("first"))
+    assert ended.status == "SUCCEEDED"
