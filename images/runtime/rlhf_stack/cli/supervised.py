@@ -4,6 +4,7 @@ import hashlib
 import shlex
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
@@ -27,6 +28,8 @@ from rlhf_stack.recovery.supervisor import (
     Limits,
     State,
     Supervisor,
+    TakenOverError,
+    is_taken_over,
     last_saved,
     read_state,
     words_to_continue,
@@ -65,6 +68,7 @@ class Supervision:
         kept = self._cluster.recall()
         began = 0.0 if checkpoints.loads else time.time()
         self._state = read_state(kept) if kept else State(list(words), began)
+        self._state.owner = uuid.uuid4().hex
         if self.follows_a_job:
             messages.info(f"this run is job {self._state.job}: following it")
         if limits.restarts and not checkpoints.every:
@@ -90,7 +94,7 @@ class Supervision:
         return self._state.attempts
 
     def run(self, write: Callable[[str], None]) -> Ended:
-        """Supervise the run; its jobs' output goes to ``write``.
+        """Supervise the run, until another supervisor takes it over; its jobs' output goes to ``write``.
 
         Ctrl-C, and SIGTERM within `terminable`, stop its job, after a checkpoint if there is a grace time. If
         the job server does not confirm that, the state is kept, so that the same command follows the job.
@@ -122,11 +126,18 @@ class Supervision:
             _show(self.attempts)
 
     def _stop(self, job: str) -> bool:
-        """Stop ``job``, within the grace time after a checkpoint; return whether it has ended."""
+        """Stop ``job``, within the grace time after a checkpoint; return whether it has ended.
+
+        The job of a run that has another supervisor by now is not stopped.
+        """
+        end = time.monotonic() + self._limits.grace - STOP_SECONDS
+        if is_taken_over(self._cluster, self._state):
+            messages.info(str(TakenOverError()))
+            return False
         if self._limits.grace:
             messages.info(f"a checkpoint is requested, within {self._limits.grace:.0f} s")
             try:
-                self._save(job, self._limits.grace - STOP_SECONDS)
+                self._save(job, max(0.0, end - time.monotonic()))
             except (UserError, OSError, RuntimeError) as error:
                 messages.info(f"no checkpoint was saved: {error}")
         messages.info(f"stopping job {job}")
@@ -159,6 +170,8 @@ class Supervision:
         messages.info(f"the same command{changes} continues from the checkpoint of step {saved}")
 
     def _forget(self) -> None:
+        if is_taken_over(self._cluster, self._state):
+            return
         try:
             self._cluster.remember({})
         except (UserError, OSError, RuntimeError):  # the head has ended, and its GCS with it

@@ -31,8 +31,9 @@ class Progress:
     """The last step that ended, the last one that is ``saved``, and whether the models are those of the end.
 
     Once the training ``has_ended``, the driver saves the models, and nobody else may use them. ``longest`` is
-    the duration in seconds of the longest end of a step, which includes its checkpoint. ``changed`` is
-    notified, and held by whoever uses the models.
+    the duration in seconds of the longest end of a step, which includes its checkpoint. ``failure`` is the
+    error of a save, after which other ranks may still be in it: the run ends before it calls them again.
+    ``changed`` is notified, and held by whoever uses the models.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class Progress:
     is_consistent: bool = False
     has_ended: bool = False
     longest: float = 0.0
+    failure: Exception | None = None
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
 
 
@@ -57,9 +59,11 @@ def trains(fit: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     @functools.wraps(fit)
     def trained(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         try:
-            return fit(*arguments, **options)
+            result = fit(*arguments, **options)
         finally:
             _end_training()
+        _raise_failure()
+        return result
 
     return trained
 
@@ -70,12 +74,18 @@ def _end_training() -> None:
         _progress.changed.notify_all()
 
 
+def _raise_failure() -> None:
+    if _progress.failure:
+        raise _progress.failure
+
+
 def begins_step(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorate ``BasePPOTrainer.train_step``: no checkpoint is saved before the step's end is recorded."""
 
     @functools.wraps(method)
     def begun(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         with _progress.changed:
+            _raise_failure()
             _progress.is_consistent = False
         return method(*arguments, **options)
 
@@ -88,6 +98,7 @@ def uses_models(method: Callable[Parameters, Result]) -> Callable[Parameters, Re
     @functools.wraps(method)
     def used(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         with _progress.changed:
+            _raise_failure()
             return method(*arguments, **options)
 
     return used
@@ -122,7 +133,7 @@ def save(trainer: Any, asked: Request, job: str, begun: float | None = None) -> 
     """Save the last step's end within the time of ``asked``; raises what OpenRLHF's save raises.
 
     Its time began at ``begun`` on the monotonic clock, by default now. Holds the models until it is over or
-    the request is withdrawn, so that no step begins in between.
+    the request is withdrawn, so that no step begins in between. An error of the save also ends the run.
     """
     end = (time.monotonic() if begun is None else begun) + asked.seconds
     if trainer.args.ckpt.disable_ds:
@@ -137,12 +148,17 @@ def save(trainer: Any, asked: Request, job: str, begun: float | None = None) -> 
                 return late
         if _progress.has_ended:
             return Answer(job, done=True, step=_progress.step, problem="the training has ended")
+        _raise_failure()
         if (left := end - time.monotonic()) < _progress.longest:
             problem = f"{left:.0f} s are left, and the longest checkpoint took {_progress.longest:.0f} s"
             return Answer(job, done=True, step=_progress.step, problem=problem)
         begun = time.monotonic()
         if _progress.saved != _progress.step:
-            _save(trainer)
+            try:
+                _save(trainer)
+            except Exception as error:
+                _progress.failure = error
+                raise
             _progress.saved = _progress.step
         seconds = time.monotonic() - begun
         _progress.longest = max(_progress.longest, seconds)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import secrets
 import shlex
 import threading
 import time
@@ -20,6 +21,7 @@ STOP_SECONDS = 60.0
 SILENT_SECONDS = 60.0  # without output, after which the job server is asked for the job's state
 ANSWER_SECONDS = 15.0  # of the job server: Ray's client itself has no time limit
 LOST_SECONDS = 30.0  # without an answer, after which the head counts as lost, or is reported as silent
+ACCEPT_SECONDS = 5.0  # in which the job server accepts a submission that a signal interrupted here
 POLL_SECONDS = 1.0
 
 
@@ -40,18 +42,39 @@ class Ended:
     code: int
 
 
-def submit(address: str, words: Sequence[str], environment: Mapping[str, Any]) -> str:
-    """Submit ``words`` to the job server at ``address``; return the id of the job, which is printed."""
+def new_id() -> str:
+    """Return an id for a job that is to be submitted."""
+    return f"raysubmit_{secrets.token_hex(8)}"
+
+
+def submit(
+    address: str, job: str, words: Sequence[str], environment: Mapping[str, Any], seconds: float
+) -> None:
+    """Submit ``words`` as ``job``, which is printed, to the job server at ``address``, unless that has it.
+
+    `UserError` if it is refused. `HeadSilentError` if it may run: the answer was lost, and there is no other
+    within ``seconds``.
+    """
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
 
+    client = None
     try:
-        client = JobSubmissionClient(address)
-        job = client.submit_job(entrypoint=shlex.join(words), runtime_env=dict(environment))
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise UserError(f"Ray's job server at {address}: {summarize_ray_error(error)}") from None
+        client = JobSubmissionClient(address)  # asks for the server's version
+        client.submit_job(entrypoint=shlex.join(words), submission_id=job, runtime_env=dict(environment))
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        if client is None or not _has_job(address, job, seconds):
+            raise UserError(f"Ray's job server at {address}: {summarize_ray_error(error)}") from None
     messages.info(f"job {job}")
-    return str(job)
+
+
+def _has_job(address: str, job: str, seconds: float) -> bool:
+    try:
+        return bool(_info(address, job, seconds))
+    except HeadSilentError:
+        raise
+    except HeadLostError:  # it does not know the job
+        return False
 
 
 def follow(address: str, job: str, write: Callable[[str], None], seconds: float) -> Ended:
@@ -179,7 +202,7 @@ def stop(address: str, job: str) -> bool:
     def has_ended() -> bool:
         return _status(JobSubmissionClient(address).get_job_info(job)) in ENDED
 
-    end, is_requested = time.monotonic() + STOP_SECONDS, False
+    begun, is_requested = time.monotonic(), False
     while True:
         why: Exception = TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
         try:
@@ -191,9 +214,9 @@ def stop(address: str, job: str) -> bool:
                 return True
         except (OSError, RuntimeError, RayError) as error:  # the next answer may be one
             why = error
-            if "does not exist" in str(error):
-                end = 0.0
-        if time.monotonic() > end:
+            if "does not exist" in str(error) and time.monotonic() > begun + ACCEPT_SECONDS:
+                return True  # it was not submitted, or its head has ended
+        if time.monotonic() > begun + STOP_SECONDS:
             reason = summarize_ray_error(why)
             messages.warning(f"job {job} may still run after its stop was requested: {reason}")
             return False

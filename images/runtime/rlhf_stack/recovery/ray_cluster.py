@@ -43,9 +43,9 @@ class RayCluster:
         """
         return self._assess(words, self._environment_without(excluded)["env_vars"], scales)
 
-    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
-        """Submit the run; no rank or engine of it is placed on an ``excluded`` node."""
-        return jobs.submit(self._server, words, self._environment_without(excluded))
+    def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+        """Submit the run as ``job``; no rank or engine of it is placed on an ``excluded`` node."""
+        jobs.submit(self._server, job, words, self._environment_without(excluded), self._seconds)
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         """Follow a job until it ends."""

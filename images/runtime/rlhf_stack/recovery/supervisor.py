@@ -6,6 +6,7 @@ The cluster is behind `Cluster`, so that the loop is tested without one.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from rlhf_stack.recovery.attempts import (
     why_not_again,
 )
 from rlhf_stack.recovery.checkpoints import UNIVERSAL_FLAG, Checkpoints
-from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
+from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError, new_id
 from rlhf_stack.recovery.nodes import Nodes, lost_nodes
 from rlhf_stack.recovery.smaller import (
     changed_layout,
@@ -43,6 +44,13 @@ class GivenUpError(UserError):
     """The run is not submitted again; the message has the reason."""
 
 
+class TakenOverError(UserError):
+    """Another supervisor has begun to follow this run."""
+
+    def __init__(self) -> None:
+        super().__init__("another `submit` supervises this run now: its jobs and checkpoints are left to it")
+
+
 class Cluster(Protocol):
     """What the supervisor needs of a Ray cluster and of its job server."""
 
@@ -52,8 +60,8 @@ class Cluster(Protocol):
         With ``scales``, too few resources are no problem if the run may ask an autoscaler for them.
         """
 
-    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
-        """Submit the run; return the id of the job."""
+    def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+        """Submit the run as ``job``, unless it was; `HeadSilentError` if that is unknown."""
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         """Follow a job until it ends; `HeadLostError` if the head ends first, or does not answer."""
@@ -66,6 +74,9 @@ class Cluster(Protocol):
 
     def remember(self, state: dict[str, Any]) -> None:
         """Keep ``state`` for a supervisor that is started again."""
+
+    def recall(self) -> dict[str, Any] | None:
+        """Return the state that was kept last, None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,8 @@ class State:
     ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
     is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``nodes`` has
     Ray's id of the node at each address when ``job`` was placed, and ``gone`` the ids of nodes that were dead
-    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``.
+    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``. ``owner`` identifies the
+    supervisor.
     """
 
     words: list[str]
@@ -102,6 +114,7 @@ class State:
     waited: float = 0.0
     changed: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
+    owner: str = ""
 
     @property
     def excluded(self) -> list[str]:
@@ -149,22 +162,23 @@ class Supervisor:
     def supervise(self) -> Ended:
         """Return the final state of the last job.
 
-        Raises `GivenUpError` if another attempt cannot be placed, `HeadSilentError` if the job may still run.
+        Raises `GivenUpError` if another attempt cannot be placed, `HeadSilentError` if the job may still run,
+        `TakenOverError` before it changes anything of a run that has another supervisor by now.
         """
         state = self.state
+        if state.job:
+            self._cluster.remember(state.to_json())  # takes over from the one before, which may be alive
         if not state.nodes:
             self._keep(self._cluster.clean())
         while True:
             if not state.job:
-                state.job = self._submit()
-                state.waited = time.monotonic() - self._ended
-                self._cluster.remember(state.to_json())
+                self._submit()
             ended, attempt, lost_head = self._follow()
             state.attempts.append(attempt)
             if ended.status == SUCCEEDED:
                 return ended
             if isinstance(lost_head, HeadSilentError):
-                raise HeadSilentError(f"{lost_head}. The same command follows it again", lost_head.code)
+                raise _kept(lost_head)
             if reason := why_not_again(state.attempts, self._limits.restarts):
                 if self._limits.restarts:
                     messages.warning(f"not submitted again: {reason}")
@@ -173,17 +187,30 @@ class Supervisor:
                 return ended
             self._prepare()
 
-    def _submit(self) -> str:
-        """Submit the run; again while the job server of a restarted head does not take jobs yet."""
+    def _submit(self) -> None:
+        """Submit the run; again while the job server of a restarted head does not take jobs yet.
+
+        The state has the job before the job server does, whatever interrupts the submission.
+        """
         state, end = self.state, time.monotonic() + self._limits.seconds
+        state.job = new_id()
         while True:
+            self._check_owner()
             try:
-                return self._cluster.submit(state.words, state.excluded)
+                state.waited = time.monotonic() - self._ended
+                self._cluster.remember(state.to_json())
+                return self._cluster.submit(state.job, state.words, state.excluded)
+            except HeadSilentError as problem:
+                raise _kept(problem) from None
             except UserError as problem:
                 if not state.attempts or time.monotonic() > end:
                     raise
                 messages.warning(f"the run cannot be submitted yet: {problem}")
             time.sleep(POLL_SECONDS)
+
+    def _check_owner(self) -> None:
+        if is_taken_over(self._cluster, self.state):
+            raise TakenOverError
 
     def _follow(self) -> tuple[Ended, Attempt, HeadLostError | None]:
         state, begun = self.state, time.monotonic()
@@ -263,6 +290,7 @@ class Supervisor:
         self._run, self._checkpoints = self._describe(state.words)
 
     def _select(self, saved: int) -> None:
+        self._check_owner()
         if saved or (self._checkpoints.loads and not self._checkpoints.universal):
             for path in self._checkpoints.select(saved, self.state.began):
                 messages.warning(f"an incomplete checkpoint was set aside: {path}")
@@ -375,6 +403,18 @@ class Supervisor:
             return nodes, self._cluster.problems(words, excluded, scales)
         except UserError as error:  # the head has not been restarted yet
             return Nodes({}, ()), [str(error)]
+
+
+def is_taken_over(cluster: Cluster, state: State) -> bool:
+    """Whether another supervisor keeps the state of the run; False if the head does not answer."""
+    with suppress(Exception):  # of any type: Ray's differ from release to release
+        kept = cluster.recall()
+        return kept is not None and kept.get("owner") != state.owner
+    return False
+
+
+def _kept(problem: HeadSilentError) -> HeadSilentError:
+    return HeadSilentError(f"{problem}. The same command follows it again", problem.code)
 
 
 def last_saved(checkpoints: Checkpoints, state: State) -> int:

@@ -23,7 +23,7 @@ from rlhf_stack.planning.assessment import ALLOW_LONG
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.job import Ended, HeadSilentError
-from rlhf_stack.recovery.supervisor import Supervisor
+from rlhf_stack.recovery.supervisor import State, Supervisor, TakenOverError
 
 HERE = {
     "PATH": "/bin",
@@ -328,14 +328,15 @@ def test_a_run_is_planned_without_the_nodes_that_its_job_excludes(monkeypatch: p
     assert planned == ["10.0.0.2"]
 
 
+@pytest.mark.parametrize("during", ["submit", "follow"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_job_goes_on_and_is_named(
-    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, code: int, during: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def follow(*_: object) -> None:
+    def interrupted(*_: object) -> None:
         signal.raise_signal(number)
 
-    jobs = MagicMock(**{"submit.return_value": "raysubmit_1", "follow": follow})
+    jobs = MagicMock(**{"new_id.return_value": "raysubmit_1", during: interrupted})
     monkeypatch.setattr(submit, "jobs", jobs)
     assert main(["submit", "--", "true"]) == code
     jobs.stop.assert_not_called()
@@ -408,6 +409,40 @@ def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
     cluster.return_value.remember.assert_not_called()
     expected = "job raysubmit_1 may still run: ray job stop --address http://head:8265 raysubmit_1 stops it"
     assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
+
+
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize(
+    ("outcome", "code", "lines"),
+    [(KeyboardInterrupt, 130, 2), (TakenOverError, submit.WRONG_USAGE, 1), (None, 0, 0)],
+)
+def test_a_run_that_another_command_has_taken_over_is_neither_stopped_nor_forgotten(
+    outcome: type[BaseException] | None,
+    code: int,
+    lines: int,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As when the first of two commands is ended, whose shell was lost."""
+    kept = State(["train"], 1.0, "raysubmit_1").to_json()
+    del kept["owner"]  # as an earlier version kept it
+    cluster = MagicMock(**{"return_value.recall.return_value": kept})
+
+    def loop(supervisor: Supervisor) -> Ended:
+        cluster.return_value.recall.return_value = kept | {"owner": "other than " + supervisor.state.owner}
+        if outcome:
+            raise outcome
+        return Ended("raysubmit_1", "SUCCEEDED", 0)
+
+    stop = supervise(loop)
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", "--restarts", "1", "--grace", "30", "--", "train"]) == code
+    stop.assert_not_called()
+    cluster.return_value.remember.assert_not_called()
+    printed = capsys.readouterr().err
+    assert printed.count("another `submit` supervises this run now") == (lines > 0)
+    assert printed.count("raysubmit_1 may still run") == (lines > 1)
 
 
 @pytest.mark.parametrize(("has_ended", "calls"), [(True, 1), (False, 0)])

@@ -7,9 +7,11 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.config import env_vars
+from rlhf_stack.errors import UserError
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.telemetry import run_log
@@ -21,6 +23,8 @@ class Server:
     def __init__(self, connections: list[list[str]], states: list[str]) -> None:
         self.connections, self.states = connections, states
         self.is_silent = False
+        self.jobs: list[str] = []
+        self.answer: Exception | None = None  # instead of the job's id
 
     def client(self, _: str) -> "Server":
         return self
@@ -31,6 +35,12 @@ class Server:
         if self.is_silent:
             await asyncio.sleep(60)
         raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+    def submit_job(self, submission_id: str, **_: object) -> str:
+        self.jobs.append(submission_id)
+        if self.answer:
+            raise self.answer
+        return submission_id
 
     def stop_job(self, name: str) -> bool:
         return bool(self.get_job_info(name))
@@ -48,7 +58,8 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
-    for name, seconds in (("SILENT", 0.05), ("ANSWER", 0.1), ("LOST", 0.3), ("POLL", 0.01)):
+    limits = (("SILENT", 0.05), ("ANSWER", 0.1), ("LOST", 0.3), ("POLL", 0.01), ("ACCEPT", 0.05))
+    for name, seconds in limits:
         monkeypatch.setattr(job, f"{name}_SECONDS", seconds)
 
     def start(connections: list[list[str]], states: list[str], is_silent: bool = False) -> Server:
@@ -74,6 +85,58 @@ def follow(seconds: float = 0.0) -> tuple[Ended, str]:
     return job.follow("http://head:8265", "job1", written.append, seconds or job.LOST_SECONDS), "".join(
         written
     )
+
+
+BROKEN = OSError("Connection aborted.")  # as requests' ConnectionError, which is not Python's
+KNOWN = "Request failed with status code 500: Traceback ...\nValueError: submission_id a already exists."
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"), [(None, ""), (BROKEN, "RUNNING"), (RuntimeError(KNOWN), "FAILED")]
+)
+def test_a_job_is_submitted_if_the_job_server_has_it(
+    answer: Exception | None, state: str, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was submitted a second time, or ended while its job ran."""
+    run_log.configure_messages()
+    server = serve([], [state])
+    server.answer = answer
+    job.submit("http://head:8265", "a", ["train"], {}, job.LOST_SECONDS)
+    assert server.jobs == ["a"]
+    assert capsys.readouterr().err == "rlhf-stack: job a\n"
+
+
+@pytest.mark.parametrize("answer", [BROKEN, RuntimeError("No available agent"), ValueError("of runtime_env")])
+def test_a_job_that_the_job_server_does_not_have_is_refused(
+    answer: Exception, serve: Callable[..., Server]
+) -> None:
+    serve([], ["unknown"]).answer = answer
+    with pytest.raises(UserError, match=f"Ray's job server at http://head:8265: {answer}") as found:
+        job.submit("http://head:8265", "a", ["train"], {}, job.LOST_SECONDS)
+    assert not isinstance(found.value, HeadLostError)
+
+
+def test_a_job_may_run_if_its_submission_has_no_answer(serve: Callable[..., Server]) -> None:
+    serve([], ["unreachable"]).answer = BROKEN
+    with pytest.raises(HeadSilentError, match="Job a may still run"):
+        job.submit("http://head:8265", "a", ["train"], {}, 0.0)
+
+
+def test_a_job_is_not_awaited_if_nothing_was_sent(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "client", MagicMock(side_effect=ConnectionError("Failed to connect to Ray")))
+    server = serve([], ["unreachable"])
+    with pytest.raises(UserError, match="Ray's job server at http://head:8265: Failed to connect") as found:
+        job.submit("http://head:8265", "a", ["train"], {}, 60.0)
+    assert not isinstance(found.value, HeadLostError)
+    assert server.jobs == []
+
+
+def test_ids_of_jobs_differ() -> None:
+    first, second = job.new_id(), job.new_id()
+    assert first.startswith("raysubmit_")
+    assert first != second
 
 
 def test_a_broken_connection_is_made_again_and_no_output_is_printed_twice(
@@ -178,6 +241,18 @@ def test_a_job_is_stopped_when_the_server_says_that_it_has_ended(
 ) -> None:
     """The end of its log was taken for its end, which a connection that broke has too."""
     server = serve([], ["RUNNING", "RUNNING", "STOPPED"])
+    assert job.stop("http://head:8265", "job1")
+    assert server.states == ["STOPPED"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_job_that_was_not_submitted_is_stopped(
+    serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its submission, which a signal interrupted, may still arrive."""
+    serve([], ["unknown"])
+    assert job.stop("http://head:8265", "job1")
+    server = serve([], ["unknown", "RUNNING", "RUNNING", "STOPPED"])
     assert job.stop("http://head:8265", "job1")
     assert server.states == ["STOPPED"]
     assert capsys.readouterr().err == ""

@@ -75,6 +75,10 @@ class Trainer:
         self.training.set()
         assert self.may_end.wait(10)
 
+    @checkpoint_on_request.uses_models
+    def save_best_checkpoint(self) -> None:
+        """Call the ranks between two steps."""
+
     @checkpoint_on_request.ends_step
     def save_logs_and_checkpoints(
         self, step: int, logs: dict[str, Any] | None, client_states: dict[str, Any] | None
@@ -226,6 +230,36 @@ def test_nothing_is_saved_after_the_training(trainer: Trainer) -> None:
     reply = checkpoint_on_request.save(trainer, ASKED, "01")
     assert (reply.done, reply.saved, reply.problem) == (True, False, "the training has ended")
     assert trainer.saved == []
+
+
+@pytest.mark.parametrize("following", ["train_step", "save_best_checkpoint", "the end"])
+def test_a_run_ends_with_the_error_of_a_save_on_request(
+    following: str,
+    trainer: Trainer,
+    records: dict[str, dict[str, Any]],
+    ray: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It called the ranks again, of which those that had written their shard still waited for the others."""
+    ray.exceptions.RayError = type("RayError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    ray.get.side_effect = OSError("rank 0 on node one: no space left on device")
+
+    @checkpoint_on_request.trains
+    def fit() -> None:
+        trainer.save_logs_and_checkpoints(5, {}, {})
+        for _ in range(2):  # the second one would wait for the ranks with the models held
+            checkpoint_on_request._handle(trainer, ASKED, "01", time.monotonic())
+        ray.get.assert_called_once()
+        if following != "the end":
+            getattr(trainer, following)()
+
+    trainer.may_end.set()
+    with pytest.raises(OSError, match="rank 0 on node one: no space left on device"):
+        fit()
+    assert not trainer.training.is_set()
+    reply = records["preemption/answers/one/01"]
+    assert (reply["saved"], reply["problem"]) == (False, "rank 0 on node one: no space left on device")
 
 
 def test_checkpoints_that_are_off_stay_off() -> None:

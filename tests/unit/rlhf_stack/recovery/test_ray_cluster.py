@@ -16,13 +16,13 @@ def test_a_node_that_is_no_longer_excluded_is_used_again(
     """The user's own exclusions stay: the variable of this shell, or that which --env gives the job."""
     monkeypatch.setenv(env_vars.EXCLUDED_NODES, "10.0.0.8" if named else "10.0.0.9")
     submitted: list[dict[str, Any]] = []
-    monkeypatch.setattr(job, "submit", lambda *given: submitted.append(given[2]))
+    monkeypatch.setattr(job, "submit", lambda *given: submitted.append(given[3]))
 
     def assess(_: Any, variables: Mapping[str, str], scales: bool) -> list[str]:
         return sorted(env_vars.excluded_nodes({env_vars.EXCLUDED_NODES: "10.0.0.9"} | dict(variables)))
 
     cluster = RayCluster("server", "auto", "run", assess, lambda: {"env_vars": named}, lambda _: [], 30.0)
     assert cluster.problems([], ["10.0.0.2"]) == ["10.0.0.2", "10.0.0.9"]
-    cluster.submit([], ["10.0.0.2"])
+    cluster.submit("job", [], ["10.0.0.2"])
     assert submitted == [{"env_vars": {env_vars.EXCLUDED_NODES: "10.0.0.2,10.0.0.9"}}]
     assert cluster.problems([], []) == ["10.0.0.9"]

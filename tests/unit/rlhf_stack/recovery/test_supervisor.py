@@ -1,5 +1,6 @@
 """rlhf_stack.recovery.supervisor: the loop, on a cluster made of lists."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,14 @@ from rlhf_stack.placement.model import Engines, Group, Request
 from rlhf_stack.recovery import supervisor
 from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.recovery.nodes import Nodes
-from rlhf_stack.recovery.supervisor import GivenUpError, Limits, State, Supervisor, read_state
+from rlhf_stack.recovery.supervisor import (
+    GivenUpError,
+    Limits,
+    State,
+    Supervisor,
+    TakenOverError,
+    read_state,
+)
 from rlhf_stack.telemetry import run_log
 
 
@@ -71,9 +79,9 @@ class Faulty:
         fits = len(usable) >= self._needs + ranks - (words[2] == "1")
         return [] if fits else ["a GPU is missing"]
 
-    def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+    def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+        assert self.remembered[-1]["job"] == job, "it would be unknown after an error or a signal"
         self.submitted.append((list(words), list(excluded)))
-        return f"job{len(self.submitted)}"
 
     def follow(self, job: str, write: Callable[[str], None]) -> Ended:
         end = self._ends.pop(0)
@@ -98,11 +106,15 @@ class Faulty:
     def remember(self, state: dict[str, Any]) -> None:
         self.remembered.append(json.loads(json.dumps(state)))
 
+    def recall(self) -> dict[str, Any] | None:
+        return self.remembered[-1] if self.remembered else None
+
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `time.sleep` advance the clock instead of waiting."""
-    now = [0.0]
+    """Let `time.sleep` advance the clock instead of waiting, and number the jobs."""
+    now, numbers = [0.0], itertools.count(1)
+    monkeypatch.setattr(supervisor, "new_id", lambda: f"job{next(numbers)}")
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
@@ -113,9 +125,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervise(
-    cluster: Faulty, steps: Sequence[int], limits: Limits, state: State | None = None, **changed: Any
+    cluster: Faulty,
+    steps: Sequence[int],
+    limits: Limits,
+    state: State | None = None,
+    selected: list[int] | None = None,
+    **changed: Any,
 ) -> tuple[Ended, State, Saved]:
+    """Supervise a run; the steps that are selected are also in ``selected`` after an error."""
     saved: Any = Saved(steps)
+    saved.selected = saved.selected if selected is None else selected
 
     def describe(words: Sequence[str]) -> tuple[Any, Any]:
         nodes = int(words[words.index("--actor.num_nodes") + 1]) if "--actor.num_nodes" in words else 1
@@ -150,11 +169,11 @@ def test_the_job_server_of_a_restarted_head_takes_jobs_later_than_it_answers() -
     class Starting(Faulty):
         refusals = 2
 
-        def submit(self, words: Sequence[str], excluded: Sequence[str]) -> str:
+        def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
             if self.submitted and self.refusals:
                 self.refusals -= 1
                 raise UserError("No available agent to submit job")
-            return super().submit(words, excluded)
+            super().submit(job, words, excluded)
 
     cluster = Starting(["head", "ok"])
     ended, _, saved = supervise(cluster, [4, 9], Limits(3))
@@ -450,6 +469,27 @@ def test_a_job_that_may_still_run_on_a_silent_head_is_not_submitted_a_second_tim
     assert (state.job, state.attempts) == ("job1", []), "the same command follows the job"
 
 
+@pytest.mark.parametrize(
+    ("interruption", "message"),
+    [(KeyboardInterrupt, None), (HeadSilentError, r"no answer\. The same command follows it again")],
+)
+def test_a_job_is_known_before_it_is_submitted(
+    interruption: type[BaseException], message: str | None
+) -> None:
+    """A signal, or a connection that broke, while the job server took the job left it to run, unknown."""
+
+    class Interrupted(Faulty):
+        def submit(self, job: str, words: Sequence[str], excluded: Sequence[str]) -> None:
+            super().submit(job, words, excluded)
+            raise interruption("no answer")
+
+    cluster, state = Interrupted([]), State(list(WORDS), 1.0)
+    with pytest.raises(interruption, match=message):
+        supervise(cluster, [], Limits(3), state)
+    assert (state.job, len(cluster.submitted)) == ("job1", 1)
+    assert read_state(cluster.remembered[-1]) == state
+
+
 def test_what_would_fail_again_is_not_repeated() -> None:
     cluster = Faulty(["ValueError: known cause"])
     ended, state, _ = supervise(cluster, [4], Limits(3))
@@ -464,3 +504,47 @@ def test_a_supervisor_that_is_started_again_follows_the_job_of_the_first() -> No
     _, state, _ = supervise(again, [9], Limits(3), read_state(first.remembered[-1]))
     assert again.submitted == []
     assert [one.job for one in state.attempts] == ["job1", "job2"]
+
+
+def owned(owner: str, values: dict[str, Any] | None = None) -> State:
+    return read_state((values or State(list(WORDS), 1.0).to_json()) | {"owner": owner})
+
+
+@pytest.mark.parametrize("end", [DEAD, "head"])
+def test_a_run_is_left_to_the_supervisor_that_began_last(end: str) -> None:
+    """The same command while the first one was alive: both submitted the run after the next fault."""
+
+    class Shared(Faulty):
+        def follow(self, job: str, write: Callable[[str], None]) -> Ended:
+            if len(self.remembered) == 1:
+                supervise(self, [4, 9], Limits(3), owned("second", self.recall()))
+            return super().follow(job, write)
+
+    cluster, selected = Shared([end, "ok", end]), list[int]()
+    with pytest.raises(TakenOverError, match="another `submit` supervises this run now"):
+        supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
+    assert [words for words, _ in cluster.submitted] == [WORDS, [*WORDS, "--load"]]
+    assert selected == []
+    assert [state["owner"] for state in cluster.remembered] == ["first", "second", "second"]
+
+
+@pytest.mark.parametrize("end", [DEAD, "head"])
+def test_a_run_that_is_taken_over_while_it_waits_for_nodes_is_not_submitted(end: str) -> None:
+    class Taken(Faulty):
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+            self.remember(self.remembered[-1] | {"owner": "second"})
+            return super().problems(words, excluded, scales)
+
+    cluster, selected = Taken([end]), list[int]()
+    with pytest.raises(TakenOverError):
+        supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
+    assert (len(cluster.submitted), selected) == (1, [4]), "once, before it was taken over"
+
+
+def test_a_head_that_does_not_answer_takes_no_run_over() -> None:
+    class Silent(Faulty):
+        def recall(self) -> dict[str, Any] | None:
+            raise UserError("no Ray cluster")
+
+    ended, _, _ = supervise(Silent([DEAD, "ok"]), [4, 9], Limits(3), owned("first"))
+    assert ended.status == "SUCCEEDED"

@@ -240,11 +240,12 @@ def _once(
     address: str, words: Sequence[str], environment: Mapping[str, Any], write: Callable[[str], None]
 ) -> jobs.Ended:
     """Submit the job and follow it until it ends."""
-    job = jobs.submit(address, words, environment)
+    job = jobs.new_id()
     try:
+        jobs.submit(address, job, words, environment, jobs.LOST_SECONDS)
         return jobs.follow(address, job, write, jobs.LOST_SECONDS)
     except (KeyboardInterrupt, supervised.TerminatedError):
-        messages.warning(f"job {job} is still running: ray job logs -f {job}, ray job stop {job}")
+        messages.warning(f"job {job} is not stopped: ray job logs -f {job}, ray job stop {job}")
         raise
 
 
