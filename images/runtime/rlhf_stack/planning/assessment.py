@@ -211,14 +211,22 @@ def _fill(
 
 
 def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | None) -> None:
-    """Compute the peak of a GPU: its roles hold memory at the same time, but compute sequentially."""
+    """Compute the peak of a GPU: its roles hold memory at the same time, but compute sequentially.
+
+    Exceptions in training: actor and critic train at once, or, if they sleep, hold their states in turn.
+    """
     contexts = CONTEXT * (len(roles) + (1 if engine else 0))
     budget = engine.budget if engine else 0
     awake = 0 if run.engine_sleeps else budget
-    gpu.generating = CONTEXT * len(roles) + budget + sum(need.asleep for need in roles)
-    if roles:
+    asleep = sum(need.asleep for need in roles)
+    gpu.generating = CONTEXT * len(roles) + budget + asleep
+    if roles and run.trainer_sleeps:
+        gpu.training = contexts + awake + asleep
+        gpu.training += max(need.held - need.asleep + need.working for need in roles)
+    elif roles:
+        at_once = sum(need.working for need in roles if need.role in (ACTOR, CRITIC))
         gpu.training = contexts + awake + sum(need.held for need in roles)
-        gpu.training += max(need.working for need in roles)
+        gpu.training += max(at_once, *(need.working for need in roles))
 
 
 def _sync_size(run: Run, shape: Shape, variables: Mapping[str, str]) -> int:

@@ -24,6 +24,7 @@ from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, d
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
+from rlhf_stack.planning.memory_needs import CONTEXT
 from rlhf_stack.planning.tuning import ALLOCATOR, FLASH, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
 
@@ -32,6 +33,7 @@ from tests.unit.openrlhf_arguments import sections
 QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
 SMALL = parse_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
 SHAPES = {"big": QWEN_7B, "small": SMALL}
+MODELS = [f"{role}-model" for role in ("actor", "ref", "critic", "reward")]  # of `sections`
 
 
 def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **changes: Any) -> Run:
@@ -152,6 +154,29 @@ def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
     moved = awake.needs["actor"].optimizer + awake.needs["actor"].gradients
     assert awake.nodes[0].gpus[0].generating - asleep.nodes[0].gpus[0].generating == moved
     assert asleep.nodes[0].memory_running - awake.nodes[0].memory_running == 8 * moved
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_actor_and_critic_train_at_once_or_hold_their_states_in_turn(sleeps: bool) -> None:
+    """OpenRLHF starts both trainings at once, but with --ds.enable_sleep one after the other."""
+    asked = {"ds__adam_offload": False, "ds__enable_sleep": sleeps, "vllm__enable_sleep": True}
+    planned = run_of("0.11.2", sections(train__colocate_all=True, **asked))
+    found = assess(planned, uniform_machines(1, 8, 80, 64, 2000), dict.fromkeys(MODELS, SMALL))
+    actor, ref, critic, reward = (found.needs[name] for name in ("actor", "ref", "critic", "reward"))
+    processes = 5 * CONTEXT + ref.weights + reward.weights
+    whole = [role.held + role.working for role in (actor, critic)]
+    in_turn = max(whole[0] + critic.weights, whole[1] + actor.weights)
+    assert found.nodes[0].gpus[0].training == processes + (in_turn if sleeps else sum(whole))
+
+
+def test_a_trainer_whose_optimiser_is_on_the_host_moves_nothing_there_to_sleep() -> None:
+    """OpenRLHF then leaves its gradients on the GPU, which ZeRO-2 has there."""
+    planned = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True, zero=Zero(2, 1, offload=True))
+    awake, asleep = (
+        assess(replace(planned, trainer_sleeps=sleeps), uniform_machines(1, 8, 80, 64, 2000), SHAPES)
+        for sleeps in (False, True)
+    )
+    assert awake.needs == asleep.needs
 
 
 def test_what_cannot_be_placed_is_a_problem_with_the_planners_reason() -> None:
