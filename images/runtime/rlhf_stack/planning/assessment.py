@@ -9,7 +9,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.inputs.text import first_names
 from rlhf_stack.memory import KvCache, Shape, reload_memory, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
-from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Role, Run, undivided
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, Role, Run, undivided
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, Request, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
@@ -290,16 +290,8 @@ def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
 
 
 def _mismatches(run: Run) -> list[str]:
-    """Check sizes that must match for roles that share GPUs; upstream checks them only after the start."""
-    ranks = {role.name: role for role in run.roles}
+    """Check the ranks of each role, of which DeepSpeed complains only after the start."""
     found = list(undivided(run))
-    for one, other in ((ACTOR, REF), (CRITIC, REWARD)):
-        together = {one, other} <= ranks.keys() and ranks[one].group == ranks[other].group == one
-        if together and ranks[one].ranks != ranks[other].ranks:
-            found.append(
-                f"{one} and {other} share GPUs but have {ranks[one].ranks} and {ranks[other].ranks} ranks: "
-                "give both the same number of nodes and GPUs"
-            )
     for role in run.roles:
         step = optimizer_step(run, role)
         if role.trained and run.tokens is None and run.batch % step:

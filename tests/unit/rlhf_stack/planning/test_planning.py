@@ -276,15 +276,6 @@ def test_the_memory_of_a_sync_follows_the_variables_of_the_run(monkeypatch: pyte
     assert plain[1] != sparse[1] != one[1]
 
 
-def test_roles_that_share_gpus_must_be_of_one_size() -> None:
-    planned = run()
-    uneven = replace(planned, roles=(planned.roles[0], replace(planned.roles[1], ranks=4)))
-    assert (
-        "actor and ref share GPUs but have 8 and 4 ranks"
-        in assess(uneven, uniform_machines(2, 8, 80, 64, 0), SHAPES).problems[0]
-    )
-
-
 def test_an_unknown_memory_is_a_note_and_not_a_verdict() -> None:
     found = assess(run("big"), uniform_machines(2, 8, 0, 64, 0), SHAPES)
     assert not found.problems
