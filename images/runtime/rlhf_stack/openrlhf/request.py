@@ -36,8 +36,8 @@ def _check_shared(args: Any, roles: dict[str, str]) -> None:
         sizes = ["{} x {}".format(*_size(args, role)) for role in pair]
         if sizes[0] != sizes[1]:
             raise UserError(
-                f"{' and '.join(pair)} share GPUs but have {' and '.join(sizes)} GPUs: give both the same number "
-                "of nodes, and of GPUs on each"
+                f"{' and '.join(pair)} share GPUs but have {' and '.join(sizes)} GPUs: "
+                "give both the same number of nodes, and of GPUs on each"
             )
     for role, group in roles.items():
         ranks, gpus = (math.prod(_size(args, name)) for name in (role, group))

@@ -330,13 +330,25 @@ def test_the_optimiser_is_on_the_gpu_or_on_the_host_and_nothing_is_lost(paramete
     on_host = model_states(parameters, replace(zero, offload=True))
     assert on_gpu.host == 0
     assert on_host.held <= on_gpu.held
-    assert on_host.held + on_host.host >= on_gpu.held
+    if not (zero.stage == 1 and zero.fp32_gradients):  # DeepSpeed then has another optimiser on the GPU
+        assert on_host.held + on_host.host >= on_gpu.held
 
 
 @given(PARAMETERS, st.integers(2, 64))
 def test_each_stage_holds_no_more_than_the_one_before(parameters: int, ranks: int) -> None:
     held = [model_states(parameters, Zero(stage, ranks)).held for stage in (0, 1, 2, 3)]
     assert held == sorted(held, reverse=True)
+
+
+def test_gradients_in_32_bits_of_stage_1_are_whole_and_next_to_those_in_16() -> None:
+    """DeepSpeed's BF16_Optimizer allocates them for the whole model, and its step uses them in place."""
+    zero = Zero(1, 8, fp32_gradients=True)
+    found = model_states(8_000_000_000, zero)
+    assert (found.gradients, found.step) == (6 * 8_000_000_000, 0)
+    in_16_bits = model_states(8_000_000_000, replace(zero, fp32_gradients=False))
+    assert (in_16_bits.gradients, in_16_bits.step) == (2 * 8_000_000_000, 4 * 1_000_000_000)
+    on_host = model_states(8_000_000_000, replace(zero, offload=True))
+    assert on_host.gradients == 2 * 8_000_000_000, "with the optimiser on the host DeepSpeed has another one"
 
 
 @given(PARAMETERS, ZEROS)
