@@ -122,7 +122,8 @@ def assess(
         problems.append(refusal)
     if ours:
         _fill(run, nodes, ours, per_role, engine)
-        _add_sync(nodes, _sync_size(run, shapes[run.engine_model], variables))
+        unmapped = engine.cache if engine and run.engine_sleeps else 0  # a sync wakes up the weights alone
+        _add_sync(nodes, _sync_size(run, shapes[run.engine_model], variables) - unmapped)
         if env_vars.sync_sparse(variables) == "on":
             senders = _senders(run, ours, env_vars.sync_sources(variables))
             _add_kept(nodes, ours, senders, BYTES_16BIT * shapes[run.engine_model].total)
@@ -237,7 +238,10 @@ def _sync_size(run: Run, shape: Shape, variables: Mapping[str, str]) -> int:
 
 
 def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
-    """Add the ``size`` bytes of a sync to the GPUs of engines; of shared ones the trainer has the buckets."""
+    """Add the ``size`` bytes of a sync to the GPUs of engines; of shared ones the trainer has the buckets.
+
+    It is negative if what a sync needs is less than what an engine has unmapped.
+    """
     for gpu in (gpu for node in nodes for gpu in node.gpus):
         if any(name.startswith("engine") for name in gpu.holds):
             gpu.syncing = gpu.generating + size

@@ -109,6 +109,18 @@ def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyP
     ).problems
 
 
+def test_a_sync_of_engines_that_sleep_needs_no_kv_cache() -> None:
+    """It wakes up their weights alone."""
+    planned = run("big", engines=Engines(2, 4, "actor"), utilization=0.5)
+    cluster = uniform_machines(1, 8, 80, 64, 2000)
+    awake, asleep = (
+        assess(replace(planned, engine_sleeps=sleeps), cluster, SHAPES) for sleeps in (False, True)
+    )
+    assert asleep.engine is not None
+    saved = awake.nodes[0].gpus[0].syncing - asleep.nodes[0].gpus[0].syncing
+    assert saved == asleep.engine.cache > 20 * GIB
+
+
 def test_nodes_of_engines_and_the_sender_keep_the_weights_that_changes_apply_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
