@@ -108,13 +108,15 @@ def assess(
     """Assess ``run`` on ``machines``; ``shapes`` by the name of the model, ``variables`` those of the run."""
     free = [machine.free for machine in machines]
     per_role = needs(run, shapes)
-    smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
-    engine = engine_cache(run, shapes, smallest)
     contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
     contradictions += _too_long(run, shapes[run.engine_model], variables)
     problems = list(contradictions)
     allow_straddle = env_vars.flag(env_vars.ALLOW_STRADDLE, variables)
     ours, upstream, refusal = _placed(run, free, shapes, allow_straddle)
+    smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
+    of_engines = {machines[index].gpu_memory for places in (ours.engines if ours else ()) for index in places}
+    size = min(of_engines, default=smallest)
+    engine = engine_cache(run, shapes, size)
     nodes = [
         PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
     ]
@@ -128,7 +130,7 @@ def assess(
             senders = _senders(run, ours, env_vars.sync_sources(variables))
             _add_kept(nodes, ours, senders, BYTES_16BIT * shapes[run.engine_model].total)
         problems += _too_small(nodes)
-    if engine and smallest and not engine.fits:
+    if engine and size and not engine.fits:
         problems.append(
             f"an engine's KV cache has room for {engine.tokens} tokens, but one sequence has {run.length}: "
             f"of {engine.budget / GIB:.1f} GiB per GPU, the weights need {engine.weights / GIB:.1f} and the "
@@ -146,7 +148,7 @@ def assess(
         run=run,
         nodes=nodes,
         needs=per_role,
-        engine=engine if smallest else None,
+        engine=engine if size else None,
         ours=ours,
         upstream=upstream,
         problems=tuple(problems),
@@ -368,7 +370,8 @@ def _different_gpus(machines: Sequence[Machine]) -> list[str]:
         return []
     shown = ", ".join(f"{count} with {kind or 'unknown ones'}" for kind, count in kinds.most_common())
     return [
-        f"nodes have different GPUs ({shown}): engines are sized for the smallest, and wait for the slowest"
+        f"nodes have different GPUs ({shown}): engines are sized for the smallest that they use, and "
+        "wait for the slowest"
     ]
 
 

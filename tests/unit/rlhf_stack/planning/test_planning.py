@@ -840,6 +840,20 @@ def test_nodes_with_different_gpus_are_seen(tmp_path: Path) -> None:
     assert not any("different GPUs" in note for note in assess(run(), same, SHAPES).notes)
 
 
+def test_engines_are_sized_for_the_smallest_gpu_that_they_use() -> None:
+    """The weights of 7.6 B parameters do not fit on 16 GiB, where only the actor is."""
+    machines = [Machine("a", 4, 64, 80 * GIB), Machine("b", 8, 64, 16 * GIB)]
+    planned = run("big", engines=Engines(4, 1), zero=Zero(3, 1, offload=True))
+    found = assess(planned, machines, SHAPES)
+    assert not found.problems
+    assert found.engine == assess(planned, uniform_machines(2, 8, 80, 64, 0), SHAPES).engine
+    swapped = [replace(machines[0], gpu_memory=16 * GIB), replace(machines[1], gpu_memory=80 * GIB)]
+    assert any("an engine's KV cache" in problem for problem in assess(planned, swapped, SHAPES).problems)
+    unplaced = assess(run("big", engines=Engines(8, 1), zero=planned.zero), machines, SHAPES)
+    assert unplaced.refusal
+    assert any("an engine's KV cache" in problem for problem in unplaced.problems)
+
+
 def test_the_type_of_a_ray_node_is_that_of_its_resource() -> None:
     table = [
         {
