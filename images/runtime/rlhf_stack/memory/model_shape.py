@@ -1,19 +1,19 @@
 """The dimensions of a model that determine its memory, from its config.json or from text.
 
-The number of parameters is read from the safetensors files next to the config.json, or given in the text, or
-computed by `families`.
+The number of parameters is read from the safetensors files that transformers loads from the folder of the
+config.json, or given in the text, or computed by `families`.
 """
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs import numbers
-from rlhf_stack.inputs.files import parse_json_object, read_json_object
+from rlhf_stack.inputs.files import parse_json_object, read_config, read_json_object
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import families
 
@@ -31,9 +31,10 @@ LENGTHS = ("max_position_embeddings", "n_positions")
 UNSCALED = ("su", "longrope", "llama3")  # rotary embeddings whose scaling the length includes
 VISION = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14, "spatial_merge_size": 2, "depth": 32}
 VISION |= {"intermediate_size": 3420}  # of Qwen2.5-VL, whose config.json omits its defaults
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
 MOST_PARAMETERS, MOST_SIZE = 10**15, 10**9  # of a model, and of one of its dimensions
-LIMIT = 100_000_000  # bytes: maximum length of the header
+LIMIT = 100_000_000  # bytes: maximum length of the header, and of an index
 
 
 class ShapeError(UserError):
@@ -114,7 +115,7 @@ def read_shape(path: Path) -> Shape:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = read_json_object(file)
-        stored = sum(_stored(weights) for weights in sorted(file.parent.glob("*.safetensors")))
+        stored = sum(_stored(weights) for weights in _loaded(file.parent))
     except UserError as error:
         raise ShapeError(str(error)) from None
     return shape_from_config(config, str(file), stored)
@@ -313,6 +314,23 @@ def _size(config: Mapping[str, Any], name: str, key: str) -> int:
 def _optional(config: Mapping[str, Any], name: str, key: str) -> int:
     """A dimension that a config may omit, or have as null or 0; then 0."""
     return _size(config, name, key) if config.get(key) else 0
+
+
+def _loaded(folder: Path) -> Iterable[Path]:
+    """The safetensors files that transformers loads from ``folder``; none if one of the index is missing.
+
+    Others there may hold the same weights again, such as Mistral's ``consolidated.safetensors``.
+    """
+    files = {file.name: file for file in sorted(folder.glob("*.safetensors"))}
+    if WHOLE in files:
+        return [files[WHOLE]]
+    if not (index := folder / INDEX).exists():
+        return files.values()
+    parts = parse_json_object(read_config(index, LIMIT), str(index)).get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise ShapeError(f"{index}: weight_map is not an object with the name of a file for each parameter")
+    named = set(parts.values())
+    return [files[part] for part in named] if named <= files.keys() else ()
 
 
 def _stored(file: Path) -> int:

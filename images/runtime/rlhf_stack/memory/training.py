@@ -72,13 +72,15 @@ def model_states(parameters: int, zero: Zero, trained: int | None = None) -> Mod
     optimizer = BYTES_32BIT * own * (1 + MOMENTS)
     gradient_bytes = BYTES_32BIT if zero.fp32_gradients else BYTES_16BIT
     gradients = BYTES_16BIT * trained if zero.stage == 1 else gradient_bytes * own
+    # Of DeepSpeed's BF16_Optimizer: gradients in 32 bits too, neither sharded nor copied for a step.
+    summed = BYTES_32BIT * trained if zero.stage == 1 and zero.fp32_gradients and not zero.offload else 0
     bucket = BYTES_16BIT * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
     buffers = bucket + _live(parameters, zero)
     if zero.offload:
         on_gpu = 0 if zero.stage == 3 else gradients
         return ModelStates(weights, on_gpu, 0, buffers, 0, optimizer + (BYTES_32BIT + BYTES_16BIT) * own)
-    step = BYTES_32BIT * (min(own, SUBGROUP) if zero.stage == 3 else own)
-    return ModelStates(weights, gradients, optimizer, buffers, step)
+    step = 0 if summed else BYTES_32BIT * (min(own, SUBGROUP) if zero.stage == 3 else own)
+    return ModelStates(weights, gradients + summed, optimizer, buffers, step)
 
 
 def _weights(parameters: int, zero: Zero) -> int:

@@ -1,5 +1,6 @@
 """The placement request of an OpenRLHF run, from its arguments."""
 
+import math
 from typing import Any
 
 from rlhf_stack import sync
@@ -13,11 +14,46 @@ CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to start, and holds n
 def request_of(args: Any) -> tuple[Request, dict[str, str]]:
     """Return the request of ``train_ppo_ray`` and the group of each role (OpenRLHF 0.11 or 0.5).
 
-    `UserError` if engines could not load the weights of the run's LoRA adapters.
+    `UserError` if engines could not load the weights of the run's LoRA adapters, or if the sizes of roles do
+    not suit the GPUs that they share.
     """
     if obstacle := sync.lora_obstacle(args):
         raise UserError(f"LoRA does not work with {obstacle}")
-    return _flat(args) if hasattr(args, "actor_num_nodes") else _sections(args)
+    request, roles = _flat(args) if hasattr(args, "actor_num_nodes") else _sections(args)
+    _check_shared(args, roles)
+    return request, roles
+
+
+def _check_shared(args: Any, roles: dict[str, str]) -> None:
+    """Raise `UserError` where OpenRLHF asserts equal sizes after its start, or would run out of bundles.
+
+    It also compares the critic with a reward model that the run does not have.
+    """
+    pairs = [("actor", "ref")] if roles.get("ref") == "actor" else []
+    if "critic" in roles and getattr(args, "train", args).colocate_critic_reward:
+        pairs.append(("critic", "reward"))
+    for pair in pairs:
+        sizes = ["{} x {}".format(*_size(args, role)) for role in pair]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"{' and '.join(pair)} share GPUs but have {' and '.join(sizes)} GPUs: "
+                "give both the same number of nodes, and of GPUs on each"
+            )
+    for role, group in roles.items():
+        ranks, gpus = (math.prod(_size(args, name)) for name in (role, group))
+        if ranks > gpus:
+            raise UserError(
+                f"{role} has {ranks} ranks but shares the {gpus} GPUs of {group}: give it at most {gpus}"
+            )
+
+
+def _size(args: Any, role: str) -> tuple[int, int]:
+    """The number of nodes of ``role``, and of its GPUs on each."""
+    if not hasattr(args, "actor_num_nodes"):
+        own = getattr(args, role)
+        return own.num_nodes, own.num_gpus_per_node
+    kind = role.rstrip(DIGITS)
+    return getattr(args, f"{kind}_num_nodes"), getattr(args, f"{kind}_num_gpus_per_node")
 
 
 def _sections(args: Any) -> tuple[Request, dict[str, str]]:
@@ -35,7 +71,7 @@ def _sections(args: Any) -> tuple[Request, dict[str, str]]:
     if has_reward:
         alone = "actor" if train.colocate_all else "reward"
         roles["reward"] = "critic" if has_critic and train.colocate_critic_reward else alone
-    groups = tuple(_group(args, name) for name in dict.fromkeys(roles.values()))
+    groups = tuple(Group(name, *_size(args, name)) for name in dict.fromkeys(roles.values()))
     engines = None
     if args.vllm.num_engines:
         shares = "actor" if train.colocate_all and not train.async_enable else None
@@ -67,9 +103,7 @@ def _flat(args: Any) -> tuple[Request, dict[str, str]]:
     shared |= {"critic"} if pair else set()
     groups = []
     for name in dict.fromkeys(roles.values()):
-        nodes, gpus = (
-            getattr(args, f"{name.rstrip(DIGITS)}_num_{what}") for what in ("nodes", "gpus_per_node")
-        )
+        nodes, gpus = _size(args, name)
         groups.append(Group(name, nodes, gpus, strict_spread=gpus > 1 or name in shared))
     engines = None
     if args.vllm_num_engines:
@@ -84,8 +118,3 @@ def upstream_order(args: Any) -> list[str]:
     first = ["actor"] if args.train.colocate_actor_ref or args.train.colocate_all else []
     engines = [ENGINES] if request.engines and not request.engines.shares else []
     return list(dict.fromkeys([*first, *engines, *roles.values()]))
-
-
-def _group(args: Any, role: str) -> Group:
-    own = getattr(args, role)
-    return Group(role, own.num_nodes, own.num_gpus_per_node)

@@ -9,7 +9,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.inputs.text import first_names
 from rlhf_stack.memory import KvCache, Shape, reload_memory, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
-from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Role, Run, undivided
+from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, Role, Run, undivided
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, Request, plan
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
@@ -108,13 +108,15 @@ def assess(
     """Assess ``run`` on ``machines``; ``shapes`` by the name of the model, ``variables`` those of the run."""
     free = [machine.free for machine in machines]
     per_role = needs(run, shapes)
-    smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
-    engine = engine_cache(run, shapes, smallest)
     contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
     contradictions += _too_long(run, shapes[run.engine_model], variables)
     problems = list(contradictions)
     allow_straddle = env_vars.flag(env_vars.ALLOW_STRADDLE, variables)
     ours, upstream, refusal = _placed(run, free, shapes, allow_straddle)
+    smallest = min((machine.gpu_memory for machine in machines if machine.gpus), default=0)
+    of_engines = {machines[index].gpu_memory for places in (ours.engines if ours else ()) for index in places}
+    size = min(of_engines, default=smallest)
+    engine = engine_cache(run, shapes, size)
     nodes = [
         PlannedNode(machine, [PlannedGpu(index) for index in range(machine.gpus)]) for machine in machines
     ]
@@ -122,12 +124,13 @@ def assess(
         problems.append(refusal)
     if ours:
         _fill(run, nodes, ours, per_role, engine)
-        _add_sync(nodes, _sync_size(run, shapes[run.engine_model], variables))
+        unmapped = engine.cache if engine and run.engine_sleeps else 0  # a sync wakes up the weights alone
+        _add_sync(nodes, _sync_size(run, shapes[run.engine_model], variables) - unmapped)
         if env_vars.sync_sparse(variables) == "on":
             senders = _senders(run, ours, env_vars.sync_sources(variables))
             _add_kept(nodes, ours, senders, BYTES_16BIT * shapes[run.engine_model].total)
         problems += _too_small(nodes)
-    if engine and smallest and not engine.fits:
+    if engine and size and not engine.fits:
         problems.append(
             f"an engine's KV cache has room for {engine.tokens} tokens, but one sequence has {run.length}: "
             f"of {engine.budget / GIB:.1f} GiB per GPU, the weights need {engine.weights / GIB:.1f} and the "
@@ -145,7 +148,7 @@ def assess(
         run=run,
         nodes=nodes,
         needs=per_role,
-        engine=engine if smallest else None,
+        engine=engine if size else None,
         ours=ours,
         upstream=upstream,
         problems=tuple(problems),
@@ -211,14 +214,22 @@ def _fill(
 
 
 def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | None) -> None:
-    """Compute the peak of a GPU: its roles hold memory at the same time, but compute sequentially."""
+    """Compute the peak of a GPU: its roles hold memory at the same time, but compute sequentially.
+
+    Exceptions in training: actor and critic train at once, or, if they sleep, hold their states in turn.
+    """
     contexts = CONTEXT * (len(roles) + (1 if engine else 0))
     budget = engine.budget if engine else 0
     awake = 0 if run.engine_sleeps else budget
-    gpu.generating = CONTEXT * len(roles) + budget + sum(need.asleep for need in roles)
-    if roles:
+    asleep = sum(need.asleep for need in roles)
+    gpu.generating = CONTEXT * len(roles) + budget + asleep
+    if roles and run.trainer_sleeps:
+        gpu.training = contexts + awake + asleep
+        gpu.training += max(need.held - need.asleep + need.working for need in roles)
+    elif roles:
+        at_once = sum(need.working for need in roles if need.role in (ACTOR, CRITIC))
         gpu.training = contexts + awake + sum(need.held for need in roles)
-        gpu.training += max(need.working for need in roles)
+        gpu.training += max(at_once, *(need.working for need in roles))
 
 
 def _sync_size(run: Run, shape: Shape, variables: Mapping[str, str]) -> int:
@@ -229,7 +240,10 @@ def _sync_size(run: Run, shape: Shape, variables: Mapping[str, str]) -> int:
 
 
 def _add_sync(nodes: Sequence[PlannedNode], size: int) -> None:
-    """Add the ``size`` bytes of a sync to the GPUs of engines; of shared ones the trainer has the buckets."""
+    """Add the ``size`` bytes of a sync to the GPUs of engines; of shared ones the trainer has the buckets.
+
+    It is negative if what a sync needs is less than what an engine has unmapped.
+    """
     for gpu in (gpu for node in nodes for gpu in node.gpus):
         if any(name.startswith("engine") for name in gpu.holds):
             gpu.syncing = gpu.generating + size
@@ -282,16 +296,8 @@ def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
 
 
 def _mismatches(run: Run) -> list[str]:
-    """Check sizes that must match for roles that share GPUs; upstream checks them only after the start."""
-    ranks = {role.name: role for role in run.roles}
+    """Check the ranks of each role, of which DeepSpeed complains only after the start."""
     found = list(undivided(run))
-    for one, other in ((ACTOR, REF), (CRITIC, REWARD)):
-        together = {one, other} <= ranks.keys() and ranks[one].group == ranks[other].group == one
-        if together and ranks[one].ranks != ranks[other].ranks:
-            found.append(
-                f"{one} and {other} share GPUs but have {ranks[one].ranks} and {ranks[other].ranks} ranks: "
-                "give both the same number of nodes and GPUs"
-            )
     for role in run.roles:
         step = optimizer_step(run, role)
         if role.trained and run.tokens is None and run.batch % step:
@@ -364,7 +370,8 @@ def _different_gpus(machines: Sequence[Machine]) -> list[str]:
         return []
     shown = ", ".join(f"{count} with {kind or 'unknown ones'}" for kind, count in kinds.most_common())
     return [
-        f"nodes have different GPUs ({shown}): engines are sized for the smallest, and wait for the slowest"
+        f"nodes have different GPUs ({shown}): engines are sized for the smallest that they use, and "
+        "wait for the slowest"
     ]
 
 

@@ -29,8 +29,8 @@ class Need:
     """The bytes that one rank of a role needs, and the number of ``parameters`` of its model.
 
     ``activations`` and ``buffers`` exist during a pass, ``step`` during an optimiser step. ``asleep`` is held
-    on the GPU while engines generate; ``host`` and ``loading`` are on the host, ``loading`` only until the
-    weights are on the GPU.
+    on the GPU while the role does not train; ``host`` and ``loading`` are on the host, ``loading`` only until
+    the weights are on the GPU.
     """
 
     role: str
@@ -47,7 +47,7 @@ class Need:
 
     @property
     def held(self) -> int:
-        """Bytes held while other roles on the GPU compute."""
+        """Bytes held while the role is awake."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -68,7 +68,8 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
     if role.name == ACTOR and run.ema:
         copy = BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own)
         weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
-    sleeping = found.optimizer + found.gradients if run.trainer_sleeps and role.trained else 0
+    moves = run.trainer_sleeps and role.trained and not zero.offload  # OpenRLHF skips an offloaded optimiser
+    sleeping = found.optimizer + found.gradients if moves else 0
     return Need(
         role=role.name,
         parameters=parameters,

@@ -157,6 +157,49 @@ def test_stored_weights_are_counted_and_go_before_the_formula(tmp_path: Path) ->
     assert not read_shape(tmp_path).estimated
 
 
+def folder_with_weights(folder: Path, weight_map: Any, *names: str) -> Path:
+    """A model's folder: 30,000 parameters in each file of ``names``, and an index unless it is None."""
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 2}))
+    for name in names:
+        safetensors(folder / f"{name}.safetensors", {"a": [30_000]})
+    if weight_map is not None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+FIRST, SECOND = "model-1.safetensors", "model-2.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "names", "parameters"),
+    [
+        ({"a": FIRST, "b": SECOND, "c": SECOND}, ("model-1", "model-2", "consolidated"), 60_000),
+        ({f"layer.{number:060}": FIRST for number in range(60_000)}, ("model-1", "consolidated"), 30_000),
+        (None, ("model", "consolidated"), 30_000),
+        (None, ("model-1", "model-2"), 60_000),
+    ],
+    ids=["an index", "an index of 6 MB", "one file", "no index"],
+)
+def test_a_second_copy_of_the_weights_is_not_counted(
+    tmp_path: Path, weight_map: Any, names: tuple[str, ...], parameters: int
+) -> None:
+    """Repositories of Mistral have consolidated.safetensors too, which transformers and vLLM do not load."""
+    assert read_shape(folder_with_weights(tmp_path, weight_map, *names)).total == parameters
+
+
+@pytest.mark.parametrize("other", [SECOND, "..", "/etc/passwd", "../model-1.safetensors"])
+def test_weights_that_are_not_all_there_are_computed(tmp_path: Path, other: str) -> None:
+    """The index names a file that is not in the folder, whatever it is."""
+    folder = folder_with_weights(tmp_path, {"a": FIRST, "b": other}, "model-1", "consolidated")
+    assert read_shape(folder) == shape_from_config(LLAMA | {"vocab_size": 2})
+
+
+@pytest.mark.parametrize("weight_map", [[FIRST], {"a": [FIRST]}, {"a": None}, "x"])
+def test_an_index_that_names_no_files_is_an_error(tmp_path: Path, weight_map: Any) -> None:
+    with pytest.raises(ShapeError, match=r"model.safetensors.index.json: weight_map is not an object"):
+        read_shape(folder_with_weights(tmp_path, weight_map, "model-1"))
+
+
 @pytest.mark.parametrize(
     ("content", "error"),
     [
@@ -287,13 +330,25 @@ def test_the_optimiser_is_on_the_gpu_or_on_the_host_and_nothing_is_lost(paramete
     on_host = model_states(parameters, replace(zero, offload=True))
     assert on_gpu.host == 0
     assert on_host.held <= on_gpu.held
-    assert on_host.held + on_host.host >= on_gpu.held
+    if not (zero.stage == 1 and zero.fp32_gradients):  # DeepSpeed then has another optimiser on the GPU
+        assert on_host.held + on_host.host >= on_gpu.held
 
 
 @given(PARAMETERS, st.integers(2, 64))
 def test_each_stage_holds_no_more_than_the_one_before(parameters: int, ranks: int) -> None:
     held = [model_states(parameters, Zero(stage, ranks)).held for stage in (0, 1, 2, 3)]
     assert held == sorted(held, reverse=True)
+
+
+def test_gradients_in_32_bits_of_stage_1_are_whole_and_next_to_those_in_16() -> None:
+    """DeepSpeed's BF16_Optimizer allocates them for the whole model, and its step uses them in place."""
+    zero = Zero(1, 8, fp32_gradients=True)
+    found = model_states(8_000_000_000, zero)
+    assert (found.gradients, found.step) == (6 * 8_000_000_000, 0)
+    in_16_bits = model_states(8_000_000_000, replace(zero, fp32_gradients=False))
+    assert (in_16_bits.gradients, in_16_bits.step) == (2 * 8_000_000_000, 4 * 1_000_000_000)
+    on_host = model_states(8_000_000_000, replace(zero, offload=True))
+    assert on_host.gradients == 2 * 8_000_000_000, "with the optimiser on the host DeepSpeed has another one"
 
 
 @given(PARAMETERS, ZEROS)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.request import request_of, upstream_order
 from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
 
@@ -116,3 +117,79 @@ def test_remote_reward_of_0_5_needs_a_cpu_and_no_group() -> None:
     request, roles = request_of(flat(remote_rm_url=["http://rewards"], vllm_num_engines=0))
     assert (request.engines, request.spare_cpus) == (None, 1)
     assert set(roles) == {"actor", "ref", "critic"}
+
+
+PAIR = {"colocate_critic_reward": True}
+MISMATCH = (
+    "{} and {} share GPUs but have {} and {} GPUs: give both the same number of nodes, and of GPUs on each"
+)
+
+
+@pytest.mark.parametrize(
+    ("train", "sizes", "kl", "refused"),
+    [
+        ({}, {"ref": (1, 8)}, 0.1, ""),
+        (
+            {"colocate_actor_ref": True},
+            {"ref": (1, 8)},
+            0.1,
+            MISMATCH.format("actor", "ref", "2 x 4", "1 x 8"),
+        ),
+        ({"colocate_all": True}, {"ref": (2, 2)}, 0.1, MISMATCH.format("actor", "ref", "2 x 4", "2 x 2")),
+        ({"colocate_all": True}, {"ref": (1, 8)}, 0, ""),
+        (PAIR, {"reward": (2, 1)}, 0.1, MISMATCH.format("critic", "reward", "1 x 2", "2 x 1")),
+        ({"colocate_all": True}, {"critic": (1, 8)}, 0.1, ""),
+        (
+            {"colocate_all": True},
+            {"critic": (2, 8)},
+            0.1,
+            "critic has 16 ranks but shares the 8 GPUs of actor: give it at most 8",
+        ),
+        (
+            {"colocate_all": True},
+            {"reward": (3, 3)},
+            0.1,
+            "reward has 9 ranks but shares the 8 GPUs of actor: give it at most 8",
+        ),
+        ({"colocate_all": True} | PAIR, {"critic": (2, 8), "reward": (2, 8)}, 0.1, ""),
+    ],
+    ids=str,
+)
+def test_sizes_that_openrlhf_asserts_for_shared_gpus(
+    train: dict[str, bool], sizes: dict[str, tuple[int, int]], kl: float, refused: str
+) -> None:
+    """Such runs fitted, and ended at their start. Fewer ranks of critic or reward than of the actor work."""
+    args = arguments(**train)
+    args.algo.kl.init_coef = kl
+    for name, size in sizes.items():
+        setattr(args, name, role(*size))
+    if not refused:
+        request_of(args)
+        return
+    with pytest.raises(UserError) as raised:
+        request_of(args)
+    assert str(raised.value) == refused
+
+
+def test_a_pair_is_compared_with_a_reward_model_that_is_remote() -> None:
+    """OpenRLHF compares its flags, here the default of 8 GPUs, though it starts no such model."""
+    args = arguments(**PAIR)
+    args.reward = role(1, 8)
+    args.reward.remote_url = "http://rewards"
+    with pytest.raises(UserError, match="critic and reward share GPUs but have 1 x 2 and 1 x 8 GPUs"):
+        request_of(args)
+    args.critic.model_name_or_path = None
+    assert "critic" not in request_of(args)[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"colocate_actor_ref": True, "ref_num_nodes": 1, "ref_num_gpus_per_node": 8}, "2 x 4 and 1 x 8"),
+        (PAIR | {"reward_num_gpus_per_node": 2}, "1 x 1 and 1 x 2"),
+        (PAIR | {"reward_num_gpus_per_node": 2, "remote_rm_url": ["http://rewards"]}, "1 x 1 and 1 x 2"),
+    ],
+)
+def test_sizes_that_0_5_asserts_for_shared_gpus(changes: dict[str, Any], refused: str) -> None:
+    with pytest.raises(UserError, match=f"share GPUs but have {refused} GPUs"):
+        request_of(flat(**changes))

@@ -34,7 +34,8 @@ def test_separate_roles_have_separate_gpus() -> None:
 
 
 def test_colocated_roles_count_once() -> None:
-    run = run_of("0.5.1", flat(colocate_actor_ref=True, colocate_critic_reward=True))
+    sizes = {"ref_num_nodes": 2, "ref_num_gpus_per_node": 4, "reward_num_gpus_per_node": 4}
+    run = run_of("0.5.1", flat(colocate_actor_ref=True, colocate_critic_reward=True, **sizes))
     assert run.request.size == 8 + 4 + 8
     assert {role.name: role.group for role in run.roles} == {
         "actor": "actor",

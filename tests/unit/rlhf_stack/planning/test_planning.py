@@ -24,6 +24,7 @@ from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, d
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
+from rlhf_stack.planning.memory_needs import CONTEXT
 from rlhf_stack.planning.tuning import ALLOCATOR, FLASH, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
 
@@ -32,6 +33,7 @@ from tests.unit.openrlhf_arguments import sections
 QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_heads:4,vocabulary:152064")
 SMALL = parse_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
 SHAPES = {"big": QWEN_7B, "small": SMALL}
+MODELS = [f"{role}-model" for role in ("actor", "ref", "critic", "reward")]  # of `sections`
 
 
 def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **changes: Any) -> Run:
@@ -107,6 +109,18 @@ def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyP
     ).problems
 
 
+def test_a_sync_of_engines_that_sleep_needs_no_kv_cache() -> None:
+    """It wakes up their weights alone."""
+    planned = run("big", engines=Engines(2, 4, "actor"), utilization=0.5)
+    cluster = uniform_machines(1, 8, 80, 64, 2000)
+    awake, asleep = (
+        assess(replace(planned, engine_sleeps=sleeps), cluster, SHAPES) for sleeps in (False, True)
+    )
+    assert asleep.engine is not None
+    saved = awake.nodes[0].gpus[0].syncing - asleep.nodes[0].gpus[0].syncing
+    assert saved == asleep.engine.cache > 20 * GIB
+
+
 def test_nodes_of_engines_and_the_sender_keep_the_weights_that_changes_apply_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -152,6 +166,29 @@ def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
     moved = awake.needs["actor"].optimizer + awake.needs["actor"].gradients
     assert awake.nodes[0].gpus[0].generating - asleep.nodes[0].gpus[0].generating == moved
     assert asleep.nodes[0].memory_running - awake.nodes[0].memory_running == 8 * moved
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_actor_and_critic_train_at_once_or_hold_their_states_in_turn(sleeps: bool) -> None:
+    """OpenRLHF starts both trainings at once, but with --ds.enable_sleep one after the other."""
+    asked = {"ds__adam_offload": False, "ds__enable_sleep": sleeps, "vllm__enable_sleep": True}
+    planned = run_of("0.11.2", sections(train__colocate_all=True, **asked))
+    found = assess(planned, uniform_machines(1, 8, 80, 64, 2000), dict.fromkeys(MODELS, SMALL))
+    actor, ref, critic, reward = (found.needs[name] for name in ("actor", "ref", "critic", "reward"))
+    processes = 5 * CONTEXT + ref.weights + reward.weights
+    whole = [role.held + role.working for role in (actor, critic)]
+    in_turn = max(whole[0] + critic.weights, whole[1] + actor.weights)
+    assert found.nodes[0].gpus[0].training == processes + (in_turn if sleeps else sum(whole))
+
+
+def test_a_trainer_whose_optimiser_is_on_the_host_moves_nothing_there_to_sleep() -> None:
+    """OpenRLHF then leaves its gradients on the GPU, which ZeRO-2 has there."""
+    planned = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True, zero=Zero(2, 1, offload=True))
+    awake, asleep = (
+        assess(replace(planned, trainer_sleeps=sleeps), uniform_machines(1, 8, 80, 64, 2000), SHAPES)
+        for sleeps in (False, True)
+    )
+    assert awake.needs == asleep.needs
 
 
 def test_what_cannot_be_placed_is_a_problem_with_the_planners_reason() -> None:
@@ -249,15 +286,6 @@ def test_the_memory_of_a_sync_follows_the_variables_of_the_run(monkeypatch: pyte
     sparse = memory(**{env_vars.SYNC_SPARSE: "on"})
     one = memory(**{env_vars.SYNC_SPARSE: "on", env_vars.SYNC_SOURCES: "1"})
     assert plain[1] != sparse[1] != one[1]
-
-
-def test_roles_that_share_gpus_must_be_of_one_size() -> None:
-    planned = run()
-    uneven = replace(planned, roles=(planned.roles[0], replace(planned.roles[1], ranks=4)))
-    assert (
-        "actor and ref share GPUs but have 8 and 4 ranks"
-        in assess(uneven, uniform_machines(2, 8, 80, 64, 0), SHAPES).problems[0]
-    )
 
 
 def test_an_unknown_memory_is_a_note_and_not_a_verdict() -> None:
@@ -810,6 +838,20 @@ def test_nodes_with_different_gpus_are_seen(tmp_path: Path) -> None:
     assert "node-2: 8 GPUs L40S" in shown(found, machines)
     same = uniform_machines(2, 8, 80, 64, 500)
     assert not any("different GPUs" in note for note in assess(run(), same, SHAPES).notes)
+
+
+def test_engines_are_sized_for_the_smallest_gpu_that_they_use() -> None:
+    """The weights of 7.6 B parameters do not fit on 16 GiB, where only the actor is."""
+    machines = [Machine("a", 4, 64, 80 * GIB), Machine("b", 8, 64, 16 * GIB)]
+    planned = run("big", engines=Engines(4, 1), zero=Zero(3, 1, offload=True))
+    found = assess(planned, machines, SHAPES)
+    assert not found.problems
+    assert found.engine == assess(planned, uniform_machines(2, 8, 80, 64, 0), SHAPES).engine
+    swapped = [replace(machines[0], gpu_memory=16 * GIB), replace(machines[1], gpu_memory=80 * GIB)]
+    assert any("an engine's KV cache" in problem for problem in assess(planned, swapped, SHAPES).problems)
+    unplaced = assess(run("big", engines=Engines(8, 1), zero=planned.zero), machines, SHAPES)
+    assert unplaced.refusal
+    assert any("an engine's KV cache" in problem for problem in unplaced.problems)
 
 
 def test_the_type_of_a_ray_node_is_that_of_its_resource() -> None:
