@@ -111,12 +111,15 @@ def rollout_seed(seed: int, rank: int) -> int | None:
     return rollout.next(f"rank {rank}")
 
 
-def seed_prompt(prompt: str, parameters: Any) -> Any:
-    """Return vLLM's ``SamplingParams`` with the base of the prompt's seeds, if runs must be repeatable."""
+def seed_prompt(prompt: Any, parameters: Any) -> Any:
+    """Return vLLM's ``SamplingParams`` with the base of the prompt's seeds, if runs must be repeatable.
+
+    A prompt that an agent interprets may be any object.
+    """
     if not env_vars.flag(env_vars.REPEATABLE) or parameters.seed is not None:
         return parameters
     seeded = copy.copy(parameters)
-    seeded.extra_args = (parameters.extra_args or {}) | {BASE: rollout.next(prompt)}
+    seeded.extra_args = (parameters.extra_args or {}) | {BASE: rollout.next(str(prompt))}
     return seeded
 
 

@@ -56,7 +56,7 @@ def merge_answers(parts: Sequence[Sequence[int]], answers: Sequence[Sequence[Res
 
 
 def assign_prompts(
-    engines: list[Any], prompts: Sequence[str], tokenizer: Any, parameters: Any, limit: int, samples: int
+    engines: list[Any], prompts: Sequence[Any], tokenizer: Any, parameters: Any, limit: int, samples: int
 ) -> list[int]:
     """Return the position of the engine of each of ``prompts``, each of which is answered ``samples`` times.
 
@@ -68,7 +68,7 @@ def assign_prompts(
 
 
 def assign_usable(
-    engines: Sequence[Any], prompts: Sequence[str], tokenizer: Any, parameters: Any, limit: int, samples: int
+    engines: Sequence[Any], prompts: Sequence[Any], tokenizer: Any, parameters: Any, limit: int, samples: int
 ) -> list[int]:
     """Return `assign_prompts` without an event, after engines without the trainer's weights were dropped.
 
@@ -77,13 +77,25 @@ def assign_usable(
     while not (busy := _unfinished_work(engines)):
         restarts.send_weights_now(engines)
     loads = [0.0] * len(busy) if env_vars.flag(env_vars.REPEATABLE) else busy
-    lengths = [len(tokens) for tokens in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]]
+    lengths = _lengths(prompts, tokenizer)
     most = [
         max(1, limit - length) if parameters.max_tokens is None else parameters.max_tokens
         for length in lengths
     ]
     work = [samples * (length + answer) for length, answer in zip(lengths, most, strict=True)]
     return assign(work, loads)
+
+
+def _lengths(prompts: Sequence[Any], tokenizer: Any) -> list[int]:
+    """The tokens of the text of each prompt; one that an agent interprets may be any object.
+
+    For models with images ``tokenizer`` is a processor: its first argument is images, and it counts the
+    placeholders in the text.
+    """
+    if hasattr(tokenizer, "image_processor"):
+        tokenizer = tokenizer.tokenizer
+    texts = [prompt if isinstance(prompt, str) else str(prompt) for prompt in prompts]
+    return [len(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def _unfinished_work(engines: Any) -> list[float]:

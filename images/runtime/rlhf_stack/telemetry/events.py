@@ -25,8 +25,10 @@ END_BYTES, MOST_FILES = 1 << 18, 512  # of what `read_recent` reads
 _with_step: dict[str, float] = {}
 
 
-def emit(event: str, **fields: Any) -> None:
+def emit(event: str, /, **fields: Any) -> None:
     """Append one event; ``fields`` are JSON values, of which NaN and infinity become null.
+
+    A field with the name of one that each event has, such as a metric of a user's reward, is dropped.
 
     A full disk or a lost file system does not end the run: events are dropped, with one warning per process.
     """
@@ -46,7 +48,8 @@ def _warn_once(text: str) -> None:
 
 def _append(path: Path, event: str, fields: Mapping[str, Any]) -> None:
     host, pid = socket.gethostname(), os.getpid()
-    line = {"event": event, "time": time.time(), "host": host, "pid": pid} | _finite(fields)
+    own = {"event": event, "time": time.time(), "host": host, "pid": pid}
+    line = own | _finite(fields) | own
     path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path / f"{host}-{pid}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:

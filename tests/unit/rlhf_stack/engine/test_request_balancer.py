@@ -89,6 +89,16 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ]
 
 
+class Processor:
+    """transformers' processor of a model with images, whose first argument is the images."""
+
+    image_processor = None
+    tokenizer = staticmethod(tokenizer)
+
+    def __call__(self, images: object = None, text: object = None, **_: object) -> dict[str, Any]:
+        raise ValueError("Incorrect image source")
+
+
 def assigned(
     engines: list[Any], prompts: list[str], tokens: int | None, limit: int = 128, samples: int = 1
 ) -> list[int]:
@@ -108,6 +118,14 @@ def test_busy_engine_gets_less_unless_the_run_is_repeatable(
 def test_unlimited_answer_may_fill_the_context(engines: list[Any]) -> None:
     found = assigned(engines, ["x", "x" * 99], None, limit=100, samples=4)
     assert found == [1, 1], "each is 4 times 100 tokens at most, and the first engine has 1000"
+
+
+@pytest.mark.parametrize("of", [tokenizer, Processor()], ids=["text", "images"])
+def test_prompts_may_have_images_or_be_an_agents_objects(engines: list[Any], of: Any) -> None:
+    parameters = SimpleNamespace(max_tokens=9)
+    prompts = ["x" * 500, {"task": 3}, ["y"]]
+    found = request_balancer.assign_prompts(engines, prompts, of, parameters, 999, 1)
+    assert found == [1, 1, 1], "the first engine has 1000 tokens"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,14 @@ def test_step_has_numbers_only_and_prefers_the_rollouts_reward(directory: Path) 
     assert "flag" not in event
 
 
+def test_a_metric_with_the_name_of_a_field_of_each_event_is_dropped(directory: Path) -> None:
+    """A reward function may log the latency of its sandbox as "time"."""
+    events.step(7, {"reward": 0.5, "event": 1, "time": 0.3, "pid": 2})
+    (event,) = events.read(directory)
+    assert (event["event"], event["pid"], event["reward"]) == ("step", os.getpid(), 0.5)
+    assert event["time"] > 1e9
+
+
 def _write_many(number: int) -> None:
     for index in range(200):
         events.emit("step", number=number, index=index, filler="x" * 500)
