@@ -188,12 +188,12 @@ def test_a_model_that_transformers_refuses_to_load_with_flash_attention_is_refus
         config._attn_implementation = implementation
         whole = torch.nn.ModuleList([transformers.Llama4ForCausalLM(config)])
         if implementation == "sdpa":
-            varlen_attention.check_model(whole)
+            varlen_attention.check_model(whole, packed=False)
     with pytest.raises(
         varlen_attention.UnsupportedAttentionError, match="Llama4ForCausalLM does not support"
     ):
-        varlen_attention.check_model(whole)
-    varlen_attention.check_model(model(MODELS["grouped queries"], served))
+        varlen_attention.check_model(whole, packed=False)
+    varlen_attention.check_model(model(MODELS["grouped queries"], served), packed=True)
 
 
 def test_queries_of_a_quantized_model_get_the_dtype_that_it_computes_in():

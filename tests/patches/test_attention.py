@@ -33,6 +33,14 @@ for load in (lambda: Actor(str(folder)), lambda: get_llm_for_sequence_regression
         assert "does not support FlashAttention" in str(refused), refused
     else:
         raise AssertionError("a model whose attention FlashAttention does not compute was loaded")
+family._supports_flash_attn, family._is_stateful = True, True
+load()
+try:
+    Actor(str(folder), packing_samples=True)
+except RuntimeError as refused:
+    assert "passes a state from token to token" in str(refused), refused
+else:
+    raise AssertionError("packed samples of a model that passes a state between tokens")
 print("packed samples have the log-probabilities of padded ones, and a critic loads; others are refused")
 """
 

@@ -69,20 +69,23 @@ def implementation(requested: str) -> str:
     return NAME
 
 
-def check_model(model: "torch.nn.Module") -> None:
-    """Refuse a model that transformers does not let use FlashAttention, as it does with flash_attn.
+def check_model(model: "torch.nn.Module", packed: bool) -> None:
+    """Refuse a model that would train with other attention than it was made with.
 
-    Such a model passes what FlashAttention would ignore (indices of sparse attention, chunks). transformers
-    checks only the names of its own implementations.
+    One that transformers does not let use FlashAttention passes what `forward` would ignore (indices of
+    sparse attention, chunks); transformers checks only the names of its own implementations. If samples are
+    ``packed``, layers that pass a state from token to token (linear attention, Mamba) would pass it from one
+    sample to the next, also with flash_attn: their kernels do not get the samples' lengths.
     """
     from transformers import PreTrainedModel
 
-    for part in model.modules():
-        if (
-            isinstance(part, PreTrainedModel)
-            and part.config._attn_implementation == NAME
-            and not part._supports_flash_attn
-        ):
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        if packed and part._is_stateful:
+            raise UnsupportedAttentionError(
+                f"{type(part).__name__} passes a state from token to token, which samples that are packed "
+                "into one row would share: leave out --ds.packing_samples and --train.dynamic_batch_enable"
+            )
+        if part.config._attn_implementation == NAME and not part._supports_flash_attn:
             raise UnsupportedAttentionError(
                 f"{type(part).__name__} does not support FlashAttention: use --ds.attn_implementation "
                 "sdpa or eager, without packing"

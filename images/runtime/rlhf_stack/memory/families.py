@@ -24,6 +24,7 @@ GATED_QUERIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 TIED = ("gemma", "gemma2", "gemma3", "gpt2")  # if the config does not say
 KNOWN = ("llama", "mistral", "mixtral", "gemma", "deepseek_v3", *QKV_BIAS, *HEAD_NORMS, *FOUR_NORMS)
 LINEAR = "linear_attention"
+RECURRENT = {LINEAR, "conv", "mamba"}
 # What transformers takes where the config.json of a family omits it.
 HYBRID = {"full_attention_interval": 4}
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -68,6 +69,24 @@ def linear_layers(read: Read, config: Mapping[str, Any]) -> int:
     if isinstance(kinds, list) and len(kinds) == layers:
         return kinds.count(LINEAR)
     return layers - layers // interval if interval else 0
+
+
+def is_recurrent(read: Read, config: Mapping[str, Any]) -> bool:
+    """Whether layers pass a state from token to token: linear attention, short convolutions, Mamba."""
+    kinds = [config.get(key) for key in ("layer_types", "layers_block_type")]
+    listed = {
+        kind for listed in kinds if isinstance(listed, list) for kind in listed if isinstance(kind, str)
+    }
+    return bool(linear_layers(read, config) or listed & RECURRENT)
+
+
+def special_attention(read: Read, config: Mapping[str, Any], family: str) -> str:
+    """The feature of the attention that torch's FlashAttention does not compute; "" if there is none."""
+    if config.get("attn_logit_softcapping"):
+        return "softcapping of attention scores"
+    if family == "gpt_oss":
+        return "attention sinks"
+    return "sparse or chunked attention" if read("attention_chunk_size") or read("index_topk") else ""
 
 
 def experts(read: Read) -> int:

@@ -32,6 +32,7 @@ UNSCALED = ("su", "longrope", "llama3")  # rotary embeddings whose scaling the l
 VISION = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14, "spatial_merge_size": 2, "depth": 32}
 VISION |= {"intermediate_size": 3420}  # of Qwen2.5-VL, whose config.json omits its defaults
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+NOT_SIZES = ("recurrent", "attention", "estimated")
 HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
 MOST_PARAMETERS, MOST_SIZE = 10**15, 10**9  # of a model, and of one of its dimensions
 LIMIT = 100_000_000  # bytes: maximum length of the header, and of an index
@@ -48,7 +49,8 @@ class Shape:
     ``intermediate`` is the width of the MLP, or of one expert. ``experts`` is 0 for a dense model; each token
     uses ``active`` of them. ``cached_layers`` have a cache that grows with the length, 0: all. ``latent`` is
     what latent attention caches for a token, 0 without it. ``max_length`` is the longest sequence in
-    tokens, 0 if unknown. ``estimated``: the family is not known.
+    tokens, 0 if unknown. ``recurrent``: layers pass a state from token to token. ``attention`` is a feature
+    that torch's FlashAttention does not compute, "" without one. ``estimated``: the family is not known.
     """
 
     layers: int
@@ -67,6 +69,8 @@ class Shape:
     cached_layers: int = 0
     latent: int = 0
     max_length: int = 0
+    recurrent: bool = False
+    attention: str = ""
     estimated: bool = False
 
     @property
@@ -173,6 +177,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         cached_layers=read("num_hidden_layers") - linear if linear else 0,
         latent=(read("kv_lora_rank") + read("qk_rope_head_dim")) if read("kv_lora_rank") else 0,
         max_length=_max_length(config, family),
+        recurrent=families.is_recurrent(read, config),
+        attention=families.special_attention(read, config, family),
         estimated=not stored and family not in families.KNOWN,
     )
     if stored < shape.embedding:  # beside the config.json are only a part of the weights, or an adapter
@@ -235,7 +241,7 @@ REMEDY = (
 
 def parse_shape(text: str) -> Shape:
     """Parse a text such as ``layers:28,hidden:3584,...``; `ShapeError` names the invalid part."""
-    known = [field.name for field in fields(Shape) if field.name != "estimated"]
+    known = [field.name for field in fields(Shape) if field.name not in NOT_SIZES]
     values: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition(":")

@@ -46,6 +46,7 @@ class Run:
     is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
     chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
     on the CPU. ``sync_backend`` is that of the weight sync: nccl, gloo or auto.
+    ``packed``: a row of the trainer has several samples.
     """
 
     release: str
@@ -77,6 +78,7 @@ class Run:
     pairs: int = 1
     can_offload: bool = True
     sync_backend: str = "nccl"
+    packed: bool = False
 
     @property
     def flat(self) -> bool:
@@ -191,6 +193,7 @@ def _sections(release: str, args: Any) -> Run:
         quantized=getattr(args.ds, "load_in_4bit", False),
         asynchronous=args.train.async_enable,
         sync_backend=sync.requested_backend(args),
+        packed=getattr(args.ds, "packing_samples", False) or dynamic,
     )
 
 
@@ -236,6 +239,7 @@ def _flat(release: str, args: Any) -> Run:
         half_precision_logits=True,
         answer=None if args.max_len else args.generate_max_len,
         sync_backend=args.vllm_sync_backend,
+        packed=getattr(args, "packing_samples", False),
         quantized=getattr(args, "load_in_4bit", False),
     )
 
@@ -290,6 +294,7 @@ def _trainer(release: str, program: str, args: Any) -> Run:
         ring=getattr(args.ds, "ring_attn_size", 1),
         lora=args.ds.lora.rank,
         quantized=getattr(args.ds, "load_in_4bit", False),
+        packed=getattr(args.ds, "packing_samples", False),
         pairs=1 if program == SFT else 2,
     )
 
@@ -322,5 +327,6 @@ def _flat_trainer(release: str, program: str, args: Any) -> Run:
         lora=args.lora_rank,
         half_precision_logits=True,
         quantized=getattr(args, "load_in_4bit", False),
+        packed=getattr(args, "packing_samples", False),
         pairs=1 if program == SFT else 2,
     )

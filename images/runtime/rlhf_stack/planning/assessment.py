@@ -11,6 +11,7 @@ from rlhf_stack.memory import KvCache, Shape, reload_memory, sync_memory
 from rlhf_stack.memory.training import BYTES_16BIT
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, Role, Run, undivided
 from rlhf_stack.placement import FreeNode, PlacementError, Plan, Request, plan
+from rlhf_stack.planning import attention
 from rlhf_stack.planning.cluster_spec import GIB, Machine
 from rlhf_stack.planning.memory_needs import CONTEXT, PROCESS, Need, engine_cache, needs
 from rlhf_stack.planning.upstream_placement import UpstreamLayout, upstream_layout
@@ -109,6 +110,7 @@ def assess(
     free = [machine.free for machine in machines]
     per_role = needs(run, shapes)
     contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
+    contradictions += attention.obstacles(run, shapes)
     contradictions += _too_long(run, shapes[run.engine_model], variables)
     problems = list(contradictions)
     allow_straddle = env_vars.flag(env_vars.ALLOW_STRADDLE, variables)

@@ -8,6 +8,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.memory import Shape
 from rlhf_stack.memory.activations import EAGER
 from rlhf_stack.openrlhf.run_spec import Run
+from rlhf_stack.planning import attention
 from rlhf_stack.planning.advice import LOWEST_UTILIZATION, STEP, flag
 from rlhf_stack.planning.assessment import assess
 from rlhf_stack.planning.cluster_spec import Machine
@@ -52,7 +53,7 @@ def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> 
     def problems(candidate: Run) -> tuple[str, ...]:
         return assess(candidate, machines, shapes).problems
 
-    start = replace(run, attention=_attention(run))
+    start = replace(run, attention=_attention(run, shapes))
     found = next((candidate for candidate in _candidates(start) if not problems(candidate)), None)
     if found is None:
         last = list(_candidates(start))[-1]
@@ -183,19 +184,21 @@ def _attention_settings(before: Run, run: Run) -> Iterator[Setting]:
     reason = (
         f"attention scores are not stored: {attention_provider.provider()} computes it"
         if is_served
-        else f"nothing here computes {FLASH}, which packed samples need"
+        else f"nothing here computes {FLASH} for these models, and packed samples need it"
     )
     values = () if run.flat else (run.attention,)
     yield Setting(flag(run, "attention", *values), reason, dropped=run.flat and not is_served)
 
 
-def _attention(run: Run) -> str:
-    """FlashAttention if anything here computes it, unless the user of a release with sections chose another.
+def _attention(run: Run, shapes: Mapping[str, Shape]) -> str:
+    """FlashAttention if it is computed here for all models, unless a release with sections got another.
 
     Without sections the only other one is eager attention, which stores its scores.
     """
     if not run.flat and run.attention != FLASH:
         return run.attention
+    if any(attention.unserved(shapes[role.model]) for role in run.roles):
+        return EAGER
     if attention_provider.provider():
         return FLASH
     return EAGER if run.flat else PLAIN
