@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import backend, backend_selection, membership
+from rlhf_stack.sync.group import Buffers
 from rlhf_stack.sync.membership import Members
+from rlhf_stack.sync.nccl import StreamGroup
 
 WORLD = 3
 FORK = multiprocessing.get_context("fork")
@@ -148,6 +151,41 @@ def test_auto_selects_gloo_on_all_ranks_if_nccl_fails_on_one(monkeypatch, capfd,
 
     assert run_ranks(exchange) == dict.fromkeys(range(WORLD), ("gloo", [0.0] * 3))
     assert f"rank 1 on 127.0.0.1: {reason}" in capfd.readouterr().out
+
+
+@pytest.mark.timeout(90)
+def test_a_group_over_nccl_that_auto_selects_syncs_again_and_again(monkeypatch):
+    """Only the group that was tried still refers to rank 0's store, which serves every sync."""
+
+    class Joined(StreamGroup):
+        """A substitute for an NCCL group, which needs GPUs: it joins, and its ranks sync over the store."""
+
+        def __init__(self, members, _device):
+            self.rank, self._members = members.rank, members
+            self.device = torch.device("cpu")
+            self.buffers = Buffers(self.device, pinned=False)
+
+        def _join_communicator(self):
+            """There is none."""
+
+        def start(self, parts, _what):
+            parts[0].copy_(torch.arange(len(parts[0]), dtype=torch.uint8))
+            return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "8")
+    monkeypatch.setattr(
+        backend_selection, "_own_device", lambda: backend_selection.RankDevice(str(os.getpid()), "")
+    )
+    monkeypatch.setattr(backend, "_nccl", Joined)
+
+    def exchange(rank, port):
+        group = join(rank, port, "auto")
+        for _ in range(3):
+            with group.syncing():
+                group._members.exchange("topic", str(rank), time.monotonic() + 8)
+        return type(group).__name__
+
+    assert run_ranks(exchange) == dict.fromkeys(range(WORLD), "Joined")
 
 
 @pytest.mark.timeout(120)

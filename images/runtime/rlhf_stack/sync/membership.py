@@ -49,6 +49,7 @@ class Members:
         self._diagnosed = False
         self._failure_query: Background[bool] | None = None
         self._watch: Watch = unwatched
+        self._served: Any = None
         end = time.monotonic() + self._seconds
         if rank == 0:
             listener = listener or listen(host, port)
@@ -94,6 +95,7 @@ class Members:
         import torch.distributed as dist
 
         separated = copy.copy(self)
+        separated._served = self.store  # on rank 0 the server, which would end with the last reference to it
         separated.store = dist.PrefixStore(name, self.connect_to_store())
         separated._sync, separated._diagnosed, separated._failure_query = 0, False, None
         return separated
