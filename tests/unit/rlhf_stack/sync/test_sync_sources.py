@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError, actor_trainer, joining, sources
 from rlhf_stack.sync.buckets import Share
@@ -218,3 +219,34 @@ def test_the_error_of_a_rank_is_raised_by_rank_0_when_all_have_ended(trainers: T
     assert found[1:] == [None, None], "they go on to the barrier at the end of the sync"
     assert [group.closed for group in groups] == [True] * 3
     assert trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda _: rank)) == [[0, 1, 2]] * 3
+
+
+OWN, OTHER = PeerError("engine 1 is lost"), SyncError("rank 1 on 10.0.0.9 cannot listen")
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ((OWN, None, None), OWN),
+        ((OWN, OTHER, OTHER), PeerError("engine 1 is lost; rank 1 on 10.0.0.9 cannot listen")),
+        ((OTHER, OTHER, None), OTHER),
+        ((None, OTHER, OTHER), OTHER),
+    ],
+    ids=["own", "both", "equal", "others"],
+)
+def test_rank_0_raises_the_reasons_of_all_ranks(
+    trainers: Trainers, failures: Sequence[Exception | None], expected: Exception
+) -> None:
+    def step(rank: int) -> None:
+        if (failure := failures[rank]) is not None:
+            raise failure
+
+    def together(rank: int) -> Any:
+        try:
+            return actor_trainer._together(trainer(Closed()), lambda _: step(rank))
+        except PeerError as error:
+            return error
+
+    found = trainers.run(together)
+    assert (type(found[0]), str(found[0])) == (type(expected), str(expected))
+    assert found[1:] == [None, None]
