@@ -158,6 +158,16 @@ class Members:
                 raise failure(error) from error
             self._call_watch()
 
+    def raise_failure(self) -> None:
+        """Raise `SyncError`, which names the cause, if another rank has published a failure of this sync."""
+        try:
+            if not self._has_failed():
+                return
+            error = RuntimeError("another rank failed first")
+        except RuntimeError as unreachable:
+            error = unreachable
+        raise self.failure("receiving from another trainer rank", error) from error
+
     def _call_watch(self) -> None:
         """Call the watch of this rank; what it raises is published, for the ranks that wait for this one."""
         try:
