@@ -66,7 +66,7 @@ class _Loopback:
     def finish(self) -> None:
         """Do nothing: copies are made in order."""
 
-    release = close = finish
+    release = close = raise_failure = finish
 
     def syncing(self, watch: Watch = unwatched) -> AbstractContextManager[None]:  # noqa: ARG002
         """No other rank is informed."""

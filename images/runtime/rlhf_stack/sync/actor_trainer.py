@@ -17,6 +17,7 @@ from rlhf_stack.sync.encoding import refuse_gloo_only
 from rlhf_stack.sync.engine_parameters import refuse_renamed
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.joining import join_engines, join_workers_of_same_gpus, leave_group
+from rlhf_stack.sync.membership import MOST_NAMED
 from rlhf_stack.sync.report import recorded_sync
 from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.trainer import (
@@ -93,7 +94,8 @@ def _send_all(trainer: Any) -> int:
 def _together(trainer: Any, step: Callable[[Any], Any]) -> list[Any] | None:
     """Return what ``step`` returns on every rank; None if it has failed on one.
 
-    Then all ranks leave their groups, since what a worker has read of the sync is unknown, and rank 0 raises.
+    Then all ranks leave their groups, since what a worker has read of the sync is unknown, and rank 0 raises
+    the reasons of all, its own first, whose type the error has.
     """
     import torch.distributed as dist
 
@@ -110,7 +112,11 @@ def _together(trainer: Any, step: Callable[[Any], Any]) -> list[Any] | None:
         return [result for result, _ in ends]
     leave_group(trainer)
     if dist.get_rank() == 0:
-        raise failure or SyncError(reasons[0])
+        own = failure or SyncError(reasons[0])
+        reasons = list(dict.fromkeys(reasons))  # rank 0's own may only be a consequence of another's
+        if len(reasons) > 1:
+            raise type(own)("; ".join(reasons[:MOST_NAMED])) from failure
+        raise own
     return None
 
 

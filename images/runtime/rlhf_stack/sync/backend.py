@@ -9,7 +9,7 @@ from rlhf_stack.config import env_vars
 from rlhf_stack.sync import backend_selection
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
-from rlhf_stack.sync.group import WeightGroup
+from rlhf_stack.sync.group import Watch, WeightGroup, unwatched
 from rlhf_stack.sync.membership import Members
 from rlhf_stack.sync.nccl import NcclGroup, StreamGroup, TorchNcclGroup
 
@@ -49,15 +49,16 @@ def create_group(
     device: Any,
     backend: str,
     listener: socket.socket | None = None,
+    watch: Watch = unwatched,
 ) -> WeightGroup:
     """Join the sync group of ``world`` ranks whose rank 0 listens on ``host``:``port``, with ``listener`` if
-    it has one already.
+    it has one already. ``watch``: see `Members`.
 
     ``device`` holds the weights. NCCL needs a GPU: on a CPU, rank 0 logs a warning and the group uses gloo.
     ``auto`` uses NCCL if it works between all ranks, else gloo.
     """
     check_backend(backend, with_ray=False)
-    members = Members(host, port, rank, world, listener)
+    members = Members(host, port, rank, world, listener, watch)
     if backend == "auto":
         return backend_selection.select_group(members, lambda separate: _nccl(separate, device))
     if backend == "nccl" and devices.is_gpu():

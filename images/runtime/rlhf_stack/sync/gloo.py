@@ -119,6 +119,10 @@ class GlooGroup:
         """See `WeightGroup`."""
         return released_after(self._members.syncing(watch), self.buffers)
 
+    def raise_failure(self) -> None:
+        """See `WeightGroup`."""
+        self._members.raise_failure()
+
     def close(self) -> None:
         """See `WeightGroup`: gloo closes its connections when nothing refers to the group."""
         self._group = None

@@ -56,6 +56,9 @@ class WeightGroup(Protocol):
         ``watch`` is called while a transfer lasts; what it raises ends the sync.
         """
 
+    def raise_failure(self) -> None:
+        """Raise `SyncError`, which names the cause, if another rank has published a failure of this sync."""
+
     def describe(self, rank: int) -> str:
         """Return a rank's number and node, for logs and errors."""
 

@@ -31,8 +31,9 @@ def join_engines(trainer: Any) -> None:
             call("join_weight_group", host, port, 1 + index * size, world, backend)
             for index, call in enumerate(engine_calls(trainer.vllm_engines))
         ]
+        where, watch = (host, port, 0, world), lambda: raise_engine_error(references)
         try:
-            group = create_group(host, port, 0, world, devices.current_device(), backend, listener)
+            group = create_group(*where, devices.current_device(), backend, listener, watch=watch)
         except SyncError:
             raise_engine_error(references)  # it is the cause
             raise

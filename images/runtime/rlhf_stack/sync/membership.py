@@ -24,7 +24,7 @@ from rlhf_stack.telemetry import run_log
 DONE, FAILED, ACK = "done", "failed", " ack"
 FINDER, FOUND, READERS = "finder", "found", "readers"  # of a diagnosis, which one rank makes for all
 CAUSE = "cause: "  # before what a rank publishes of an error of its own; other errors are consequences
-POLL_SECONDS = 0.5
+FIRST_PAUSE, POLL_SECONDS = 0.02, 0.5
 MOST_NAMED = 16  # ranks in an error
 RANK_0 = (range(1),)
 
@@ -36,11 +36,18 @@ class Members:
     """All ranks of a sync group, connected to a store that rank 0 serves at ``host``:``port``.
 
     ``listener`` is rank 0's socket there (`listen`), if it has one already. `SyncError` names the ranks that
-    do not join in time.
+    do not join in time. ``watch`` is called while the ranks form a group, until the first sync; what it
+    raises ends that on all of them.
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, world: int, listener: socket.socket | None = None
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world: int,
+        listener: socket.socket | None = None,
+        watch: Watch = unwatched,
     ) -> None:
         self.rank, self.world = rank, world
         self._host, self._port = host, port
@@ -48,7 +55,8 @@ class Members:
         self._sync = 0
         self._diagnosed = False
         self._failure_query: Background[bool] | None = None
-        self._watch: Watch = unwatched
+        self._watch = watch
+        self._served: Any = None
         end = time.monotonic() + self._seconds
         if rank == 0:
             listener = listener or listen(host, port)
@@ -63,8 +71,20 @@ class Members:
         the number of ranks.
         """
         keys = [f"{topic}/{rank}" for rank in range(self.world)]
+        self._joining(lambda: self.store.set(keys[self.rank], value), keys, end)
+        pause = FIRST_PAUSE
+        while (values := self._joining(lambda: self._exchanged(topic, keys), keys, end)) is None:
+            self._call_watch()
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
+            pause = min(2 * pause, POLL_SECONDS)
+        return values
+
+    def _joining(self, action: Callable[[], Result], keys: list[str], end: float) -> Result:
+        """Return what ``action`` returns, a step of an exchange with ``keys``."""
         try:
-            return self.bounded(lambda: self._exchange(topic, keys, value, end), end)
+            return self.bounded(action, end)
+        except SyncError:
+            raise
         except RuntimeError as error:
             raise SyncError(
                 f"weight sync, rank {self.rank} on {self.address}: {self._missing(keys)} within "
@@ -94,6 +114,7 @@ class Members:
         import torch.distributed as dist
 
         separated = copy.copy(self)
+        separated._served = self.store  # on rank 0 the server, which would end with the last reference to it
         separated.store = dist.PrefixStore(name, self.connect_to_store())
         separated._sync, separated._diagnosed, separated._failure_query = 0, False, None
         return separated
@@ -135,7 +156,32 @@ class Members:
                 raise
             except RuntimeError as error:
                 raise failure(error) from error
+            self._call_watch()
+
+    def raise_failure(self) -> None:
+        """Raise `SyncError`, which names the cause, if another rank has published a failure of this sync."""
+        try:
+            if not self._has_failed():
+                return
+            error = RuntimeError("another rank failed first")
+        except RuntimeError as unreachable:
+            error = unreachable
+        raise self.failure("receiving from another trainer rank", error) from error
+
+    def _call_watch(self) -> None:
+        """Call the watch of this rank; what it raises is published, for the ranks that wait for this one."""
+        try:
             self._watch()
+        except Exception as error:
+            self._diagnosed = True
+            self._publish_cause(f"{type(error).__name__}: {error}")
+            if not self._sync:
+                Background(self._keep_store)
+            raise
+
+    def _keep_store(self) -> None:
+        """Refer to the store, which rank 0 serves while anything does, until other ranks have read it."""
+        time.sleep(env_vars.sync_grace())
 
     def failure(self, what: str, error: Exception) -> SyncError:
         """Return the error for a step ``what`` that failed on this rank with ``error``; it names the cause.
@@ -189,11 +235,19 @@ class Members:
                 f"({env_vars.SYNC_TIMEOUT}): {error}"
             ) from error
 
-    def _exchange(self, topic: str, keys: list[str], value: str, end: float) -> list[str]:
-        everything = f"{topic}/all"
-        self.store.set(keys[self.rank], value)
-        limit = timedelta(seconds=max(0.001, end - time.monotonic()))
-        self.store.wait([everything] if self.rank else keys, limit)
+    def _exchanged(self, topic: str, keys: list[str]) -> list[str] | None:
+        """Return the values of an exchange, None if they are not there yet.
+
+        `SyncError` if a rank has published a failure. It only asks: torch logs each wait that ends in vain.
+        """
+        everything, failed = f"{topic}/all", self._key(FAILED)
+        if not self.store.check([everything] if self.rank else keys):
+            if self.store.check([failed]):
+                cause = self.store.get(failed).decode().removeprefix(CAUSE)
+                raise SyncError(
+                    f"weight sync, rank {self.rank} on {self.address}: another rank failed first: {cause}"
+                )
+            return None
         if self.rank == 0:
             values = [value.decode() for value in self.store.multi_get(keys)]
             self.store.set(everything, json.dumps(values))
@@ -226,7 +280,7 @@ class Members:
 
     def _publish_failure(self, state: str) -> None:
         self.store.set(self._key(self.rank), state)
-        self.store.set(self._key(FAILED), "")
+        self.store.set(self._key(FAILED), state)
 
     def _diagnose(self) -> str:
         """Return which rank failed by itself and why, and which are unresponsive: they may only be busy.
@@ -360,7 +414,7 @@ class Members:
         return self._key(f"{FOUND} by {finder}")
 
     def _key(self, rank: object) -> str:
-        return f"sync {self._sync}/{rank}"
+        return _key_of(self._sync, rank)
 
     def _missing(self, keys: list[str]) -> str:
         """Return which ranks have not joined, as a clause; the store ends with rank 0, which serves it."""
@@ -437,6 +491,26 @@ def listen(host: str, port: int = 0) -> socket.socket:
         raise SyncError(
             f"weight sync: rank 0 (the trainer) cannot listen at {host}:{port}: {error}"
         ) from error
+
+
+def end_formation(host: str, port: int, cause: str) -> None:
+    """Let the ranks that form a group at ``host``:``port`` end with ``cause``, if they still wait there.
+
+    For a process that is none of them. It ends within `env_vars.sync_grace`.
+    """
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=env_vars.sync_grace())
+
+    def publish() -> None:
+        store = dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        store.set(_key_of(0, FAILED), cause)
+
+    Background(publish).done(env_vars.sync_grace())
+
+
+def _key_of(sync: int, rank: object) -> str:
+    return f"sync {sync}/{rank}"
 
 
 def _own_address(host: str, port: int) -> str:

@@ -114,6 +114,10 @@ class StreamGroup:
         """See `WeightGroup`."""
         return released_after(self._members.syncing(watch), self.buffers)
 
+    def raise_failure(self) -> None:
+        """See `WeightGroup`."""
+        self._members.raise_failure()
+
     def close(self) -> None:
         """See `WeightGroup`."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from rlhf_stack.accelerator import devices
@@ -83,12 +84,19 @@ def _begin(syncs: ExitStack, groups: Sequence[WeightGroup]) -> None:
     """Begin a sync of each group in ``syncs``; raise the first error once all have begun.
 
     A group's other ranks learn the cause only in a sync that this rank has begun; without, they wait for the
-    deadline.
+    deadline. What a rank publishes in one group ends the transfers of the others too: only rank 0 of the
+    trainer learns that an engine is lost, and other sources wait for that engine.
     """
+
+    def watch(own: WeightGroup) -> None:
+        for group in groups:
+            if group is not own:
+                group.raise_failure()
+
     errors = []
     for group in groups:
         try:
-            syncs.enter_context(group.syncing())
+            syncs.enter_context(group.syncing(partial(watch, group)))
         except SyncError as error:
             errors.append(error)
     if errors:

@@ -220,6 +220,9 @@ class SameGpuGroup:
             self.link.watch = unwatched
         self.buffers.release()
 
+    def raise_failure(self) -> None:
+        """See `WeightGroup`: a failure is a message, which ends the wait for another one."""
+
     def describe(self, rank: int) -> str:
         """See `WeightGroup`."""
         return f"{'engine worker' if rank else 'trainer rank'} on GPU {self.gpu}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray
 from rlhf_stack.sync.actor_waits import wait_for_engine_results
@@ -16,7 +17,7 @@ from rlhf_stack.sync.buckets import Share
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.gloo import GlooGroup
 from rlhf_stack.sync.joining import WHAT, engine_calls
-from rlhf_stack.sync.membership import listen
+from rlhf_stack.sync.membership import end_formation, listen
 from rlhf_stack.sync.trainer import own_group, shares_gpus
 
 
@@ -74,7 +75,12 @@ def join(trainer: Any) -> None:
                 call("join_weight_sources", endpoints, 1 + index * size, world)
                 for index, call in enumerate(engine_calls(trainer.vllm_engines))
             ]
-            wait_for_engine_results(references, WHAT)
+            try:
+                wait_for_engine_results(references, WHAT)
+            except (SyncError, PeerError) as error:
+                for node, port in endpoints:
+                    end_formation(node, port, str(error))
+                raise
         elif rank in senders:
             where = *own[:2], 0, world
             trainer._model_update_group = create_group(*where, devices.current_device(), "gloo", listener)

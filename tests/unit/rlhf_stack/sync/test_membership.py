@@ -11,6 +11,7 @@ import pytest
 from rlhf_stack import sync
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
+from rlhf_stack.sync import membership
 from rlhf_stack.sync.group import Watch, unwatched
 from rlhf_stack.sync.membership import CAUSE, DONE, Members
 
@@ -116,6 +117,41 @@ def test_what_a_watch_raises_ends_a_transfer_and_is_the_cause_for_the_others(
         wait(first, watch)
     with pytest.raises(sync.SyncError, match=r"rank 0 .*: PeerError: engine 3 is dead"):
         wait(other, unwatched)
+
+
+@ANY_ORDER
+def test_what_a_watch_raises_ends_the_formation_of_a_group_on_all_its_ranks(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 of three never joins: the call to its engine has ended with an error."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, str(10 * SECONDS))
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.05)
+    waits = threading.Event()
+
+    def watch() -> None:
+        if waits.is_set():
+            raise PeerError("engine 1 is dead")
+
+    def join() -> None:
+        waits.set()
+        Members(HOST, PORT, 1, 3)
+
+    first, other = cuda.processes(lambda: Members(HOST, PORT, 0, 3, watch=watch), join)
+    assert (type(first), str(first)) == (PeerError, "engine 1 is dead")
+    assert isinstance(other, sync.SyncError)
+    assert str(other).endswith("rank 1 on 127.0.0.1: another rank failed first: PeerError: engine 1 is dead")
+
+
+@ANY_ORDER
+def test_another_process_ends_the_formation_of_a_group(cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, str(10 * SECONDS))
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.05)
+    (error, _) = cuda.processes(
+        lambda: Members(HOST, PORT, 0, 2),
+        lambda: membership.end_formation(HOST, PORT, "engine 1 is dead"),
+    )
+    assert isinstance(error, sync.SyncError)
+    assert str(error) == "weight sync, rank 0 on 127.0.0.1: another rank failed first: engine 1 is dead"
 
 
 class CountedStore:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError, actor_trainer, joining, sources
 from rlhf_stack.sync.buckets import Share
 from rlhf_stack.sync.gloo import GlooGroup
+from rlhf_stack.sync.group import Watch
 from rlhf_stack.sync.trainer import own_share
 
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.2")
@@ -124,7 +126,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, trainers: Trainers) -> Iterator[list
             expect_taken(*endpoint)
         calls.append((method, *rest))
 
-    def create_group(host: str, port: int, *rest: Any) -> str:
+    def create_group(host: str, port: int, *rest: Any, **_: Any) -> str:
         expect_taken(host, port)
         calls.append((host, port, *rest[:-1]))
         served.append(socket.socket(fileno=rest[-1].detach()))
@@ -179,6 +181,50 @@ def test_rank_0_listens_before_the_engines_know_the_port(trainers: Trainers, joi
     assert rank._model_update_group == "a group of its own"
 
 
+def test_the_formation_of_a_group_ends_when_an_engine_is_lost(
+    trainers: Trainers, joined: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(references: Sequence[Any]) -> None:
+        assert len(references) == ENGINES
+        raise PeerError("engine 1 is dead")
+
+    def create_group(*_: Any, watch: Watch) -> None:
+        watch()
+
+    monkeypatch.setattr(joining, "raise_engine_error", lost)
+    monkeypatch.setattr(joining, "create_group", create_group)
+    errors = trainers.run(lambda rank: None if rank else join_alone())
+    assert (type(errors[0]), str(errors[0])) == (PeerError, "engine 1 is dead")
+    assert [method for method, *_ in joined] == ["join_weight_group"] * ENGINES
+
+
+def join_alone() -> Exception | None:
+    """Return the error with which rank 0 forms its group."""
+    try:
+        joining.join_engines(trainer(None))
+    except PeerError as error:
+        return error
+    return None
+
+
+def test_rank_0_ends_the_formation_of_the_other_groups_when_an_engine_is_lost(
+    trainers: Trainers, joined: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the other sources, which do not know the engines' calls, wait for the deadline."""
+    ended: list[Any] = []
+
+    def lost(*_: Any) -> None:
+        raise SyncError("engine 1 is dead")
+
+    monkeypatch.setattr(sources, "wait_for_engine_results", lost)
+    monkeypatch.setattr(sources, "end_formation", lambda *call: ended.append(call))
+    ranks = [trainer(GlooGroup.__new__(GlooGroup)), trainer(None), trainer(None)]
+    found = trainers.run(lambda rank: sources.join(ranks[rank]))
+    assert isinstance(found[0], SyncError)
+    (endpoints,) = {tuple(call[1]) for call in joined if call[0] == "join_weight_sources"}
+    assert ended == [(*endpoint, "engine 1 is dead") for endpoint in endpoints]
+
+
 def test_over_nccl_rank_0_sends_alone(trainers: Trainers, joined: list[Any]) -> None:
     ranks = [trainer("a group of NCCL's"), trainer(None), trainer(None)]
     trainers.run(lambda rank: sources.join(ranks[rank]))
@@ -218,3 +264,34 @@ def test_the_error_of_a_rank_is_raised_by_rank_0_when_all_have_ended(trainers: T
     assert found[1:] == [None, None], "they go on to the barrier at the end of the sync"
     assert [group.closed for group in groups] == [True] * 3
     assert trainers.run(lambda rank: actor_trainer._together(ranks[rank], lambda _: rank)) == [[0, 1, 2]] * 3
+
+
+OWN, OTHER = PeerError("engine 1 is lost"), SyncError("rank 1 on 10.0.0.9 cannot listen")
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ((OWN, None, None), OWN),
+        ((OWN, OTHER, OTHER), PeerError("engine 1 is lost; rank 1 on 10.0.0.9 cannot listen")),
+        ((OTHER, OTHER, None), OTHER),
+        ((None, OTHER, OTHER), OTHER),
+    ],
+    ids=["own", "both", "equal", "others"],
+)
+def test_rank_0_raises_the_reasons_of_all_ranks(
+    trainers: Trainers, failures: Sequence[Exception | None], expected: Exception
+) -> None:
+    def step(rank: int) -> None:
+        if (failure := failures[rank]) is not None:
+            raise failure
+
+    def together(rank: int) -> Any:
+        try:
+            return actor_trainer._together(trainer(Closed()), lambda _: step(rank))
+        except PeerError as error:
+            return error
+
+    found = trainers.run(together)
+    assert (type(found[0]), str(found[0])) == (type(expected), str(expected))
+    assert found[1:] == [None, None]
