@@ -196,6 +196,36 @@ def test_a_model_that_transformers_refuses_to_load_with_flash_attention_is_refus
     varlen_attention.check_model(model(MODELS["grouped queries"], served), packed=True)
 
 
+def test_packed_samples_of_a_model_with_linear_attention_are_refused(served):
+    """Its state passes from one sample to the next: the first sample is right, the second is not."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    tried = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=served).float().eval()
+    first, second = sequences()[:2]
+    positions = torch.cat([torch.arange(one.shape[1]) for one in (first, second)]).unsqueeze(0)
+    with torch.no_grad():
+        packed = tried(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits[0]
+        alone = [tried(one, use_cache=False).logits[0] for one in (first, second)]
+    torch.testing.assert_close(packed[: len(alone[0])], alone[0], rtol=0, atol=TOLERANCE)
+    assert (packed[len(alone[0]) :] - alone[1]).abs().max() > 100 * TOLERANCE
+    varlen_attention.check_model(tried, packed=False)
+    with pytest.raises(varlen_attention.UnsupportedAttentionError, match="leave out --ds.packing_samples"):
+        varlen_attention.check_model(tried, packed=True)
+
+
 def test_queries_of_a_quantized_model_get_the_dtype_that_it_computes_in():
     """Weights of 4 bits are stored as uint8."""
     tried = model(MODELS["grouped queries"], "sdpa").to(torch.bfloat16)
