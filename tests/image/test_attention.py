@@ -222,7 +222,7 @@ def test_packed_samples_of_a_model_with_linear_attention_are_refused(served):
     torch.testing.assert_close(packed[: len(alone[0])], alone[0], rtol=0, atol=TOLERANCE)
     assert (packed[len(alone[0]) :] - alone[1]).abs().max() > 100 * TOLERANCE
     varlen_attention.check_model(tried, packed=False)
-    with pytest.raises(varlen_attention.UnsupportedAttentionError, match="leave out --ds.packing_samples"):
+    with pytest.raises(varlen_attention.UnsupportedAttentionError, match=r"leave out --ds\.packing_samples"):
         varlen_attention.check_model(tried, packed=True)
 
 
