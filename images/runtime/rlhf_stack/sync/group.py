@@ -57,7 +57,7 @@ class WeightGroup(Protocol):
         """
 
     def raise_failure(self) -> None:
-        """Raise `SyncError`, which names the cause, if another rank has published a failure of this sync."""
+        """Raise `SyncError`, which names the cause, if a rank has published the cause of a failed sync."""
 
     def describe(self, rank: int) -> str:
         """Return a rank's number and node, for logs and errors."""

@@ -54,7 +54,7 @@ class Members:
         self._seconds = env_vars.sync_timeout()
         self._sync = 0
         self._diagnosed = False
-        self._failure_query: Background[bool] | None = None
+        self._failure_query: Background[str] | None = None
         self._watch = watch
         self._served: Any = None
         end = time.monotonic() + self._seconds
@@ -150,7 +150,7 @@ class Members:
             try:
                 if ended(POLL_SECONDS):
                     return
-                if self._has_failed():
+                if self._failed_state():
                     raise RuntimeError("another rank failed first")
             except SyncError:
                 raise
@@ -159,9 +159,12 @@ class Members:
             self._call_watch()
 
     def raise_failure(self) -> None:
-        """Raise `SyncError`, which names the cause, if another rank has published a failure of this sync."""
+        """Raise `SyncError`, which names the cause, if a rank has published the cause of a failed sync.
+
+        Not if it only waited in vain: the cause may be in the group that this rank waits for.
+        """
         try:
-            if not self._has_failed():
+            if not self._failed_state().startswith(CAUSE):
                 return
             error = RuntimeError("another rank failed first")
         except RuntimeError as unreachable:
@@ -240,10 +243,9 @@ class Members:
 
         `SyncError` if a rank has published a failure. It only asks: torch logs each wait that ends in vain.
         """
-        everything, failed = f"{topic}/all", self._key(FAILED)
+        everything = f"{topic}/all"
         if not self.store.check([everything] if self.rank else keys):
-            if self.store.check([failed]):
-                cause = self.store.get(failed).decode().removeprefix(CAUSE)
+            if cause := self._read_failure().removeprefix(CAUSE):
                 raise SyncError(
                     f"weight sync, rank {self.rank} on {self.address}: another rank failed first: {cause}"
                 )
@@ -265,22 +267,24 @@ class Members:
                 f"({env_vars.SYNC_TIMEOUT} is {self._seconds:g} s; {error})"
             ) from error
 
-    def _has_failed(self) -> bool:
-        """Return whether a rank has published a failure; False while the store (rank 0) does not answer."""
-        self._failure_query = self._failure_query or Background(
-            lambda: bool(self.store.check([self._key(FAILED)]))
-        )
+    def _failed_state(self) -> str:
+        """Return what the first failed rank has published, "" while the store (rank 0) does not answer."""
+        self._failure_query = self._failure_query or Background(self._read_failure)
         if not self._failure_query.done(POLL_SECONDS):
-            return False
+            return ""
         query, self._failure_query = self._failure_query, None
         return query.result()
+
+    def _read_failure(self) -> str:
+        failed = self._key(FAILED)
+        return self.store.get(failed).decode() if self.store.check([failed]) else ""
 
     def _publish_cause(self, text: str) -> None:
         Background(lambda: self._publish_failure(CAUSE + text)).done(env_vars.sync_grace())
 
     def _publish_failure(self, state: str) -> None:
         self.store.set(self._key(self.rank), state)
-        self.store.set(self._key(FAILED), state)
+        self.store.compare_set(self._key(FAILED), "", state)
 
     def _diagnose(self) -> str:
         """Return which rank failed by itself and why, and which are unresponsive: they may only be busy.

@@ -72,3 +72,17 @@ def test_what_the_first_source_publishes_ends_the_transfers_of_the_others(
         receive()
     with pytest.raises(SyncError, match=r"rank 1 .*: PeerError: engine 1 is lost"), other.syncing():
         wait(other)
+
+
+@ANY_ORDER
+def test_a_source_that_only_waits_in_vain_does_not_end_the_transfers_of_others(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped source is the cause: all ranks reach their deadlines, and this worker names that source."""
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")
+    first, worker = cuda.processes(
+        *[lambda rank=rank: Members("127.0.0.1", 29_500, rank, 2) for rank in (0, 1)]
+    )
+    first._publish_failure("bucket 1")
+    worker.raise_failure()
+    assert worker._failed_state() == "bucket 1"
