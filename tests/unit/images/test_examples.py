@@ -258,12 +258,14 @@ def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted_and_is_requeue
 
 
 def test_the_slurm_script_requests_gpus_and_a_time_limit() -> None:
+    """And all memory of the nodes, which they do not give to a job that only excludes others."""
     options = {
         line.split()[1].partition("=")[0]: line.partition("=")[2]
         for line in SLURM.read_text().splitlines()
         if line.startswith("#SBATCH")
     }
     assert options["--gres"].startswith("gpu:")
+    assert options["--mem"] == "0"
     assert options["--time"]
     notice = int(options["--signal"].removeprefix("B:TERM@"))
     within = int(SLURM.read_text().partition("checkpoint --within ")[2].split()[0])
