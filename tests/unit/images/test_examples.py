@@ -4,6 +4,7 @@ import copy
 import os
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 import yaml
 from kubernetes_validate import ValidationError, validate
 from rlhf_stack.cli.main import _parser
+from rlhf_stack.openrlhf.request import request_of
+from rlhf_stack.placement.model import FreeNode, Request
+from rlhf_stack.placement.planner import plan
 
 from scripts.lint import shell_scripts
 from scripts.matrix.load import find, load
 from scripts.paths import ROOT
+from tests.unit.openrlhf_arguments import sections
 
 EXAMPLES = ROOT / "images" / "examples"
 KUBERNETES = ("1.28", "1.37")  # an old one, and the newest of which the schemas are here
@@ -75,6 +80,19 @@ def test_each_gpu_service_of_compose_has_gpus_locked_memory_and_the_adapters() -
         assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_TOKEN"} <= set(service["environment"])
         tag = service["image"].rpartition(":")[2].removesuffix("}")
         assert find(load(), tag).accelerator.kind == "cuda"
+
+
+def placement(command: str) -> Request:
+    """Return what a command of OpenRLHF 0.11.2 requests, which trains no critic and has a remote reward."""
+    words = shlex.split(command)
+    values: dict[str, Any] = {}
+    for word, after in pairwise([*words, "--"]):
+        group, _, name = word.removeprefix("--").partition(".")
+        if word.startswith("--") and group in ("actor", "ref", "reward", "train", "vllm"):
+            values[f"{group}__{name}"] = True if after.startswith("--") else after
+    sizes = {name: int(value) for name, value in values.items() if str(value).isdigit()}
+    request, _ = request_of(sections(**values | sizes, critic__model_name_or_path=None))
+    return request
 
 
 def kuberay(file: str) -> dict[str, Any]:
@@ -144,12 +162,19 @@ def test_the_job_of_kuberay_reads_and_writes_on_its_claim() -> None:
         assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
         assert template["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"]
     (container,) = workers["template"]["spec"]["containers"]
-    needed = int(words[words.index("--actor.num_gpus_per_node") + 1])
-    needed += int(words[words.index("--vllm.num_engines") + 1]) * int(
-        words[words.index("--vllm.tensor_parallel_size") + 1]
-    )
-    assert needed == workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert "vpc.amazonaws.com/efa" in container["resources"]["limits"]
+
+
+def test_the_job_of_kuberay_has_room_on_its_workers() -> None:
+    """A role that the command does not mention takes GPUs too, such as the reference model."""
+    entrypoint = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())["spec"]["entrypoint"]
+    (workers,) = kuberay("rayjob.yaml")["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    cpus, gpus = (float(container["resources"]["limits"][name]) for name in ("cpu", "nvidia.com/gpu"))
+    nodes = [FreeNode(f"10.0.0.{number}", gpus, cpus, gpus) for number in range(workers["replicas"])]
+    request = placement(entrypoint)
+    assert plan(nodes, request).straddling == ()
+    assert request.size == sum(node.gpus for node in nodes)
 
 
 def test_the_slurm_script_is_a_shells() -> None:
@@ -233,12 +258,14 @@ def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted_and_is_requeue
 
 
 def test_the_slurm_script_requests_gpus_and_a_time_limit() -> None:
+    """And all memory of the nodes, which they do not give to a job that only excludes others."""
     options = {
         line.split()[1].partition("=")[0]: line.partition("=")[2]
         for line in SLURM.read_text().splitlines()
         if line.startswith("#SBATCH")
     }
     assert options["--gres"].startswith("gpu:")
+    assert options["--mem"] == "0"
     assert options["--time"]
     notice = int(options["--signal"].removeprefix("B:TERM@"))
     within = int(SLURM.read_text().partition("checkpoint --within ")[2].split()[0])

@@ -10,13 +10,13 @@ import os
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.connect import connect, off_stdout
+from rlhf_stack.cluster.direct import open_directly
 from rlhf_stack.errors import UserError
 from rlhf_stack.lazy import ray
 
@@ -91,7 +91,7 @@ def _connect() -> str:
 
 def _dashboard() -> str:
     try:
-        with urllib.request.urlopen(f"{DASHBOARD}/api/jobs/", timeout=5):  # noqa: S310  (the scheme is http)
+        with open_directly(f"{DASHBOARD}/api/jobs/", 5.0):
             return ""
     except urllib.error.HTTPError as error:
         return "" if error.code in TOKEN_REQUIRED else f"Ray's job server at {DASHBOARD} fails ({error})"

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhf_stack.cluster.connect import summarize_ray_error
+from rlhf_stack.cluster.direct import exclude_from_proxy
 from rlhf_stack.errors import UserError
 from rlhf_stack.telemetry.run_log import messages
 
@@ -56,16 +58,23 @@ def submit(
     within ``seconds``.
     """
     from ray.exceptions import RayError
-    from ray.job_submission import JobSubmissionClient
 
     client = None
     try:
-        client = JobSubmissionClient(address)  # asks for the server's version
+        client = _client(address)()  # asks for the server's version
         client.submit_job(entrypoint=shlex.join(words), submission_id=job, runtime_env=dict(environment))
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if client is None or not _has_job(address, job, seconds):
             raise UserError(f"Ray's job server at {address}: {summarize_ray_error(error)}") from None
     messages.info(f"job {job}")
+
+
+def _client(address: str) -> Callable[[], Any]:
+    """Ray's client of the job server at ``address``, which otherwise sends its requests to a proxy."""
+    from ray.job_submission import JobSubmissionClient
+
+    exclude_from_proxy(address)
+    return partial(JobSubmissionClient, address)
 
 
 def _has_job(address: str, job: str, seconds: float) -> bool:
@@ -115,11 +124,10 @@ class _Log:
     def _read(self, address: str, job: str) -> None:
         from aiohttp import ClientError
         from ray.exceptions import RayError
-        from ray.job_submission import JobSubmissionClient
 
         try:
             with contextlib.suppress(OSError, RuntimeError, RayError, ClientError):  # `_info` has the reason
-                asyncio.run(_tail(JobSubmissionClient(address), job, self.texts.put))
+                asyncio.run(_tail(_client(address)(), job, self.texts.put))
         finally:
             self.texts.put(None)
 
@@ -137,12 +145,12 @@ def _next_text(log: _Log, ask: Callable[[], Any]) -> str | None:
 def _info(address: str, job: str, seconds: float) -> Any:
     """Ray's ``JobDetails``; `HeadLostError` if its server does not know the job or answer in ``seconds``."""
     from ray.exceptions import RayError
-    from ray.job_submission import JobSubmissionClient
 
+    client = _client(address)
     begun, is_reported = time.monotonic(), False
     while True:
         try:
-            return _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).get_job_info(job))
+            return _within(ANSWER_SECONDS, lambda: client().get_job_info(job))
         except (OSError, RuntimeError, RayError) as error:
             why, silent = summarize_ray_error(error), time.monotonic() - begun
             if "does not exist" in str(error):
@@ -188,26 +196,25 @@ def ray_job(address: str, job: str, seconds: float) -> str:
 
     `TimeoutError` if the job server does not answer in ``seconds``, or in `ANSWER_SECONDS` if these are less.
     """
-    from ray.job_submission import JobSubmissionClient
-
-    limit = min(seconds, ANSWER_SECONDS)
-    return str(_within(limit, lambda: JobSubmissionClient(address).get_job_info(job)).job_id or "")
+    client, limit = _client(address), min(seconds, ANSWER_SECONDS)
+    return str(_within(limit, lambda: client().get_job_info(job)).job_id or "")
 
 
 def stop(address: str, job: str) -> bool:
     """Stop ``job``; return whether it has ended, within `STOP_SECONDS`. A warning if not."""
     from ray.exceptions import RayError
-    from ray.job_submission import JobSubmissionClient
+
+    client = _client(address)
 
     def has_ended() -> bool:
-        return _status(JobSubmissionClient(address).get_job_info(job)) in ENDED
+        return _status(client().get_job_info(job)) in ENDED
 
     begun, is_requested = time.monotonic(), False
     while True:
         why: Exception = TimeoutError(f"it has not ended in {STOP_SECONDS:.0f} s")
         try:
             if not is_requested:
-                if not _within(ANSWER_SECONDS, lambda: JobSubmissionClient(address).stop_job(job)):
+                if not _within(ANSWER_SECONDS, lambda: client().stop_job(job)):
                     return True
                 is_requested = True
             if _within(ANSWER_SECONDS, has_ended):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf_stack.cli.commands import start
 from rlhf_stack.cli.main import main
-from rlhf_stack.cluster import readiness
+from rlhf_stack.cluster import auth_token, readiness
 from rlhf_stack.config import env_vars
 
 WORDS = ["start", "--head", "--auth", "none", "--node-ip-address", "127.0.0.1", "--json"]
@@ -92,6 +93,24 @@ def test_an_invalid_log_format_is_wrong_usage(
     monkeypatch.setenv(env_vars.LOG_FORMAT, "xml")
     assert main([*WORDS, "--dry-run"]) == 2
     assert capsys.readouterr().err == "error: RLHF_STACK_LOG_FORMAT='xml': expected text or json\n"
+
+
+@pytest.mark.parametrize("name", [auth_token.TOKEN, auth_token.TOKEN_PATH, ""])
+@pytest.mark.usefixtures("messages_as_before")
+def test_a_token_that_ray_ignores_is_a_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ray 2.9.3 and 2.12.0 have no tokens."""
+    for variable in (auth_token.MODE, auth_token.TOKEN, auth_token.TOKEN_PATH):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, "x" * 32)
+    monkeypatch.setattr(auth_token, "is_supported", lambda: False)
+    monkeypatch.setattr(start, "version", lambda _: "2.12.0")
+    assert main(["start", "--head", "--node-ip-address", "127.0.0.1", "--dry-run"]) == 0
+    errors = capfd.readouterr().err
+    assert (f"Ray 2.12.0 has no tokens and ignores {name}: whoever" in errors) == bool(name)
+    assert bool(errors) == bool(name)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

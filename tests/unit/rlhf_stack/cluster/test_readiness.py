@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import pytest
+from rlhf_stack.cluster import readiness
 from rlhf_stack.cluster.readiness import describe_missing, parse_nodes
+
+from tests.unit.stub_server import serving
 
 
 def entry(address: str, gpus: float, head: bool = False, alive: bool = True) -> dict[str, Any]:
@@ -35,3 +39,14 @@ def test_missing_nodes_and_gpus_are_counted() -> None:
     found = parse_nodes([entry("10.0.0.2", 2, head=True)])
     assert describe_missing(found, nodes=2, gpus=4) == "1 of 2 nodes joined (10.0.0.2), 2 of 4 GPUs"
     assert describe_missing([], nodes=1, gpus=0) == "0 of 1 nodes joined (none)"
+
+
+@pytest.mark.usefixtures("behind_proxy")
+def test_the_job_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start --expect-nodes` ended Ray."""
+    with serving(200) as port:
+        monkeypatch.setattr(readiness, "DASHBOARD", f"http://127.0.0.1:{port}")
+        assert readiness._dashboard() == ""
+    with serving(500) as port:
+        monkeypatch.setattr(readiness, "DASHBOARD", f"http://127.0.0.1:{port}")
+        assert "HTTP Error 500" in readiness._dashboard()

@@ -17,6 +17,7 @@ from rlhf_stack.diagnostics.monitor.metrics import Sample
 from rlhf_stack.sync.report import METRICS
 
 from scripts.paths import ROOT
+from tests.unit.stub_server import serving
 
 EXPORTED = """# HELP ray_rlhf_stack_engine_tokens_per_second Tokens/s of an engine since the sync before.
 # TYPE ray_rlhf_stack_engine_tokens_per_second gauge
@@ -148,19 +149,14 @@ def test_any_text_can_be_parsed(text: str) -> None:
 def exporter() -> Iterator[int]:
     """The port of a server that exports `EXPORTED`."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(EXPORTED.encode())
+    with serving(200, EXPORTED) as port:
+        yield port
 
-        def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
+@pytest.mark.usefixtures("behind_proxy")
+def test_a_node_is_asked_without_a_proxy(exporter: int) -> None:
+    """`top` was empty."""
+    assert len(metrics.scrape([("127.0.0.1", exporter)], 5.0)) == 9
 
 
 def test_an_unresponsive_node_exports_nothing(exporter: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -10,11 +11,15 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import requests
+from rlhf_stack.cluster.direct import exclude_from_proxy
 from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.recovery import job
 from rlhf_stack.recovery.job import Ended, HeadLostError, HeadSilentError
 from rlhf_stack.telemetry import run_log
+
+from tests.unit.stub_server import serving
 
 
 class Server:
@@ -85,6 +90,47 @@ def follow(seconds: float = 0.0) -> tuple[Ended, str]:
     return job.follow("http://head:8265", "job1", written.append, seconds or job.LOST_SECONDS), "".join(
         written
     )
+
+
+class Requests:
+    """As Ray's client, it makes each request by ``requests``, which reads the environment each time."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        requests.get(f"{address}/api/version", timeout=5).raise_for_status()
+
+    def submit_job(self, **_: object) -> None:
+        requests.get(f"{self.address}/api/jobs/", timeout=5).raise_for_status()
+
+
+@pytest.mark.usefixtures("behind_proxy")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_job_is_submitted_without_a_proxy(
+    host: str, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve([], [])
+    monkeypatch.setattr(sys.modules["ray.job_submission"], "JobSubmissionClient", Requests)
+    with serving(200) as port:
+        job.submit(f"http://{host}:{port}", "a", ["true"], {}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "address", "after"),
+    [
+        ("", "http://head:8265", "127.0.0.1,localhost,head"),
+        ("", "https://[fd00::1]:8265/", "127.0.0.1,localhost,fd00::1"),
+        ("", "10.0.0.1:8265", "127.0.0.1,localhost,10.0.0.1"),
+        (".corp,localhost", "http://127.0.0.1:8265", ".corp,localhost,127.0.0.1"),
+        ("*", "http://head:8265", "*"),
+    ],
+)
+def test_hosts_are_added_to_those_without_a_proxy(
+    before: str, address: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"NO_PROXY": before})
+    exclude_from_proxy(address)
+    exclude_from_proxy(address)
+    assert os.environ["NO_PROXY"] == os.environ.get("no_proxy", before) == after
 
 
 BROKEN = OSError("Connection aborted.")  # as requests' ConnectionError, which is not Python's

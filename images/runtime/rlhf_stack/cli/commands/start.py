@@ -170,6 +170,11 @@ def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
                 f"Ray {_ray()} does not support tokens: use a cell with a newer Ray, or a private address "
                 "and --auth none"
             )
+        if ignored := next(filter(environment.get, (auth_token.TOKEN, auth_token.TOKEN_PATH)), ""):
+            messages.warning(
+                f"Ray {_ray()} has no tokens and ignores {ignored}: whoever reaches this machine can run "
+                "code on the cluster"
+            )
         return False
     available = auth_token.is_available(environment)  # `UserError` for an unusable one, on the head too
     if options.join and not available:

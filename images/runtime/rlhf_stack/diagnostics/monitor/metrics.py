@@ -2,11 +2,11 @@
 
 import http.client
 import re
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from rlhf_stack.cluster.direct import open_directly
 from rlhf_stack.cluster.host import endpoint
 
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
@@ -46,10 +46,8 @@ def scrape(endpoints: Sequence[tuple[str, int]], seconds: float) -> list[Sample]
     def fetch(target: tuple[str, int]) -> list[Sample]:
         address, port = target
         try:
-            with urllib.request.urlopen(
-                f"http://{endpoint(address, port)}/metrics", timeout=seconds
-            ) as answer:
-                text = answer.read(MOST_BYTES).decode(errors="replace")
+            with open_directly(f"http://{endpoint(address, port)}/metrics", seconds) as answer:
+                text: str = answer.read(MOST_BYTES).decode(errors="replace")
         except (OSError, http.client.HTTPException):  # HTTPException: what answers is no HTTP server
             return []
         return list(parse(address, text.rpartition("\n")[0]))
