@@ -100,6 +100,16 @@ def test_what_would_be_ignored_is_refused():
             flash_attention_2.flash_attn_func(q, q, q, **options)
 
 
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_softcapping_is_refused_on_a_gpu_too(monkeypatch, name):
+    """FlashAttention 2.5.6 has none."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q = torch.randn(3, 2, 8)
+    lengths = () if name == "flash_attn_func" else (offsets([3]), offsets([3]), 3, 3)
+    with pytest.raises(NotImplementedError, match="xformers, without flash_attn, does not compute softcap:"):
+        getattr(flash_attention_2, name)(q, q, q, *lengths, softcap=30.0)
+
+
 def test_transformers_finds_flash_attention():
     from transformers.utils import is_flash_attn_2_available
 
