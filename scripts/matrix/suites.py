@@ -79,6 +79,7 @@ SUITES: Mapping[str, Suite] = {
             OTHER_CELL,
             "flash_attn is installed here, where this patch changes nothing",
             "in this GPU image the patch does exactly what upstream does",
+            "vLLM's engine for CPUs is not in this image",
             "of the releases here only Ray 2.12.0 has this AMD support",
             "the OpenRLHF of this cell uses no NOSET variable",
         ),

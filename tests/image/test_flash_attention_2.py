@@ -100,11 +100,49 @@ def test_what_would_be_ignored_is_refused():
             flash_attention_2.flash_attn_func(q, q, q, **options)
 
 
-def test_transformers_finds_flash_attention():
-    from transformers.utils import is_flash_attn_2_available
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_softcapping_is_refused_on_a_gpu_too(monkeypatch, name):
+    """FlashAttention 2.5.6 has none."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q = torch.randn(3, 2, 8)
+    lengths = () if name == "flash_attn_func" else (offsets([3]), offsets([3]), 3, 3)
+    with pytest.raises(NotImplementedError, match="xformers, without flash_attn, does not compute softcap:"):
+        getattr(flash_attention_2, name)(q, q, q, *lengths, softcap=30.0)
 
-    assert is_flash_attn_2_available() == attention_provider.is_flash_attention_2_served()
+
+def test_transformers_finds_flash_attention():
+    from transformers import modeling_flash_attention_utils
+
     assert attention_provider.is_flash_attention_2_served()
+    assert modeling_flash_attention_utils.flash_attn_func is flash_attention_2.flash_attn_func
+
+
+OWN_CODE = """
+from transformers import LlamaForCausalLM
+from transformers.utils import is_flash_attn_2_available
+
+if is_flash_attn_2_available():
+    from flash_attn import flash_attn_func
+
+
+class Own(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_a_model_with_code_of_its_own_does_not_find_it(monkeypatch, tmp_path):
+    """It would import flash_attn, and fail."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, dynamic_module_utils
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, auto_map={"AutoModelForCausalLM": "own.Own"})
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "own.py").write_text(OWN_CODE)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    loaded = AutoConfig.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_config(loaded, trust_remote_code=True)
+    assert type(model).__name__ == "Own"
 
 
 class Calls:

@@ -38,9 +38,36 @@ for model, name in (
 print("packed and padded samples have the logits of each sequence alone")
 """
 
+SOFTCAPPING = """
+on_cpu()
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+model = Gemma2ForCausalLM._from_config(
+    Gemma2Config(**sizes, **heads), attn_implementation="flash_attention_2"
+)
+tokens = torch.ones(1, 8, dtype=torch.long)
+try:
+    model(tokens, attention_mask=tokens, use_cache=False)
+except NotImplementedError as error:
+    assert "without flash_attn, does not compute softcap" in str(error), error
+else:
+    raise AssertionError("Gemma 2 was computed without the softcapping of its attention")
+print("Gemma 2, whose attention has softcapping, is refused")
+"""
+
 
 @pytest.mark.patch("transformers/4.46.1/0001-serve-flash-attention")
 def test_packed_and_padded_samples_equal_each_sequence_alone(proves):
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash_attn is installed here, where this patch changes nothing")
     proves(PROBE, "FlashAttention2 has been toggled on, but it cannot be used")
+
+
+@pytest.mark.patch("transformers/4.46.1/0002-keep-the-softcapping-of-gemma-2")
+def test_softcapping_that_is_not_computed_is_refused(proves):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed here, where this patch changes nothing")
+    proves(SOFTCAPPING, "computed without the softcapping")

@@ -28,6 +28,14 @@ def is_flash_attention_2_served() -> bool:
     return env_vars.accelerator() == "cpu" or compiled_file() is not None
 
 
+def is_flash_attention_2_served_to(module: str) -> bool:
+    """The same for the importing ``module``: it is served to transformers' own code alone.
+
+    Models with code of their own (trust_remote_code) would import flash_attn itself.
+    """
+    return module.partition(".")[0] == "transformers" and is_flash_attention_2_served()
+
+
 def compiled_file() -> Path | None:
     """The file of xformers with FlashAttention 2 compiled; None if there is none."""
     return _file(*XFORMERS)

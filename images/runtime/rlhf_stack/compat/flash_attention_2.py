@@ -64,13 +64,13 @@ except ModuleNotFoundError as error:
         **options: Any,
     ) -> "torch.Tensor":
         """Attention of ``q`` (batch, length, heads, head size) to ``k`` and ``v``, which may have fewer."""
+        _refuse(q.is_cuda, dropout_p, options)
         if q.is_cuda:
             function = xformers_interface().flash_attn_func
             options |= {"softmax_scale": softmax_scale, "causal": causal, "window_size": tuple(window_size)}
             return cast("torch.Tensor", function(q, k, v, dropout_p, **options))
         from torch import stack
 
-        _refuse(dropout_p, options)
         rows = zip(q, k, v, strict=True)
         return stack([_exact(*row, softmax_scale, causal, window_size) for row in rows])
 
@@ -89,6 +89,7 @@ except ModuleNotFoundError as error:
         **options: Any,
     ) -> "torch.Tensor":
         """The same for sequences in a row, (tokens, heads, head size), with int32 offsets of each."""
+        _refuse(q.is_cuda, dropout_p, options)
         if q.is_cuda:
             function = xformers_interface().flash_attn_varlen_func
             lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -96,18 +97,20 @@ except ModuleNotFoundError as error:
             return cast("torch.Tensor", function(q, k, v, *lengths, dropout_p, **options))
         from torch import cat
 
-        _refuse(dropout_p, options)
         of_q, of_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         sequences = zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True)
         return cat([_exact(*each, softmax_scale, causal, window_size) for each in sequences])
 
-    def _refuse(dropout: float, options: dict[str, Any]) -> None:
-        """Raise for what the exact functions do not compute, because it would be silently ignored."""
+    def _refuse(is_compiled: bool, dropout: float, options: dict[str, Any]) -> None:
+        """Raise for what the exact functions would ignore, and for softcap, which the compiled ones lack."""
         given = [name for name, value in options.items() if value is not None and value is not False]
         given += ["dropout_p"] if dropout else []
-        if given:
+        refused = [name for name in given if name == "softcap" or not is_compiled]
+        if refused:
+            where = "of xformers" if is_compiled else "on a CPU"
             raise NotImplementedError(
-                f"attention on a CPU does not compute {', '.join(given)}: use eager attention"
+                f"FlashAttention {where}, without flash_attn, does not compute {', '.join(refused)}: "
+                "leave out --flash_attn and --packing_samples"
             )
 
     def _exact(

@@ -53,3 +53,19 @@ def test_provider_is_found_by_its_files(
         (installed / file).touch()
     assert attention_provider.provider() == provider
     assert attention_provider.is_flash_attention_2_served() == served
+
+
+@pytest.mark.parametrize(
+    ("module", "served"),
+    [
+        ("transformers", True),
+        ("transformers.models.llama", True),
+        ("transformers_modules.own", False),
+        ("", False),
+    ],
+)
+def test_it_is_served_to_the_code_of_transformers_alone(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, module: str, served: bool
+) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    assert attention_provider.is_flash_attention_2_served_to(module) == served
