@@ -226,6 +226,17 @@ def test_packed_samples_of_a_model_with_linear_attention_are_refused(served):
         varlen_attention.check_model(tried, packed=True)
 
 
+def test_layers_with_convolutions_are_refused_in_packed_samples_too():
+    """LFM2, which transformers does not call stateful."""
+    tried = model(MODELS["grouped queries"], "sdpa")
+    tried.config.layer_types = ["conv", "full_attention"]
+    varlen_attention.check_model(tried, packed=False)
+    with pytest.raises(
+        varlen_attention.UnsupportedAttentionError, match="passes a state from token to token"
+    ):
+        varlen_attention.check_model(tried, packed=True)
+
+
 def test_queries_of_a_quantized_model_get_the_dtype_that_it_computes_in():
     """Weights of 4 bits are stored as uint8."""
     tried = model(MODELS["grouped queries"], "sdpa").to(torch.bfloat16)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,10 +53,12 @@ def test_a_continued_run_draws_the_prompts_of_the_undisturbed_one(workers: int, 
     """After each step in batches of 4, also after the last one of an episode."""
     from rlhf_stack.compat.determinism import continues_from
 
+    rollout = SimpleNamespace(batch_size=4, vllm_generate_batch_size=4)
+    trainer = SimpleNamespace(args=SimpleNamespace(rollout=rollout))
     beginning = {"episode": 0, "global_step": 0, "data_loader_state_dict": {}}
     undisturbed = list(batches(prompts(workers, size), beginning, 4))
     assert len({tuple(taken) for taken, _ in undisturbed}) == len(undisturbed), "each episode has its order"
     for step, (_, states) in enumerate(undisturbed, 1):
-        loaded = continues_from(lambda states=states: states)()
+        loaded = continues_from(lambda _, states=states: states)(trainer)
         continued = batches(prompts(workers, size), loaded, 4)
         assert [taken for taken, _ in continued] == [taken for taken, _ in undisturbed[step:]]

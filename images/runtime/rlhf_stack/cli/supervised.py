@@ -73,7 +73,8 @@ class Supervision:
             messages.info(f"this run is job {self._state.job}: following it")
         if limits.restarts and not checkpoints.every:
             messages.warning(
-                "the run saves no checkpoints, so each restart repeats all of it: "
+                "the run saves no checkpoints but the best of its evaluations, so each restart repeats what "
+                "followed: "
                 f"set {'--save_steps' if run.flat else '--ckpt.save_steps'}"
             )
 
@@ -131,7 +132,7 @@ class Supervision:
         The job of a run that has another supervisor by now is not stopped.
         """
         end = time.monotonic() + self._limits.grace - STOP_SECONDS
-        if is_taken_over(self._cluster, self._state):
+        if self._answers(job) and is_taken_over(self._cluster, self._state):
             messages.info(str(TakenOverError()))
             return False
         if self._limits.grace:
@@ -142,6 +143,14 @@ class Supervision:
                 messages.info(f"no checkpoint was saved: {error}")
         messages.info(f"stopping job {job}")
         return jobs.stop(self._server, job)
+
+    def _answers(self, job: str) -> bool:
+        """Whether the job server answers; without it, a connection to Ray could take minutes to fail."""
+        try:
+            jobs.ray_job(self._server, job, jobs.ANSWER_SECONDS)
+        except (UserError, OSError, RuntimeError):
+            return False
+        return True
 
     def _save(self, job: str, seconds: float) -> None:
         end = time.monotonic() + seconds

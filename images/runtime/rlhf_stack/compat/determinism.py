@@ -81,7 +81,8 @@ def continues_from(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
     """Decorate the trainer's method that loads the states of a checkpoint: its step has ended.
 
     If that step drained the loader of prompts, the run continues with the next episode. Upstream repeats the
-    whole one: torchdata's loader begins a new pass from such a state, in the order of the next episode.
+    whole one: torchdata's loader begins a new pass from such a state, in the order of the next episode. So
+    does a run that generates several batches at a time, of which the drained ones may not have been trained.
     """
 
     @functools.wraps(load)
@@ -89,7 +90,8 @@ def continues_from(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
         states = load(*arguments, **options)
         rollout.ended(int(states["global_step"]))
         if states.get("data_loader_state_dict", {}).get("_iterator_finished"):
-            states["episode"] += 1
+            batches = arguments[0].args.rollout
+            states["episode"] += batches.vllm_generate_batch_size <= batches.batch_size
         return states
 
     return loaded

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "rlhf_stack_varlen"
 FLASH_ATTENTION = "flash_attention_2"
+RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers, also of models that are not "stateful"
 REMEDY = "build an image with flash-attn (`python -m scripts build CELL --with flash-attn`), or use"
 
 
@@ -80,7 +81,8 @@ def check_model(model: "torch.nn.Module", packed: bool) -> None:
     from transformers import PreTrainedModel
 
     for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
-        if packed and part._is_stateful:
+        kinds = RECURRENT.intersection(getattr(part.config, "layer_types", None) or ())
+        if packed and (part._is_stateful or kinds):
             raise UnsupportedAttentionError(
                 f"{type(part).__name__} passes a state from token to token, which samples that are packed "
                 "into one row would share: leave out --ds.packing_samples and --train.dynamic_batch_enable"

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from rlhf_stack.compat.varlen_attention import FLASH_ATTENTION
+from rlhf_stack.config import image
 from rlhf_stack.memory import Shape
 from rlhf_stack.openrlhf.run_spec import Run
 
 
 def unserved(shape: Shape) -> str:
-    """The feature of a model that ``flash_attention_2`` does not compute here; "" if there is none."""
-    return shape.attention if find_spec("flash_attn") is None else ""
+    """The feature of a model that ``flash_attention_2`` does not compute here; "" if there is none.
+
+    Outside of an image it is unknown what the image of the run has.
+    """
+    return shape.attention if image.about().cell and find_spec("flash_attn") is None else ""
 
 
 def obstacles(run: Run, shapes: Mapping[str, Shape]) -> Iterator[str]:
@@ -25,7 +29,7 @@ def obstacles(run: Run, shapes: Mapping[str, Shape]) -> Iterator[str]:
                 f"{model} has layers that pass a state from token to token, and samples that are packed into "
                 f"one row would share it: leave out {packing}"
             )
-        if run.attention == FLASH_ATTENTION and (feature := unserved(shapes[model])):
+        if (run.packed or run.attention == FLASH_ATTENTION) and (feature := unserved(shapes[model])):
             eager = "leave out --flash_attn" if run.flat else "give --ds.attn_implementation eager"
             yield (
                 f"{model} has {feature}, which {FLASH_ATTENTION} does not compute here: {eager}, and leave "

@@ -157,6 +157,7 @@ class Supervisor:
         self._cluster, self._describe, self._limits, self._write = cluster, describe, limits, write
         self.state = state
         self._ended = time.monotonic()  # of the last job
+        self._settled: tuple[int, frozenset[str]] = (0, frozenset())  # attempts and nodes; see `_settle`
         self._run, self._checkpoints = describe(state.words)
 
     def supervise(self) -> Ended:
@@ -377,6 +378,7 @@ class Supervisor:
             if not saved:
                 return words if self._checkpoints.universal else bare
             if saved > state.converted:
+                self._check_owner()
                 self._checkpoints.convert(saved, state.began)
                 state.converted = saved
             return [*bare, load, UNIVERSAL_FLAG]
@@ -396,13 +398,21 @@ class Supervisor:
         """The nodes, and why the run cannot be placed on those that answer now."""
         try:
             nodes = self._cluster.clean()
-            if (last := self.state.attempts[-1]).status == HEAD_LOST:
-                self._select(last.saved)  # the job's ranks may have written until they were removed
+            self._settle(nodes)
             if unknown := [address for address in nodes.silent if address not in excluded]:
                 return nodes, [f"Ray lists nodes that do not answer: {', '.join(unknown)}"]
             return nodes, self._cluster.problems(words, excluded, scales)
+        except TakenOverError:
+            raise
         except UserError as error:  # the head has not been restarted yet
             return Nodes({}, ()), [str(error)]
+
+    def _settle(self, nodes: Nodes) -> None:
+        """Select the checkpoint again: the ranks of a lost head's job may write until they are removed."""
+        last, settled = self.state.attempts[-1], (len(self.state.attempts), frozenset(nodes.answering))
+        if last.status == HEAD_LOST and settled != self._settled:
+            self._select(last.saved)
+            self._settled = settled
 
 
 def is_taken_over(cluster: Cluster, state: State) -> bool:

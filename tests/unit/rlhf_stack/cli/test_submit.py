@@ -355,6 +355,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor
         monkeypatch.setattr(Supervisor, "supervise", loop)
         stop = MagicMock()
         monkeypatch.setattr(job, "stop", stop)
+        monkeypatch.setattr(job, "ray_job", MagicMock(return_value="01000000"))
         return stop
 
     return replace
@@ -443,6 +444,23 @@ def test_a_run_that_another_command_has_taken_over_is_neither_stopped_nor_forgot
     printed = capsys.readouterr().err
     assert printed.count("another `submit` supervises this run now") == (lines > 0)
     assert printed.count("raysubmit_1 may still run") == (lines > 1)
+
+
+def test_a_silent_head_is_not_asked_who_supervises_a_run(
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's client connects to a port that nobody answers for minutes, and the signal has a deadline."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise KeyboardInterrupt
+
+    supervise(loop).return_value = False
+    monkeypatch.setattr(job, "ray_job", MagicMock(side_effect=TimeoutError))
+    cluster = MagicMock(**{"return_value.recall.side_effect": [None, AssertionError("asked")]})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", "--restarts", "1", "--", "train"]) == 130
+    assert cluster.return_value.recall.call_count == 1
 
 
 @pytest.mark.parametrize(("has_ended", "calls"), [(True, 1), (False, 0)])

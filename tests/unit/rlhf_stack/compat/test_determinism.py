@@ -147,19 +147,24 @@ def test_a_continued_run_has_the_seeds_of_the_undisturbed_one(rollout: determini
     assert bases(2) != undisturbed[2], "another run"
 
 
-@pytest.mark.parametrize(("finished", "episode"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("finished", "ahead", "episode"), [(False, 1, 1), (True, 1, 2), (True, 4, 1)])
 def test_a_run_whose_loader_was_drained_continues_with_the_next_episode(
-    finished: bool, episode: int, rollout: determinism.Rollout
+    finished: bool, ahead: int, episode: int, rollout: determinism.Rollout
 ) -> None:
-    """With the loader's state, which has the order of that episode: see tests/image/test_prompt_loader.py."""
+    """With the loader's state, which has the order of that episode: see tests/image/test_prompt_loader.py.
+
+    Not if more than a batch was generated at a time: the rest of the drained episode was not trained.
+    """
     del rollout
     loader = {"_iterator_finished": finished, "_num_yielded": 10}
 
     @determinism.continues_from
-    def load() -> dict[str, object]:
+    def load(_: object) -> dict[str, object]:
         return {"episode": 1, "global_step": 6, "data_loader_state_dict": loader}
 
-    assert load() == {"episode": episode, "global_step": 6, "data_loader_state_dict": loader}
+    batches = types.SimpleNamespace(batch_size=4, vllm_generate_batch_size=4 * ahead)
+    trainer = types.SimpleNamespace(args=types.SimpleNamespace(rollout=batches))
+    assert load(trainer) == {"episode": episode, "global_step": 6, "data_loader_state_dict": loader}
 
 
 def test_the_batches_of_a_rank_have_the_seeds_of_their_steps(rollout: determinism.Rollout) -> None:

@@ -1,9 +1,11 @@
 """Models that would train with other attention than they were made with are problems of a plan."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rlhf_stack.compat import attention_provider
+from rlhf_stack.config import image
 from rlhf_stack.memory.model_shape import shape_from_config
 from rlhf_stack.planning import assess, attention, uniform_machines
 from rlhf_stack.planning.tuning import FLASH, tune
@@ -22,9 +24,10 @@ MACHINES = uniform_machines(2, 8, 80, 64, 999)
 
 
 @pytest.fixture(autouse=True)
-def image(monkeypatch: pytest.MonkeyPatch) -> None:
+def image_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """An image without flash_attn, whose FlashAttention is torch's."""
     monkeypatch.setattr(attention, "find_spec", lambda _: None)
+    monkeypatch.setattr(image, "about", lambda: SimpleNamespace(cell="a-cell"))
     monkeypatch.setattr(attention_provider, "provider", lambda: "torch's")
 
 
@@ -69,8 +72,12 @@ def test_a_feature_that_nothing_here_computes_is_refused(
     assert f"small has {feature}" in problem
     assert "give --ds.attn_implementation eager" in problem
     assert not assess(run(attention="eager"), MACHINES, shapes).problems
+    assert assess(run(attention="eager", packed=True), MACHINES, shapes).problems, "OpenRLHF replaces eager"
     monkeypatch.setattr(attention, "find_spec", lambda _: "flash_attn")
     assert not assess(run(attention=FLASH), MACHINES, shapes).problems
+    monkeypatch.setattr(attention, "find_spec", lambda _: None)
+    monkeypatch.setattr(image, "about", lambda: SimpleNamespace(cell=""))
+    assert not assess(run(attention=FLASH), MACHINES, shapes).problems, "what the run's image has is unknown"
 
 
 def test_tune_chooses_attention_that_the_models_have() -> None:

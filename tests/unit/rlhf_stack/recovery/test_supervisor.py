@@ -541,6 +541,19 @@ def test_a_run_that_is_taken_over_while_it_waits_for_nodes_is_not_submitted(end:
     assert (len(cluster.submitted), selected) == (1, [4] * times), "before it was taken over"
 
 
+def test_a_run_that_is_taken_over_while_its_head_starts_again_is_left_at_once() -> None:
+    class Taken(Faulty):
+        def clean(self) -> Nodes:
+            if self.submitted:
+                self.remember(self.remembered[-1] | {"owner": "second"})
+            return super().clean()
+
+    cluster, selected = Taken(["head"]), list[int]()
+    with pytest.raises(TakenOverError):
+        supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
+    assert (len(cluster.submitted), selected) == (1, [4]), "before the second selection"
+
+
 def test_a_head_that_does_not_answer_takes_no_run_over() -> None:
     class Silent(Faulty):
         def recall(self) -> dict[str, Any] | None:
