@@ -392,13 +392,18 @@ def _remove(containers: Sequence[Container], networks: Sequence[Network]) -> Non
 
 def _remove_network(network: Network) -> None:
     """Remove a network; a busy daemon releases the endpoints of containers only after it has removed them."""
-    end = time.monotonic() + RELEASE_SECONDS
+    repeat_while("has active endpoints", network.remove, RELEASE_SECONDS)
+
+
+def repeat_while(refusal: str, call: Callable[[], object], seconds: float) -> None:
+    """Repeat a call to Docker for up to ``seconds`` while its error contains ``refusal``."""
+    end = time.monotonic() + seconds
     while True:
         try:
-            network.remove()
+            call()
             return
         except docker.errors.APIError as error:
-            if "has active endpoints" not in str(error) or time.monotonic() >= end:
+            if refusal not in str(error) or time.monotonic() >= end:
                 raise
         time.sleep(POLL_SECONDS)
 

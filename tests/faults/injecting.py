@@ -14,7 +14,7 @@ from docker.models.containers import Container
 
 from scripts.errors import UserError
 from scripts.release.fault_cases import SYNC
-from scripts.testing.cluster import Cluster
+from scripts.testing.cluster import Cluster, repeat_while
 from tests.faults.runs import CHECKPOINTS
 from tests.network import links, remote
 
@@ -111,15 +111,7 @@ def restore_link(site: Site) -> None:
 
 def pause(node: Container) -> None:
     """Pause ``node``; the freezer of cgroups refuses while a process starts or ends, and is tried again."""
-    end = time.monotonic() + PAUSE_SECONDS
-    while True:
-        try:
-            node.pause()
-            return
-        except docker.errors.APIError as error:
-            if "unable to freeze" not in str(error) or time.monotonic() > end:
-                raise
-        time.sleep(POLL_SECONDS)
+    repeat_while("unable to freeze", node.pause, PAUSE_SECONDS)
 
 
 def slow_down(site: Site) -> None:

@@ -65,8 +65,8 @@ class Encodings:
             return FULL
         if before == FULL:
             run_log.info(
-                "weight sync: changed elements are sent from now on; each node of the trainer and of engines "
-                f"keeps the weights, {size / GIGA:.2f} GB of its host's memory"
+                "weight sync: changed elements are sent from now on; each node of engines keeps the weights, "
+                f"{size / GIGA:.2f} GB of its host's memory, and each node that sends keeps what it sends"
             )
         self.encoding = CHANGED if kept == content and self._since < self.every else KEPT
         return self.encoding

@@ -7,7 +7,7 @@ memory against real peaks, tokens per second (of several engines also next to a 
 rank. A rung that fails stops no other one; each has a deadline. Nothing else may use the GPUs meanwhile.
 
   rlhf-stack certify                               # the running cluster, or else this machine
-  rlhf-stack certify --rung attention --rung sync  # a part; the certificate is then not complete
+  rlhf-stack certify --rung attention --rung sync  # a part; the other rungs are not climbed
   rlhf-stack certify --fake-gpus 2,2               # in an image for CPUs: two nodes of two fake GPUs
 
 It writes certificate.json and the raw record of each rung to --out. `python -m scripts certificates add FILE`

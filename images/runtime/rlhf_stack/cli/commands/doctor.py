@@ -17,7 +17,8 @@ another environment.
 vLLM, and `docker inspect`.
 
 Exit code: 0 no finding above a note; 1 a warning; 3 an error; 2 wrong usage; with --log also 4: the log has
-an error, and no entry but notes explains it. With --host, 1 if no image runs on the GPUs of this machine.
+an error, and no entry but notes explains it. With --host, 1 if no image runs on this machine:
+on its GPUs, or on its CPUs if it has none.
 
 --json prints rlhf-stack/doctor/1: `worst`, and `findings` (node: its address, empty if it concerns no single
 node; id; severity: ok, note, warning or error; what, evidence, remedy and sources; line: that of the log,
