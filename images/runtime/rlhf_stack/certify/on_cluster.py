@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import NotClimbedError, Place
+from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.cluster.connect import connect, connected
 from rlhf_stack.cluster.host import endpoint, free_port
 from rlhf_stack.errors import UserError
@@ -152,7 +153,8 @@ class Hand:
     """An actor that calls a function on its node."""
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        """Return what ``function`` returns."""
+        """Return what ``function`` returns, which runs on the GPU of this actor, if it has one."""
+        assigned_gpu.select()
         return function(*arguments)
 
 

@@ -15,6 +15,7 @@ from rlhf_stack.certify.device_memory import BUCKET, SMALL_BUCKET, parameters
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
 from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
+from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.buckets import plan_buckets
@@ -35,6 +36,7 @@ class Rank:
 
     def prepare(self, is_trainer: bool, backend: str, small: bool) -> None:
         """Import libraries and make the parameters, which may take longer than ranks wait for each other."""
+        assigned_gpu.select()
         if backend != "gloo" and devices.is_gpu():
             import_module("vllm.distributed")
         self._limit = SMALL_BUCKET if small else BUCKET

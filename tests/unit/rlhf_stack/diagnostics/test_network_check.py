@@ -35,6 +35,12 @@ FAST_CARD = Interface("ib0", "10.1.0.1", "10.1.0.0/24", 200_000)
 FLOOR = 0.1
 
 
+@pytest.fixture(autouse=True)
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe asks whether it has a GPU."""
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+
+
 def node(number: int, *cards: Interface, used: str = "") -> CheckedNode:
     """A node whose interfaces end in its number; the first is its Ray address."""
     own = tuple(replace(card, address=f"{card.address.rpartition('.')[0]}.{number}") for card in cards)
