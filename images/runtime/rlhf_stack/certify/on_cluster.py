@@ -23,6 +23,7 @@ START_SECONDS = 120.0
 RELEASE_SECONDS = 30.0  # Ray reports GPUs of processes that have ended as free after a moment
 POLL_SECONDS = 0.5
 OBJECT_STORE = 200 << 20  # bytes of shared memory on each node of our own cluster
+LATE = "no answer within"
 LOOPBACK = "127.0.1.{}"
 
 
@@ -139,7 +140,7 @@ def answers(calls: Sequence[Any], who: Sequence[str], seconds: float) -> list[An
         try:
             found.append(ray.get(call, timeout=max(0.0, end - time.monotonic())))
         except ray.exceptions.GetTimeoutError:
-            errors.append(f"{name}: no answer within {seconds:.0f} s")
+            errors.append(f"{name}: {LATE} {seconds:.0f} s")
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             first = (str(cause).strip().splitlines() or ["no message"])[0]

@@ -280,6 +280,48 @@ def test_auto_is_synced_too_and_must_select_the_fastest(
     assert "why" not in found.details["gloo"]
 
 
+NAMED = RuntimeError("weight sync, rank 1: rank 2 on c does not answer: dead, stopped or cut off")
+OTHER = RuntimeError("weight sync, rank 1: rank 0 (the trainer) on a does not answer")
+UNTIL = "no answer within 32 s"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "worker", "problem"),
+    [
+        (NAMED, NAMED, ""),
+        ("sent", NAMED, ""),
+        ("sent", "loaded", "the sync ended as if nothing had happened"),
+        ("sent", OTHER, f"rank 1 on b: RuntimeError: {OTHER}"),
+        (TimeoutError(), NAMED, f"rank 0 (the trainer) on a: {UNTIL}; rank 1 on b: RuntimeError: {NAMED}"),
+        ("sent", TimeoutError(), f"rank 1 on b: {UNTIL}"),
+    ],
+)
+def test_every_rank_that_remains_may_name_the_lost_one(
+    monkeypatch: pytest.MonkeyPatch, trainer: object, worker: object, problem: str
+) -> None:
+    """The trainer of a chain or a ring may have sent all before the loss has reached it."""
+    names = ["rank 0 (the trainer) on a", "rank 1 on b", "rank 2 on c"]
+
+    def get(call: object, timeout: float) -> object:
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    @contextmanager
+    def joined(*_: Any) -> Any:
+        ranks = [MagicMock() for _ in names]
+        for rank, end in zip(ranks, (trainer, worker, None), strict=True):
+            rank.sync.remote.side_effect = iter(["loaded", end]).__next__
+        yield ranks, names
+
+    errors = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "ray", MagicMock(get=get, exceptions=errors))
+    monkeypatch.setattr(weight_sync, "_joined", joined)
+    found = weight_sync.lost_rank(PLACE)
+    expected = f"the error does not name rank 2 on c in time: {problem}"
+    assert found.problem == (f"nccl: {expected}; gloo: {expected}" if problem else "")
+
+
 METHODS = "run", "prepare", "join"
 
 
