@@ -17,6 +17,7 @@ from rlhf_stack.certify.on_cluster import (
     join_group,
     nodes_with_gpus,
 )
+from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.diagnostics.network_check.model import round_robin
 from rlhf_stack.diagnostics.network_check.sampling import Pairs, ring
 from rlhf_stack.lazy import ray, torch
@@ -35,6 +36,7 @@ class Member:
         """The best seconds of an all-reduce of 32-bit numbers, and whether its sum is correct."""
         import torch.distributed as dist
 
+        assigned_gpu.select()
         device = devices.torch_device()
         join_group(where, rank, world, timeout=timedelta(seconds=SECONDS))
         try:

@@ -25,7 +25,7 @@ def climb(place: Place) -> Found:
     own = checksum(tensor)
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_stack.certify.ipc"],
+        [sys.executable, "-m", "rlhf_stack.certify.ipc", str(devices.current_device())],
         input=pickle.dumps(reduce_tensor(tensor)),
         capture_output=True,
         timeout=SECONDS,
@@ -43,8 +43,10 @@ def climb(place: Place) -> Found:
 
 
 def main() -> None:
-    """Open the handle on standard input and print the checksum of its tensor."""
-    index = torch.cuda.current_device() if devices.is_gpu() else None
+    """Open the handle on standard input, on the GPU of the argument, and print its tensor's checksum."""
+    index = int(sys.argv[1]) if devices.is_gpu() else None
+    if index is not None:
+        devices.set_device(index)
     handle = pickle.loads(sys.stdin.buffer.read())  # noqa: S301  (of the parent process)
     print(checksum(devices.open_handle(handle, index)))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import NotClimbedError, Place
+from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.cluster.connect import connect, connected
 from rlhf_stack.cluster.host import endpoint, free_port
 from rlhf_stack.errors import UserError
@@ -22,6 +23,7 @@ START_SECONDS = 120.0
 RELEASE_SECONDS = 30.0  # Ray reports GPUs of processes that have ended as free after a moment
 POLL_SECONDS = 0.5
 OBJECT_STORE = 200 << 20  # bytes of shared memory on each node of our own cluster
+LATE = "no answer within"
 LOOPBACK = "127.0.1.{}"
 
 
@@ -138,7 +140,7 @@ def answers(calls: Sequence[Any], who: Sequence[str], seconds: float) -> list[An
         try:
             found.append(ray.get(call, timeout=max(0.0, end - time.monotonic())))
         except ray.exceptions.GetTimeoutError:
-            errors.append(f"{name}: no answer within {seconds:.0f} s")
+            errors.append(f"{name}: {LATE} {seconds:.0f} s")
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             first = (str(cause).strip().splitlines() or ["no message"])[0]
@@ -152,7 +154,8 @@ class Hand:
     """An actor that calls a function on its node."""
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        """Return what ``function`` returns."""
+        """Return what ``function`` returns, which runs on the GPU of this actor, if it has one."""
+        assigned_gpu.select()
         return function(*arguments)
 
 

@@ -14,7 +14,8 @@ from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.device_memory import BUCKET, SMALL_BUCKET, parameters
 from rlhf_stack.certify.ladder import Found, NotClimbedError, Place
 from rlhf_stack.certify.model import Measurement
-from rlhf_stack.certify.on_cluster import actors, answers, free_endpoint, gpus_of, nodes_with_gpus
+from rlhf_stack.certify.on_cluster import LATE, actors, answers, free_endpoint, gpus_of, nodes_with_gpus
+from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.config import env_vars
 from rlhf_stack.lazy import ray, torch
 from rlhf_stack.sync.buckets import plan_buckets
@@ -35,6 +36,7 @@ class Rank:
 
     def prepare(self, is_trainer: bool, backend: str, small: bool) -> None:
         """Import libraries and make the parameters, which may take longer than ranks wait for each other."""
+        assigned_gpu.select()
         if backend != "gloo" and devices.is_gpu():
             import_module("vllm.distributed")
         self._limit = SMALL_BUCKET if small else BUCKET
@@ -131,7 +133,10 @@ def wrong_selection(selected: Sequence[tuple[str, str]], names: Sequence[str]) -
 
 
 def lost_rank(place: Place) -> Found:
-    """Kill the last rank after a sync; the trainer's error in the next one must name it in time."""
+    """Kill the last rank after a sync; the error of one that remains must name it in time in the next one.
+
+    It may be that of any rank: the trainer has sent all when the loss has not reached it yet.
+    """
     measurements, problems, details = [], [], {}
     for backend in backends():
         with _joined(place, backend, LOST_TIMEOUT) as (ranks, names):
@@ -140,15 +145,15 @@ def lost_rank(place: Place) -> Found:
             start = time.monotonic()
             try:
                 syncing = [rank.sync.remote() for rank in ranks[:-1]]
-                answers(syncing[:1], names[:1], LOST_TIMEOUT + SLACK)
+                answers(syncing, names[:-1], LOST_TIMEOUT + SLACK)
                 error = "the sync ended as if nothing had happened"
             except RuntimeError as raised:
                 error = str(raised)
             seconds = time.monotonic() - start
         measurements.append(Measurement(f"{backend}: seconds until the error", seconds, "s"))
         details[backend] = {"killed": names[-1], "error": error}
-        if f"{names[-1]} does not answer" not in error:
-            problems.append(f"{backend}: the error does not name {names[-1]}: {error}")
+        if f"{names[-1]} does not answer" not in error or LATE in error:
+            problems.append(f"{backend}: the error does not name {names[-1]} in time: {error}")
     return Found(measurements, details, "; ".join(problems))
 
 

@@ -1,6 +1,7 @@
 """The GPU that Ray assigned to this actor, as this process counts GPUs."""
 
 import os
+from typing import Any
 
 from rlhf_stack.accelerator import devices, visible_devices
 from rlhf_stack.compat import ray_private
@@ -14,9 +15,21 @@ def local_rank() -> int:
     without a GPU from Ray. Raises `visible_devices.VisibleDevicesError` if two variables contradict each
     other.
     """
-    if not devices.is_gpu():
-        return 0
-    if not ray.is_initialized() or not (assigned := ray.get_gpu_ids()):
+    if not (assigned := _assigned()):
         return 0
     variable = ray_private.visible_devices_variable()
     return visible_devices.ordinal(str(assigned[0]), os.environ, devices.kind(), variable)
+
+
+def select() -> None:
+    """Make the GPU that Ray assigned to this actor the current one; does nothing without one.
+
+    A NOSET variable leaves all GPUs of the node visible, of which the first one is current. Raises as
+    `local_rank` does.
+    """
+    if _assigned():
+        devices.set_device(local_rank())
+
+
+def _assigned() -> list[Any]:
+    return list(ray.get_gpu_ids()) if devices.is_gpu() and ray.is_initialized() else []

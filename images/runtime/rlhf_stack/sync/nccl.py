@@ -16,7 +16,7 @@ from rlhf_stack.sync.encoding import Encodings, refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Buffers, Watch, released_after, unwatched
 from rlhf_stack.sync.kept import Kept
-from rlhf_stack.sync.membership import Members, ended
+from rlhf_stack.sync.membership import Members, ended, first_line
 
 POLL_SECONDS = 0.0005
 JOINING = "nccl, joining the communicator"
@@ -99,11 +99,16 @@ class StreamGroup:
     def start(self, parts: Sequence["torch.Tensor"], what: str) -> NcclTransfer:
         """See `WeightGroup`."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            for part in parts:
-                if part.numel():
-                    self.broadcast(part, src=0, stream=self._stream)
-            reached = self._stream.record_event()
+        try:
+            with torch.cuda.stream(self._stream):
+                for part in parts:
+                    if part.numel():
+                        self.broadcast(part, src=0, stream=self._stream)
+                reached = self._stream.record_event()
+        except SyncError:
+            raise
+        except RuntimeError as error:  # such as of a rank that NCCL has lost; the other ranks are told it
+            raise self._failure(f"{what}: {first_line(error)}", error) from error
         return NcclTransfer(reached.query, self._members, lambda error: self._failure(what, error))
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:

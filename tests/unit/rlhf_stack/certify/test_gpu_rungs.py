@@ -1,16 +1,16 @@
 """Rungs of certify on GPUs: what each measures there, and that each finds what it is for."""
 
 import io
-import pickle
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from rlhf_stack.accelerator import devices, visible_devices
 from rlhf_stack.certify import (
     climb,
     collectives,
@@ -24,10 +24,12 @@ from rlhf_stack.certify import (
 from rlhf_stack.certify.ladder import LADDER, NotClimbedError, Place
 from rlhf_stack.certify.model import FAILED, PASSED, Record
 from rlhf_stack.cli.main import main
+from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
+from rlhf_stack.diagnostics.network_check import probe
 
 from tests.unit import fake_cuda
-from tests.unit.fake_cuda import Gpu, Stream, empty, reduce_tensor, tensor
+from tests.unit.fake_cuda import Gpu, Stream, empty, tensor
 
 PLACE = Place("", "/nowhere", small=False)
 (MEMORY,) = (step for step in LADDER if step.name == "memory")
@@ -85,16 +87,65 @@ def test_memory_is_what_stays_and_the_peak_since_the_call(cuda: Gpu) -> None:
     assert not any(stream.queue for stream in cuda.process.streams), "the GPU had ended"
 
 
-def test_another_process_opens_a_handle_on_its_own_device(
-    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_another_process_opens_a_handle_on_the_gpu_of_this_one(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = tensor(np.arange(9, dtype=BYTES), "cuda:0")
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(reduce_tensor(held)))))
-    monkeypatch.setattr(ipc, "checksum", lambda found: (found.device.index, int(found.array.sum())))
+    def run(command: list[str], input: bytes, **_: Any) -> Any:
+        output = io.StringIO()
+        monkeypatch.setattr(sys, "argv", command[2:])
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(input)))
+        with redirect_stdout(output):
+            assert cuda.processes(ipc.main) == [None]
+        return SimpleNamespace(returncode=0, stdout=output.getvalue().encode())
+
+    held = tensor(np.arange(9, dtype=BYTES), "cuda:2")
     cuda.synchronize()
+    torch = SimpleNamespace(manual_seed=id, randint=lambda *_, **__: MagicMock(to=lambda _: held), int16=None)
+    monkeypatch.setattr(ipc, "torch", torch)
+    monkeypatch.setattr(ipc, "checksum", lambda found: f"{found.array.sum()}-on-{found.device.index}")
+    monkeypatch.setattr(ipc, "subprocess", SimpleNamespace(run=run))
     cuda.process.index = 2
-    ipc.main()
-    assert capsys.readouterr().out == "(2, 36)\n"
+    found = ipc.climb(PLACE)
+    assert (found.problem, found.details["checksum"]) == ("", "36-on-2")
+
+
+def compute(_: pytest.MonkeyPatch) -> None:
+    on_cluster.Hand().run(id, 0)
+
+
+def reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "join_group", MagicMock(side_effect=ConnectionError))
+    with pytest.raises(ConnectionError):
+        collectives.Member().all_reduce(("10.0.0.1", 7), 1, 2, 8)
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync, "parameters", lambda _: {})
+    weight_sync.Rank().prepare(True, "gloo", True)
+
+
+def check_network(_: pytest.MonkeyPatch) -> None:
+    probe.Probe("10.0.0.1", "nccl", 1.0)
+
+
+@pytest.mark.parametrize("begin", [compute, reduce, prepare, check_network])
+@pytest.mark.parametrize(("assigned", "current"), [(["3"], 3), ([], 1)])
+def test_an_actor_computes_on_the_gpu_that_ray_assigned_to_it_though_it_sees_all(
+    cuda: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    begin: Callable[[pytest.MonkeyPatch], None],
+    assigned: list[str],
+    current: int,
+) -> None:
+    """As with a NOSET variable of Ray, which the ROCm images set; an actor without a GPU selects none."""
+    monkeypatch.setitem(sys.modules, "ray", MagicMock(get_gpu_ids=lambda: assigned))
+    monkeypatch.setattr(ray_private, "visible_devices_variable", lambda: visible_devices.CUDA)
+    for name in devices.VISIBLE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(env_vars.SYNC_SPARSE, "")  # which a probe sets, restored after the test
+    cuda.process.index = 1
+    begin(monkeypatch)
+    assert cuda.process.index == current
 
 
 @pytest.mark.parametrize(("freed", "problem"), [(600, ""), (0, "no GPU memory was freed")])
@@ -161,6 +212,7 @@ def test_ranks_join_over_ipv6_too(
     monkeypatch: pytest.MonkeyPatch, join: Callable[[tuple[str, int]], None]
 ) -> None:
     joined = MagicMock(side_effect=ConnectionError)
+    monkeypatch.setitem(sys.modules, "ray", MagicMock(get_gpu_ids=list))
     monkeypatch.setattr(sys.modules["torch"], "distributed", SimpleNamespace(init_process_group=joined))
     for address, expected in (("fd00::1", "tcp://[fd00::1]:7"), ("10.0.0.1", "tcp://10.0.0.1:7")):
         with pytest.raises(ConnectionError):
@@ -226,6 +278,48 @@ def test_auto_is_synced_too_and_must_select_the_fastest(
     assert found.problem == problem
     assert (found.details["auto"]["selected"], found.details["auto"]["why"]) == selected[0]
     assert "why" not in found.details["gloo"]
+
+
+NAMED = RuntimeError("weight sync, rank 1: rank 2 on c does not answer: dead, stopped or cut off")
+OTHER = RuntimeError("weight sync, rank 1: rank 0 (the trainer) on a does not answer")
+UNTIL = "no answer within 32 s"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "worker", "problem"),
+    [
+        (NAMED, NAMED, ""),
+        ("sent", NAMED, ""),
+        ("sent", "loaded", "the sync ended as if nothing had happened"),
+        ("sent", OTHER, f"rank 1 on b: RuntimeError: {OTHER}"),
+        (TimeoutError(), NAMED, f"rank 0 (the trainer) on a: {UNTIL}; rank 1 on b: RuntimeError: {NAMED}"),
+        ("sent", TimeoutError(), f"rank 1 on b: {UNTIL}"),
+    ],
+)
+def test_every_rank_that_remains_may_name_the_lost_one(
+    monkeypatch: pytest.MonkeyPatch, trainer: object, worker: object, problem: str
+) -> None:
+    """The trainer of a chain or a ring may have sent all before the loss has reached it."""
+    names = ["rank 0 (the trainer) on a", "rank 1 on b", "rank 2 on c"]
+
+    def get(call: object, timeout: float) -> object:
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    @contextmanager
+    def joined(*_: Any) -> Any:
+        ranks = [MagicMock() for _ in names]
+        for rank, end in zip(ranks, (trainer, worker, None), strict=True):
+            rank.sync.remote.side_effect = iter(["loaded", end]).__next__
+        yield ranks, names
+
+    errors = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "ray", MagicMock(get=get, exceptions=errors))
+    monkeypatch.setattr(weight_sync, "_joined", joined)
+    found = weight_sync.lost_rank(PLACE)
+    expected = f"the error does not name rank 2 on c in time: {problem}"
+    assert found.problem == (f"nccl: {expected}; gloo: {expected}" if problem else "")
 
 
 METHODS = "run", "prepare", "join"

@@ -20,12 +20,12 @@ from rlhf_stack.diagnostics.network_check import (
     CheckedNode,
     Interface,
     NetworkReport,
+    cluster,
     model,
     probe,
     ranks,
     sampling,
 )
-from rlhf_stack.diagnostics.network_check.cluster import _Probes
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
 from rlhf_stack.sync.errors import SyncError
@@ -33,6 +33,12 @@ from rlhf_stack.sync.errors import SyncError
 SLOW_CARD = Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1000)
 FAST_CARD = Interface("ib0", "10.1.0.1", "10.1.0.0/24", 200_000)
 FLOOR = 0.1
+
+
+@pytest.fixture(autouse=True)
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe asks whether it has a GPU."""
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
 
 
 def node(number: int, *cards: Interface, used: str = "") -> CheckedNode:
@@ -245,7 +251,7 @@ def test_a_probe_of_nccl_takes_a_gpu_and_the_error_says_so(
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
     with pytest.raises(UserError, match=need):
-        _Probes(machines(1, 8), backend, 1.0).describe()
+        cluster._Probes(machines(1, 8), backend, 1.0).describe()
     assert ray.remote.return_value.options.call_args.kwargs["num_gpus"] == gpus
 
 
@@ -283,6 +289,42 @@ def test_engines_of_the_checked_group_straddle_if_those_of_the_run_may(
 def test_without_a_run_every_node_has_a_worker() -> None:
     """The trainer is on the first node."""
     assert ranks.one_worker_per_node(machines(3, 8)) == [0, 0, 1, 2]
+
+
+COLOCATED = ranks.ranks_of_run(Request((Group("actor", 2, 8),), Engines(8, 2, "actor")))
+ALONE = ranks.ranks_of_run(Request((Group("actor", 1, 1),), Engines(1, 1, "actor")))
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "backend", "free", "place", "expected"),
+    [
+        ("cuda", "nccl", machines(2, 8), COLOCATED, [0] * 8 + [1] * 8),
+        ("cuda", "gloo", machines(2, 8), COLOCATED, [0] * 9 + [1] * 8),
+        ("cuda", "nccl", machines(3, 1), ranks.one_worker_per_node, [0, 1, 2]),
+        ("cpu", "nccl", machines(3, 1), ranks.one_worker_per_node, [0, 0, 1, 2]),
+        ("cuda", "nccl", machines(1, 2), ranks.one_worker_per_node, [0, 0]),
+        ("cuda", "gloo", machines(1, 1), ALONE, [0, 0]),
+        ("cuda", "nccl", machines(1, 1), ALONE, None),
+        ("cuda", "nccl", machines(1, 1), ranks.one_worker_per_node, None),
+    ],
+)
+def test_a_group_over_nccl_has_a_rank_per_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: str,
+    backend: str,
+    free: list[FreeNode],
+    place: ranks.Ranks,
+    expected: list[int] | None,
+) -> None:
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    probes = MagicMock(describe=lambda: tuple(CheckedNode(one.address, one.address) for one in free))
+    probes.attempt.side_effect = lambda groups, _: [sent(sender, others[0]) for sender, others in groups]
+    monkeypatch.setattr(cluster, "_probes", lambda *_: nullcontext(probes))
+    monkeypatch.setattr(cluster, "free_nodes", lambda: free)
+    with nullcontext() if expected else pytest.raises(UserError, match=r"10\.0\.0\.1: one GPU"):
+        cluster.check_network(backend, 8, FLOOR, 1.0, place, lambda _: None)
+        ((sender, others),) = probes.attempt.call_args.args[0]
+        assert [sender, *others] == expected
 
 
 def simulated(

@@ -223,6 +223,24 @@ def test_a_broadcast_that_does_not_end_is_aborted_and_the_group_refuses_more(han
 
 
 @ANY_ORDER
+def test_an_error_that_a_broadcast_returns_is_diagnosed_on_every_rank(hanging: Gpu) -> None:
+    def run(rank: int) -> None:
+        group: Any = sync.create_group(HOST, PORT, rank, 2, rank, "nccl")
+        if rank:
+            refused = RuntimeError("NCCL error: unhandled cuda error\nin a call")
+            group._communicator.broadcast = MagicMock(side_effect=refused)
+        with group.syncing():
+            group.start([empty(8, np.dtype("uint8"), f"cuda:{rank}")], "bucket 1 of 9").finish()
+
+    errors = both(hanging, run)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, sync.SyncError)
+        assert str(error).startswith(f"weight sync, rank {rank}")
+        assert "rank 1 on 127.0.0.1: nccl, bucket 1 of 9: NCCL error: unhandled cuda error" in str(error)
+    assert [each.aborts for each in hanging.communicators] == [1, 1]
+
+
+@ANY_ORDER
 def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu) -> None:
     def run(rank: int) -> None:
         group = sync.create_group(HOST, PORT, rank, 2, rank, "nccl")

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_stack.accelerator import devices
 from rlhf_stack.diagnostics.network_check.model import DEFAULT_FLOOR, Attempt, CheckedNode, NetworkReport
 from rlhf_stack.diagnostics.network_check.probe import Outcome, Probe
-from rlhf_stack.diagnostics.network_check.ranks import Ranks, one_worker_per_node
+from rlhf_stack.diagnostics.network_check.ranks import Ranks, one_worker_per_node, with_own_gpus
 from rlhf_stack.diagnostics.network_check.sampling import ALL_PAIRS, check_links, narrowed
 from rlhf_stack.errors import UserError
 from rlhf_stack.lazy import ray
@@ -34,7 +34,7 @@ def check_network(
     ``size`` in bytes, ``floor`` in 10^9 bytes/s, None to derive it as `judge_links` does, ``deadline`` in
     seconds per step. ``ranks`` returns the node of each rank. This process must be connected to the cluster;
     all actors are removed afterwards.
-    `UserError` names a node on which no process starts.
+    `UserError` names a node on which no process starts, and one whose only GPU leaves no group over NCCL.
     """
     free = free_nodes()
     free = [node for node in free if node.total_gpus] or free
@@ -45,7 +45,12 @@ def check_network(
         )
         group = None
         if not any(attempt.error for attempt in attempts):
-            first, *others = ranks(free)
+            first, *others = with_own_gpus(free, ranks(free)) if takes_gpus(backend) else ranks(free)
+            if not others:
+                raise UserError(
+                    f"{free[first].address}: one GPU, so there is no group over {backend}, of which each "
+                    "rank takes a GPU; with --backend gloo none does"
+                )
             progress(f"the group of {len(others) + 1} ranks")
             group = probes.attempt([(first, tuple(others))], size)[0]
             if group.error and len(nodes) > ALL_PAIRS:
@@ -90,7 +95,7 @@ class _Probes:
         try:
             found: CheckedNode = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            need = "a free GPU and " if devices.is_gpu() and self._backend == "nccl" else ""
+            need = "a free GPU and " if takes_gpus(self._backend) else ""
             raise UserError(
                 f"{self._free[node].address}: no process started in {START_SECONDS:g} s; it needs {need}"
                 "a live Ray node: see `ray status` and the node's logs"
@@ -104,7 +109,7 @@ class _Probes:
             address = self._free[node].address
             options = {
                 "num_cpus": 0,
-                "num_gpus": 1 if devices.is_gpu() and self._backend == "nccl" else 0,
+                "num_gpus": 1 if takes_gpus(self._backend) else 0,
                 "resources": {PIN + address: SLIVER},
             }
             actor = ray.remote(Probe).options(**options).remote(address, self._backend, self._deadline)
@@ -160,6 +165,11 @@ def _probes(free: Sequence[FreeNode], backend: str, deadline: float) -> Iterator
         yield probes
     finally:
         probes.close()
+
+
+def takes_gpus(backend: str) -> bool:
+    """Whether each rank of a group over ``backend`` takes a GPU."""
+    return devices.is_gpu() and backend == "nccl"
 
 
 def cause(error: BaseException) -> str:

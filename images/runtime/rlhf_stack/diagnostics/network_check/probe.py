@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.network_adapters import interface_megabits, nccl_adapters, rdma_adapters
 from rlhf_stack.diagnostics.network_check.model import CheckedNode, Interface
@@ -36,6 +37,7 @@ class Probe:
         self._listener: socket.socket | None = None
         os.environ[env_vars.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
         os.environ[env_vars.SYNC_SPARSE] = "off"
+        assigned_gpu.select()
 
     def describe(self) -> CheckedNode:
         """Describe this node, its interfaces and its RDMA."""

@@ -14,6 +14,20 @@ def one_worker_per_node(nodes: Sequence[FreeNode]) -> list[int]:
     return [0, *range(len(nodes))]
 
 
+def with_own_gpus(nodes: Sequence[FreeNode], ranks: Sequence[int]) -> list[int]:
+    """The first ranks of each node, as many as it has GPUs: NCCL refuses two ranks on one.
+
+    Without the others, such as those of engines that share the trainer's GPUs, each GPU still has a rank.
+    """
+    left = [node.total_gpus for node in nodes]
+    kept = []
+    for node in ranks:
+        if left[node] >= 1:
+            left[node] -= 1
+            kept.append(node)
+    return kept
+
+
 def ranks_of_run(request: Request) -> Ranks:
     """The ranks of a planned run; `UserError` if it cannot be placed or has no engines."""
 
