@@ -140,10 +140,15 @@ def compilation_lock(name: str, folder: Path, timeout: float = COMPILE_SECONDS) 
     """Hold the lock for compiling operator ``name`` in ``folder``: one process at a time, others wait.
 
     Removes the torch lock of a process that was killed. Raises `TimeoutError` after ``timeout`` seconds.
+    On a file system without locks only torch's serializes, which is then never removed.
     """
     deadline = time.monotonic() + timeout
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FLOCK_FILE).open("w") as lock:
+        if not _can_be_locked(lock):
+            log_line(f"no locks on this file system: {folder}")
+            yield
+            return
         if not _acquired(lock):
             log_line(f"waiting for another process that compiles DeepSpeed's {name} in {folder}")
         while not _acquired(lock):
@@ -237,6 +242,15 @@ def _acquired(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    return True
+
+
+def _can_be_locked(file: IO[str]) -> bool:
+    """Report whether the file system of ``file`` has locks, as NFS may not."""
+    try:
+        _acquired(file)
+    except OSError:
         return False
     return True
 

@@ -250,17 +250,33 @@ def test_a_lock_is_not_stale_while_a_build_holds_its_own(tmp_path: Path) -> None
     assert not lock.exists()
 
 
-def test_without_locks_on_a_file_system_a_lock_is_not_known_to_be_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
-    lock.touch()
-    (tmp_path / deepspeed_ops.FLOCK_FILE).touch()
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the file system have no locks."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_on_a_file_system_torchs_own_serializes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing shows then whether the owner of torch's lock is alive on another node: it is not removed."""
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
+    lock.touch()
+    with deepspeed_ops.compilation_lock("cpu_adam", tmp_path, timeout=0.3):
+        assert lock.exists()
+    assert capsys.readouterr().err == f"rlhf-stack: no locks on this file system: {tmp_path}\n"
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_on_a_file_system_a_lock_is_not_known_to_be_free(tmp_path: Path) -> None:
+    lock = tmp_path / deepspeed_ops.TORCH_LOCK_FILE
+    lock.touch()
+    (tmp_path / deepspeed_ops.FLOCK_FILE).touch()
     assert deepspeed_ops.stale_locks(tmp_path) == []
     assert not deepspeed_ops.remove_stale_lock(lock)
 
