@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cli.main import main
-from rlhf_stack.compat.deepspeed_ops import missing_for_offload
+from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, FUSED_ADAM, missing_for
 from scripts_of_openrlhf import PPO, STEPS, gpus_of_roles, make_files, published, small
 from trained import SECTIONS
 
@@ -54,9 +54,12 @@ def commands(wanted=lambda _: True):
     return [pytest.param(each, id=each.name) for each in published() if wanted(each)]
 
 
-def offloads(command):
-    """Whether the command runs its optimiser on the CPU, which not every image can."""
-    return any(word.endswith("adam_offload") for word in command.words)
+def operator(command):
+    """The operator of DeepSpeed without which an image refuses the command, "" if any image plans it."""
+    if any(word.endswith("adam_offload") for word in command.words):
+        return CPU_ADAM
+    sleeps = "--ds.enable_sleep" in command.words and "--ds.zero_stage 3" in " ".join(command.words)
+    return FUSED_ADAM if sleeps else ""
 
 
 def planned(command, capsys):
@@ -81,9 +84,10 @@ def test_script_is_planned_or_refused_with_the_reason(command, capsys):
             assert old in printed
             assert new in printed
         code, printed = planned(command.corrected(), capsys)
-    if not command.unsupported and offloads(command) and missing_for_offload():
+    needed = operator(command)
+    if not command.unsupported and needed and missing_for(needed):
         assert code == REFUSED, printed
-        assert "adam_offload needs DeepSpeed's cpu_adam" in printed
+        assert f"needs DeepSpeed's {needed}" in printed
         return
     expected = REFUSED if command.unsupported else TOO_LARGE if command.too_large else FITS
     assert code == expected, printed

@@ -17,7 +17,7 @@ from rlhf_stack.cli.option_types import (
     refuse_without_effect,
 )
 from rlhf_stack.cluster.connect import connected
-from rlhf_stack.compat.deepspeed_ops import missing_for_offload
+from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, FUSED_ADAM, missing_for
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
@@ -103,7 +103,8 @@ def parse_run(
         nodes = trainer.nodes or len(machines)
         run = run_spec.trainer_run(parsed.release, trainer.program, parsed.values, nodes, gpus)
     _refuse_missing(parsed.values)
-    return replace(run, can_offload=not missing_for_offload()), parsed.notes
+    can_offload, has_fused_adam = not missing_for(CPU_ADAM), not missing_for(FUSED_ADAM)
+    return replace(run, can_offload=can_offload, has_fused_adam=has_fused_adam), parsed.notes
 
 
 def check_trainer(words: Sequence[str], working_dir: str | None) -> Sequence[str]:

@@ -69,8 +69,8 @@ def load_adam_operator(offload: bool) -> bool:
     return False
 
 
-def missing_for_offload() -> list[str]:
-    """List the tools without which the optimiser cannot run on the CPU here; none if its operator is built.
+def missing_for(name: str) -> list[str]:
+    """List the tools without which operator ``name`` is unavailable here; none if it is built.
 
     Also none without DeepSpeed. Reads files, because DeepSpeed takes seconds to import and selects another
     accelerator on a machine without GPUs, where a run may be planned.
@@ -81,7 +81,7 @@ def missing_for_offload() -> list[str]:
     file = Path(spec.origin).with_name(INSTALLED)
     installed = _constants(file.read_text(encoding="utf-8")) if file.is_file() else {}
     accelerator = "cuda" if devices.is_gpu() else "cpu"  # DeepSpeed's names; ROCm is cuda
-    if installed.get("installed_ops", {}).get(CPU_ADAM) and installed.get("accelerator_name") == accelerator:
+    if installed.get("installed_ops", {}).get(name) and installed.get("accelerator_name") == accelerator:
         return []
     with contextlib.redirect_stderr(io.StringIO()):  # torch prints there that it finds no GPU
         return missing_build_tools()

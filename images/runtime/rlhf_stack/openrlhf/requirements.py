@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rlhf_stack.compat import attention_provider
-from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, missing_for_offload
+from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, FUSED_ADAM, missing_for
 from rlhf_stack.compat.varlen_attention import FLASH_ATTENTION
 from rlhf_stack.config import image
 from rlhf_stack.errors import UserError
@@ -38,9 +38,21 @@ def refuse_missing_packages(values: Any) -> None:
 
 
 def refuse_missing_operators(values: Any) -> None:
-    """Raise `UserError` if the parsed arguments request the optimiser on the CPU and it is unavailable."""
-    requested = [name for name, value in flags_of(values) if name.endswith("adam_offload") and value]
-    if requested and (missing := missing_for_offload()):
+    """Raise `UserError` if the parsed arguments need an operator of DeepSpeed that is unavailable.
+
+    The optimiser on the CPU does, and at ZeRO stage 3 that of a trainer that sleeps (``offload_states`` of
+    deepspeed/runtime/zero/stage3.py).
+    """
+    flags = dict(flags_of(values))
+    requested = [name for name, value in flags.items() if name.endswith("adam_offload") and value]
+    sleeps = not requested and flags.get("ds.enable_sleep") and flags["ds.zero_stage"] == 3
+    if sleeps and (missing := missing_for(FUSED_ADAM)):
+        raise UserError(
+            f"--ds.enable_sleep with --ds.zero_stage 3 needs DeepSpeed's {FUSED_ADAM}, which is not in this "
+            f"image and cannot be compiled (no {', no '.join(missing)}): leave --ds.enable_sleep out, or "
+            "give --ds.zero_stage 2"
+        )
+    if requested and (missing := missing_for(CPU_ADAM)):
         raise UserError(
             f"--{requested[0]} needs DeepSpeed's {CPU_ADAM}, which is not in this image and cannot be "
             f"compiled (no {', no '.join(missing)}): leave the flag out, or derive an image that has "

@@ -45,7 +45,8 @@ class Run:
     trainer have 4 bits per weight. ``asynchronous``: engines generate while the trainer trains. ``program``
     is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
     chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
-    on the CPU. ``sync_backend`` is that of the weight sync: nccl, gloo or auto.
+    on the CPU, ``has_fused_adam``: it has an Adam of its own on the GPU.
+    ``sync_backend`` is that of the weight sync: nccl, gloo or auto.
     ``packed``: a row of the trainer has several samples.
     """
 
@@ -77,6 +78,7 @@ class Run:
     program: str = PPO
     pairs: int = 1
     can_offload: bool = True
+    has_fused_adam: bool = True
     sync_backend: str = "nccl"
     packed: bool = False
 
@@ -84,6 +86,11 @@ class Run:
     def flat(self) -> bool:
         """Whether the flags have no sections, as before OpenRLHF 0.9."""
         return is_flat(self.release)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the trainer may sleep: at ZeRO stage 3 DeepSpeed moves the state of its own Adam alone."""
+        return self.has_fused_adam or self.zero.offload or self.zero.stage < 3
 
     @property
     def rank_batch(self) -> int:

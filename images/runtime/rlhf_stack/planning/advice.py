@@ -188,7 +188,7 @@ def _changes(run: Run) -> Iterator[Change]:
     if shared and not run.engine_sleeps:
         reason = "engines release their memory while the trainer computes"
         yield from change("engine_sleeps", reason, replace(run, engine_sleeps=True))
-    if shared and not run.trainer_sleeps and not run.zero.offload:
+    if shared and not run.trainer_sleeps and not run.zero.offload and run.can_sleep:
         reason = "the trainer moves its optimiser to the host while engines generate"
         yield from change("trainer_sleeps", reason, replace(run, trainer_sleeps=True))
     if not run.checkpointing:
@@ -208,9 +208,10 @@ def _changes(run: Run) -> Iterator[Change]:
         half = max(run.length, run.rollout_tokens // 2)
         reason = "fewer tokens at a time in the rollout"
         yield from change("rollout_tokens", reason, replace(run, rollout_tokens=half), half)
-    if run.zero.stage < 3:
+    sharded = replace(run, zero=replace(run.zero, stage=3))
+    if run.zero.stage < 3 and (sharded.can_sleep or not run.trainer_sleeps):
         reason = "weights are sharded over the ranks and gathered layer by layer"
-        yield from change("stage", reason, replace(run, zero=replace(run.zero, stage=3)), 3)
+        yield from change("stage", reason, sharded, 3)
     if run.can_offload and not run.zero.offload:
         reason = "the optimiser runs on the host: slower steps and more host memory"
         yield from change("offload", reason, replace(run, zero=replace(run.zero, offload=True)))
@@ -244,7 +245,8 @@ def _hybrid(run: Run) -> Iterator[Change]:
     flags = [flag(run, "all"), flag(run, "engine_sleeps")]
     if shared.count != engines.count:
         flags.append(flag(run, "engine_count", shared.count))
-    if not run.zero.offload:
+    sleeps = not run.zero.offload and run.can_sleep
+    if sleeps:
         flags.append(flag(run, "trainer_sleeps"))
     if any(role.name == REWARD and role.group == CRITIC for role in run.roles):
         flags.append(WITHOUT + flag(run, "critic_reward"))
@@ -254,7 +256,7 @@ def _hybrid(run: Run) -> Iterator[Change]:
         roles=tuple(replace(role, group=ACTOR) for role in run.roles),
         order=(ACTOR,),
         engine_sleeps=True,
-        trainer_sleeps=run.trainer_sleeps or not run.zero.offload,
+        trainer_sleeps=run.trainer_sleeps or sleeps,
     )
     yield tuple(flags), "trainer and engines share GPUs, and use them alternately", changed
 

@@ -114,7 +114,10 @@ def _candidates(run: Run) -> Iterator[Run]:
         utilization = HIGHEST_UTILIZATION
         while utilization >= LOWEST_UTILIZATION:
             yield replace(
-                changed, engine_sleeps=True, trainer_sleeps=not offload, utilization=round(utilization, 2)
+                changed,
+                engine_sleeps=True,
+                trainer_sleeps=not offload and changed.can_sleep,
+                utilization=round(utilization, 2),
             )
             utilization -= STEP
 
@@ -162,9 +165,10 @@ def _engine_settings(run: Run) -> Iterator[Setting]:
     if engines.shares:
         yield Setting(flag(run, "engine_sleeps"), "engines release their memory while the trainer computes")
         if not run.zero.offload:
+            asleep = "the trainer releases the memory of its optimiser while engines generate"
+            stuck = "at ZeRO stage 3 DeepSpeed moves only its fused_adam, which this image cannot have"
             yield Setting(
-                flag(run, "trainer_sleeps"),
-                "the trainer releases the memory of its optimiser while engines generate",
+                flag(run, "trainer_sleeps"), asleep if run.trainer_sleeps else stuck, not run.trainer_sleeps
             )
     elif env_vars.accelerator() == "cuda":
         yield Setting(flag(run, "sync", "nccl"), "weights are sent from GPU to GPU")

@@ -500,7 +500,7 @@ def test_an_optimiser_on_the_cpu_that_the_image_lacks_is_refused(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`plan` reported that the run fits, and its actor ended when it started."""
-    monkeypatch.setattr(requirements, "missing_for_offload", lambda: ["nvcc"])
+    monkeypatch.setattr(requirements, "missing_for", lambda _: ["nvcc"])
     assert "(no nvcc): leave the flag out" in require_refusal([*command, *run_of("--ds.adam_offload")])
 
 
@@ -508,9 +508,10 @@ def test_an_optimiser_on_the_cpu_that_the_image_lacks_is_refused(
 def test_a_run_has_whether_its_optimiser_can_be_on_the_cpu(
     missing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_options, "missing_for_offload", lambda: missing)
+    monkeypatch.setattr(run_options, "missing_for", lambda name: missing if name == "cpu_adam" else [])
     run, _ = run_options.parse_run(argparse.Namespace(command_line=run_of()))
     assert run.can_offload == (not missing)
+    assert run.has_fused_adam
 
 
 def test_the_hints_for_all_flags_of_a_script_are_printed() -> None:

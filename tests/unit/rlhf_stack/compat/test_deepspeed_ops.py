@@ -184,7 +184,7 @@ def test_whether_the_optimiser_can_run_on_the_cpu_is_read_from_the_installed_dee
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("RLHF_STACK_ACCELERATOR", "cpu")
     monkeypatch.setattr(deepspeed_ops, "missing_build_tools", missing_tools)
-    assert deepspeed_ops.missing_for_offload() == missing
+    assert deepspeed_ops.missing_for(deepspeed_ops.CPU_ADAM) == missing
     assert capsys.readouterr().err == ""
 
 
@@ -199,12 +199,12 @@ def test_an_operator_for_gpus_is_that_of_cuda_and_of_rocm(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("RLHF_STACK_ACCELERATOR", accelerator)
     monkeypatch.setattr(deepspeed_ops, "missing_build_tools", lambda: ["ninja"])
-    assert deepspeed_ops.missing_for_offload() == missing
+    assert deepspeed_ops.missing_for(deepspeed_ops.CPU_ADAM) == missing
 
 
 def test_without_deepspeed_nothing_is_known_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert deepspeed_ops.missing_for_offload() == []
+    assert deepspeed_ops.missing_for(deepspeed_ops.CPU_ADAM) == []
 
 
 def test_without_a_compiler_torch_adam_is_used_and_logged(

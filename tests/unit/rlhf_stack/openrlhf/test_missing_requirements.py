@@ -54,14 +54,33 @@ def test_an_optimiser_on_the_cpu_without_its_operator_is_refused(
     values: Any, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor raised when it started, in images that cannot compile the operator."""
-    monkeypatch.setattr(requirements, "missing_for_offload", lambda: ["nvcc"])
+    monkeypatch.setattr(requirements, "missing_for", lambda name: ["nvcc"] * (name == "cpu_adam"))
     requirements.refuse_missing_operators(sections(adam_offload=False))
     with pytest.raises(
         UserError, match=rf"^{flag} needs DeepSpeed's cpu_adam, .*\(no nvcc\): leave the flag"
     ):
         requirements.refuse_missing_operators(values)
-    monkeypatch.setattr(requirements, "missing_for_offload", list)
+    monkeypatch.setattr(requirements, "missing_for", lambda _: [])
     requirements.refuse_missing_operators(values)
+
+
+def test_a_sleeping_trainer_without_the_optimiser_that_deepspeed_moves_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At ZeRO stage 3 its actor ended when it started: Offloading is supported only for FusedAdam."""
+
+    def asked(**ds: Any) -> SimpleNamespace:
+        return sections(**{"enable_sleep": True, "zero_stage": 3, "adam_offload": False} | ds)
+
+    monkeypatch.setattr(requirements, "missing_for", lambda name: ["hipcc"] * (name == "fused_adam"))
+    for works in ({"enable_sleep": False}, {"zero_stage": 2}, {"adam_offload": True}):
+        requirements.refuse_missing_operators(asked(**works))
+    with pytest.raises(
+        UserError, match=r"^--ds.enable_sleep with --ds.zero_stage 3 needs DeepSpeed's fused_adam, .*no hipcc"
+    ):
+        requirements.refuse_missing_operators(asked())
+    monkeypatch.setattr(requirements, "missing_for", lambda _: [])
+    requirements.refuse_missing_operators(asked())
 
 
 def test_a_key_of_wandb_is_not_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

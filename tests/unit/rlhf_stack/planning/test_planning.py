@@ -655,6 +655,31 @@ def test_an_optimiser_that_cannot_run_on_the_host_is_not_proposed() -> None:
         assert tuned.fits == can_offload
 
 
+@pytest.mark.parametrize("has_fused_adam", [True, False])
+def test_a_trainer_that_cannot_sleep_is_not_advised_to(has_fused_adam: bool) -> None:
+    """In `rocm7`, where DeepSpeed moves no state at ZeRO stage 3, and the advice ended a run at its start."""
+    engines = Engines(8, 1, shares="actor")
+
+    def asked(stage: int, **changes: Any) -> Run:
+        zero = Zero(stage, 1)
+        return run("big", engines=engines, zero=zero, has_fused_adam=has_fused_adam, **changes)
+
+    def advised(planned: Run) -> list[Run]:
+        return [changed for _, _, changed in advice._changes(planned)]
+
+    assert any(one.trainer_sleeps for one in advised(asked(2)))
+    assert any(one.trainer_sleeps for one in advised(asked(3))) == has_fused_adam
+    sharded = [one for one in advised(asked(2, trainer_sleeps=True)) if one.zero.stage == 3]
+    assert bool(sharded) == has_fused_adam
+    tuned = tune(asked(3), uniform_machines(1, 8, 141, 64, 2000), SHAPES)
+    dropped = {one.text: one.dropped for one in tuned.settings}
+    assert dropped["--ds.enable_sleep"] == (not has_fused_adam), tuned
+    assert tuned.run.trainer_sleeps == has_fused_adam
+    apart = replace(asked(3), request=replace(asked(3).request, engines=Engines(8, 1)))
+    [(flags, _, _)] = advice._hybrid(apart)
+    assert ("--ds.enable_sleep" in flags) == has_fused_adam
+
+
 def test_advice_to_shorten_lowers_the_limit_of_the_answer_too() -> None:
     """`--data.max_len 37120` was advised next to `--rollout.max_new_tokens 64000`."""
     planned = run("big", length=74240, answer=64000)
