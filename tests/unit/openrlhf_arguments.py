@@ -47,9 +47,9 @@ def flat(**changes: Any) -> SimpleNamespace:
 def sections(**changes: Any) -> SimpleNamespace:
     """Arguments of OpenRLHF 0.11.2; ``changes`` by names such as ``train__colocate_all``."""
     groups: dict[str, dict[str, Any]] = {
-        "actor": {"gradient_checkpointing_enable": False},
+        "actor": {"gradient_checkpointing_enable": False, "adam": SimpleNamespace(weight_decay=0.0)},
         "ref": {"offload": False},
-        "critic": {},
+        "critic": {"adam": SimpleNamespace(weight_decay=0.0)},
         "reward": {"offload": False, "remote_url": None},
         "train": {
             "colocate_all": False,

@@ -46,8 +46,8 @@ class Run:
     is the module of OpenRLHF, whose batches have ``pairs`` sequences for each of the requested ones: two if
     chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
     on the CPU, ``has_fused_adam``: it has an Adam of its own on the GPU.
-    ``sync_backend`` is that of the weight sync: nccl, gloo or auto.
-    ``packed``: a row of the trainer has several samples.
+    ``sync_backend`` is that of the weight sync: nccl, gloo or auto. ``packed``: a row of the trainer has
+    several samples. ``weight_decay`` is the largest of the trained roles.
     """
 
     release: str
@@ -81,6 +81,7 @@ class Run:
     has_fused_adam: bool = True
     sync_backend: str = "nccl"
     packed: bool = False
+    weight_decay: float = 0.0
 
     @property
     def flat(self) -> bool:
@@ -201,6 +202,7 @@ def _sections(release: str, args: Any) -> Run:
         asynchronous=args.train.async_enable,
         sync_backend=sync.requested_backend(args),
         packed=getattr(args.ds, "packing_samples", False) or dynamic,
+        weight_decay=max(getattr(args, role.name).adam.weight_decay for role in roles if role.trained),
     )
 
 

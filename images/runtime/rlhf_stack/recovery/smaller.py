@@ -32,6 +32,9 @@ def why_no_fewer_ranks(run: Run) -> str:
         return "a checkpoint of DeepSpeed's tensor parallelism is loaded by the same number of ranks only"
     if not run.zero.stage:
         return "with ZeRO stage 0 a checkpoint cannot be converted for another number of ranks"
+    if run.zero.stage == 3 and run.weight_decay:
+        # load_hp_checkpoint_state_from_checkpoint_dir_stage3 gives each group the values of the first one
+        return "at ZeRO stage 3 another number of ranks would apply the weight decay to norms and biases too"
     if all(group.nodes == 1 for group in run.request.groups):
         return "the trainer has only one node"
     return ""

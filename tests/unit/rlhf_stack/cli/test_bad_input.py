@@ -49,6 +49,8 @@ FLAGS = {
     **{f"{role}.model_name_or_path": "" for role in ("critic", "reward")},
     "actor.model_name_or_path": "m",
     "actor.adam.lr": 1e-6,
+    "actor.adam.weight_decay": 0.0,
+    "critic.adam.weight_decay": 0.0,
     "algo.kl.init_coef": 0.01,
     "data.max_len": 2048,
     "ds.attn_implementation": "sdpa",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from rlhf_stack.memory import Zero
-from rlhf_stack.openrlhf.run_spec import Role
+from rlhf_stack.openrlhf.run_spec import Role, run_of
 from rlhf_stack.placement.model import Engines, Group, Request
 from rlhf_stack.recovery.smaller import (
     changed_layout,
@@ -14,6 +14,8 @@ from rlhf_stack.recovery.smaller import (
     with_fewer_engines,
     with_fewer_ranks,
 )
+
+from tests.unit.openrlhf_arguments import sections
 
 
 def run(count: int, shares: str | None = None) -> Any:
@@ -43,7 +45,7 @@ def trained(nodes: dict[str, int], engines: Engines | None, **changed: Any) -> A
     """A run whose roles each have a group of their own, with two GPUs on each node."""
     roles = tuple(Role(name, name, 2 * count, "", True, False) for name, count in nodes.items())
     request = Request(tuple(Group(name, count, 2) for name, count in nodes.items()), engines)
-    values = {"flat": False, "tensor_parallel": 1, "zero": Zero(2, 1)} | changed
+    values = {"flat": False, "tensor_parallel": 1, "zero": Zero(2, 1), "weight_decay": 0.0} | changed
     return SimpleNamespace(roles=roles, request=request, **values)
 
 
@@ -64,7 +66,13 @@ def test_engines_on_the_gpus_of_the_trainer_fill_those_that_are_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"flat": True, "release": "0.5.1"}, {"tensor_parallel": 2}, {"zero": Zero(0, 1)}]
+    "changed",
+    [
+        {"flat": True, "release": "0.5.1"},
+        {"tensor_parallel": 2},
+        {"zero": Zero(0, 1)},
+        {"zero": Zero(3, 1), "weight_decay": 0.1},
+    ],
 )
 def test_a_trainer_whose_checkpoint_fits_no_other_number_of_ranks_keeps_them(changed: dict[str, Any]) -> None:
     words = ["x", "--actor.num_nodes", "2", "--vllm.num_engines", "1"]
@@ -95,6 +103,22 @@ def test_why_there_are_no_fewer_engines(engines: Engines | None, reason: str) ->
 def test_a_trainer_on_one_node_is_a_reason_for_no_fewer_ranks() -> None:
     assert why_no_fewer_ranks(trained({"actor": 1, "ref": 1}, None)) == "the trainer has only one node"
     assert not why_no_fewer_ranks(trained({"actor": 2, "ref": 1}, None))
+
+
+@pytest.mark.parametrize(("stage", "decay", "allowed"), [(3, 0.1, False), (3, 0.0, True), (2, 0.1, True)])
+def test_a_weight_decay_at_stage_3_is_a_reason_for_no_fewer_ranks(
+    stage: int, decay: float, allowed: bool
+) -> None:
+    """DeepSpeed would give norms and biases the decay of the other weights."""
+    reason = why_no_fewer_ranks(trained({"actor": 2}, None, zero=Zero(stage, 1), weight_decay=decay))
+    assert ("weight decay" in reason) == (not allowed)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_run_has_the_weight_decay_of_a_trained_role(role: str) -> None:
+    assert run_of("0.11.2", sections()).weight_decay == 0
+    adam = {f"{role}__adam": SimpleNamespace(weight_decay=0.1)}
+    assert run_of("0.11.2", sections(**adam)).weight_decay == 0.1
 
 
 def test_the_layout_of_a_command_line_is_compared_in_both_forms_of_a_flag() -> None:
