@@ -133,6 +133,25 @@ def test_zero3_gathers_the_adapters_of_a_weight_with_it():
     assert len(sources) == len(list(model.parameters())), "each is gathered once"
 
 
+def test_of_a_vision_language_model_only_the_weights_with_adapters_are_sent_merged(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = transformers.Qwen2VLConfig(
+        text_config={**BASE, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    )
+    torch.manual_seed(0)
+    model = with_adapters(transformers.Qwen2VLForConditionalGeneration(config))
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path)
+    expected = safetensors.load_file(tmp_path / "model.safetensors")
+    one = trainer(model)
+    one.actor.is_vlm = True
+    sent = synced_parameters(one)
+    assert all(torch.equal(each.value(), expected[each.name]) for each in sent)
+    layers = {id(each) for each in model.modules() if hasattr(each, "get_delta_weight")}
+    assert {id(each.layer) for each in sent if each.layer is not None} == layers
+    assert all(each.layer is not None or each.name.endswith(".bias") for each in sent)
+
+
 def test_a_frozen_weight_that_is_not_sent_is_refused():
     model = adapted()
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]

@@ -12,7 +12,7 @@ from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.trainer import full_shape
 
 WRAPPER, ADAPTER = "base_model.model.", ".lora_"  # in PEFT's names
-BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # several around the experts of a layer, one for each parameter
+BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # one for each parameter of a layer's experts
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> li
     missing = len(layers.keys() - {id(parameter) for _, parameter in parameters})
     if missing:
         raise SyncError(
-            f"{missing} weights of layers with LoRA adapters are not sent, as they are frozen in a "
-            "vision-language model: train it without LoRA"
+            f"{missing} weights of layers with LoRA adapters are not sent, so that the adapters cannot be "
+            "merged into them: train without LoRA"
         )
     named = {
         BASE_LAYERS.sub(".", name.removeprefix(WRAPPER)) if layers else name: parameter
