@@ -77,7 +77,8 @@ class LayerwiseReload:
             entries = info.loaded_weights
             for number in range(self._collected.get(index, 0), len(entries)):
                 name, arguments = entries[number]
-                entries[number] = name, shard_of(arguments)
+                if not isinstance(arguments, Elements):
+                    entries[number] = name, shard_of(arguments)
             self._collected[index] = len(entries)
 
     def finish(self, model_config: Any) -> set[str]:
