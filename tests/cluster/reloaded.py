@@ -64,6 +64,10 @@ CONFIGURATIONS = {
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True}),
     "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "head_dim": 32, "num_key_value_heads": 2, "intermediate_size": 128},
+    ),
     "deepseek_v2": ("DeepseekV2Config", {**EXPERTS, **MLA, "topk_method": "greedy", "rope_parameters": YARN}),
     "deepseek_v3": (
         "DeepseekV3Config",

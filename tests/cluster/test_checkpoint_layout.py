@@ -44,6 +44,32 @@ def test_what_is_sent_is_what_is_saved(family, is_loaded, tmp_path):
         assert same_memory, "a part is not a copy"
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_experts_of_qwen3_vl_moe_are_sent_transposed_as_vllm_expects_them(is_sharded):
+    """transformers itself saves them as they are, also those that it has transposed when it loaded them."""
+    text = BASE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": BASE["hidden_size"]}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]}
+    )
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    own = {name: each.data for name, each in model.named_parameters()}
+    for parameter in (
+        model.parameters() if is_sharded else ()
+    ):  # as ZeRO-3 leaves them until they are gathered
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    sent = engine_parameters(trainer(model), list(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        parameter.data = own[name]
+    assert {each.name for each in sent} == own.keys()
+    for each in sent:
+        expected = own[each.name].transpose(1, 2) if ".experts." in each.name else own[each.name]
+        assert each.spec(trainer(model)).shape == expected.shape
+        assert torch.equal(each.value(), expected)
+    assert model.get_parameter("lm_head.weight") is model.lm_head.weight
+
+
 def test_a_tensor_that_joins_parameters_is_refused():
     """The refusal is named; transformers is told to write two weights as one."""
     loading = pytest.importorskip("transformers.core_model_loading")

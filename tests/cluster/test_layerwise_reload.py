@@ -63,6 +63,7 @@ class Model(torch.nn.Module):
         )
         self.router = Layer(weight=((EXPERTS, HIDDEN), default))
         self.vision = Layer(weight=((3,), default))
+        self.direct = Layer(up=((4, HIDDEN), default), sinks=((3,), default))
         self.experts.quant_method = method
 
     def load_weights(self, weights):
@@ -70,6 +71,11 @@ class Model(torch.nn.Module):
         for sent, weight in weights:
             name, *part = sent.split("/")
             parameter = parameters[name]
+            if name.startswith("direct"):  # as gpt-oss does, without the parameter's loader
+                turned = weight.transpose(0, -1)
+                parameter.data[:3].copy_(turned[:3].contiguous())
+                parameter[3:].copy_(turned[3:])
+                continue
             parameter.weight_loader(parameter, weight, *map(int, part))
 
 
@@ -81,6 +87,8 @@ SENT = {
     "state.a": (3,),
     "state.d": (3,),
     "router.weight": (EXPERTS, HIDDEN),
+    "direct.up": (HIDDEN, 4),
+    "direct.sinks": (3,),
     **{f"experts.up/{index}": (WIDTH, HIDDEN) for index in range(EXPERTS)},
     **{f"experts.down/{index}": (HIDDEN, WIDTH) for index in range(EXPERTS)},
 }
@@ -145,6 +153,8 @@ def same(one, other):
         ["experts.up/1"],
         ["experts.down/1", "experts.down/3"],
         ["embed.weight", "router.weight"],
+        ["direct.sinks"],
+        ["direct.up", "direct.sinks"],
     ],
 )
 def test_what_is_not_sent_keeps_its_value(reload, left_out):
@@ -171,6 +181,33 @@ def test_the_tensors_that_were_written_are_known(reload):
         "router.weight",
         "state.d",
     }
+
+
+def test_a_layer_that_the_model_writes_itself_is_loaded_once_it_is_complete(reload):
+    remaining = []
+    model = Model()
+    reload.record(model)
+    names = ["direct.up", "direct.sinks"]
+    sent = drawn(1, names)
+    written = reload(
+        model, [{name: sent[name]} for name in names], between=lambda entries: remaining.append(len(entries))
+    )
+    assert remaining == [2, 0]
+    assert written == set(names)
+
+
+def test_a_write_without_a_loader_that_is_no_copy_is_refused(reload):
+    class Adding(Model):
+        def load_weights(self, weights):
+            for name, weight in weights:
+                self.get_parameter(name).data.add_(weight)
+
+    model = Adding()
+    reload.record(model)
+    before = state(model)
+    with pytest.raises(SyncError, match=r"loader of Adding writes state\.d with aten\.add_"):
+        reload(model, [drawn(1, ["state.d"])])
+    assert same(model.state_dict(), before)
 
 
 def test_of_a_layer_that_is_not_complete_the_elements_of_the_shard_are_kept(reload):

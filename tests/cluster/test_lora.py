@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import WORLD, Ranks
+from reloaded import BASE, CONFIGURATIONS
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError
 from rlhf_stack.sync.engine_parameters import engine_parameters, parameter_spec
@@ -22,11 +23,16 @@ transformers = pytest.importorskip("transformers")
 
 
 def adapted():
-    """A tiny Llama with adapters as OpenRLHF makes them, which training has changed."""
+    """A tiny Llama with adapters."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    return with_adapters(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def with_adapters(model):
+    """The model in bfloat16 with adapters as OpenRLHF makes them, which training has changed."""
+    model = model.to(torch.bfloat16)
     chosen = peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM, r=8, lora_alpha=16, target_modules="all-linear", bias="none"
     )
@@ -68,6 +74,26 @@ def test_names_and_values_are_those_of_the_merged_model():
         assert not torch.equal(found[name], before), "an adapter that was ignored"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_adapters_of_experts_are_merged_and_sent_as_the_checkpoint_has_them(family, tmp_path):
+    """PEFT wraps the parameters of fused experts, one around the other."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    name, options = CONFIGURATIONS[family]
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**BASE | options))
+    model = with_adapters(plain)
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path)
+    expected = safetensors.load_file(tmp_path / "model.safetensors")
+    sent = synced_parameters(trainer(model))
+    assert {each.name for each in sent} == expected.keys()
+    assert all(torch.equal(each.value(), expected[each.name]) for each in sent)
+    adapted_experts = [each for each in sent if ".experts." in each.name and each.layer is not None]
+    assert {each.layer.parameter_name for each in adapted_experts} == {"gate_up_proj", "down_proj"}
+    for each in adapted_experts:
+        adapters = each.layer.lora_A["default"].weight, each.layer.lora_B["default"].weight
+        assert {id(source) for source in each.sources[1:]} == {id(adapter) for adapter in adapters}
+
+
 @pytest.mark.timeout(120)
 def test_engines_receive_the_merged_weights_bit_for_bit(monkeypatch):
     model = adapted()
@@ -105,6 +131,25 @@ def test_zero3_gathers_the_adapters_of_a_weight_with_it():
     sources = [source for each in synced_parameters(trainer(model)) for source in each.sources]
     assert {id(source) for source in sources} == {id(each) for each in model.parameters()}
     assert len(sources) == len(list(model.parameters())), "each is gathered once"
+
+
+def test_of_a_vision_language_model_only_the_weights_with_adapters_are_sent_merged(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = transformers.Qwen2VLConfig(
+        text_config={**BASE, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    )
+    torch.manual_seed(0)
+    model = with_adapters(transformers.Qwen2VLForConditionalGeneration(config))
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path)
+    expected = safetensors.load_file(tmp_path / "model.safetensors")
+    one = trainer(model)
+    one.actor.is_vlm = True
+    sent = synced_parameters(one)
+    assert all(torch.equal(each.value(), expected[each.name]) for each in sent)
+    layers = {id(each) for each in model.modules() if hasattr(each, "get_delta_weight")}
+    assert {id(each.layer) for each in sent if each.layer is not None} == layers
+    assert all(each.layer is not None or each.name.endswith(".bias") for each in sent)
 
 
 def test_a_frozen_weight_that_is_not_sent_is_refused():

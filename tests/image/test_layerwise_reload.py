@@ -16,6 +16,7 @@ PARAMETERS = {
     "layerwise.finalize_layerwise_processing": ["model", "model_config"],
     "layerwise.get_layerwise_info": ["layer"],
     "layerwise._layerwise_process": ["layer", "info"],
+    "layerwise.get_numel_loaded": ["weight_loader", "args"],
     "layerwise._get_original_loader": ["tensor"],
     "layerwise._get_weight_loader": ["tensor"],
     "meta.materialize_meta_tensor": ["meta_tensor"],

@@ -5,7 +5,8 @@ collects whole parameters, also those of experts of other workers, and the new m
 is copied, uninitialized, over the weights of the engine.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -58,15 +59,26 @@ class LayerwiseReload:
         self._layers = [
             (prefix, layer, layerwise.get_layerwise_info(layer)) for prefix, layer in model.named_modules()
         ]
+        self._targets = {
+            tensor.untyped_storage()._cdata: (f"{prefix}.{name}".removeprefix("."), tensor, info)
+            for prefix, layer, info in self._layers
+            for name, tensor in utils.get_layer_tensors(layer).items()
+            if tensor.is_meta
+        }
 
     def load(self, weights: "Sequence[tuple[str, torch.Tensor]]") -> None:
         """Load ``weights``; of a layer that is not complete the elements of this worker's shard are kept."""
-        self._loaded.update(self._model.load_weights(weights) or ())
-        for index, (_, _, info) in enumerate(self._layers):
+        with _outside_of_loaders(self._collect_write):
+            self._loaded.update(self._model.load_weights(weights) or ())
+        for index, (_, layer, info) in enumerate(self._layers):
+            is_whole = info.can_load() and 0 < info.load_numel_total <= info.load_numel
+            if is_whole and not is_deferred_attention_layer(layer):  # vLLM looks after calls of loaders alone
+                layerwise._layerwise_process(layer, info)
             entries = info.loaded_weights
             for number in range(self._collected.get(index, 0), len(entries)):
                 name, arguments = entries[number]
-                entries[number] = name, shard_of(arguments)
+                if not isinstance(arguments, Elements):
+                    entries[number] = name, shard_of(arguments)
             self._collected[index] = len(entries)
 
     def finish(self, model_config: Any) -> set[str]:
@@ -94,6 +106,25 @@ class LayerwiseReload:
             info.load_numel = 0
         layerwise.finalize_layerwise_reload(self._model, model_config)
 
+    def _collect_write(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Collect what a model writes to a parameter itself, without its loader, as gpt-oss does."""
+        for tensor in written(function, args, kwargs):
+            if not tensor.is_meta or (target := self._targets.get(tensor.untyped_storage()._cdata)) is None:
+                continue
+            full_name, parameter, info = target
+            name = full_name.rpartition(".")[2]
+            elements = _elements(function, args)
+            if elements is None or not info.can_load():
+                raise SyncError(
+                    f"weight sync: vLLM's loader of {type(self._model).__name__} writes {full_name} with "
+                    f"{function}, without its weight_loader, so that the weight cannot be collected"
+                )
+            _accept_elements(parameter)
+            info.loaded_weights.append((name, Elements([(View.of(tensor), elements)], {"param": parameter})))
+            if function is torch.ops.aten.copy_.default:
+                info.load_numel += tensor.numel()
+        return function(*args, **kwargs)
+
     def _keep_unsent(self, prefix: str, layer: Any, info: Any) -> None:
         """Give the tensors of ``layer`` memory with the values that they have in the engine."""
         present = {name: each for tensors in info.kernel_tensors for name, each in tensors.items()}
@@ -114,6 +145,30 @@ class LayerwiseReload:
                     "are, and vLLM has rearranged the layer after loading, so that its value cannot be kept: "
                     "train all weights of the layer or none"
                 )
+
+
+@contextmanager
+def _outside_of_loaders(intercept: Callable[..., Any]) -> Iterator[None]:
+    """Intercept operations, except in the loaders that vLLM has wrapped and in what follows a whole layer."""
+    mode = intercepted(intercept)
+
+    def without(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            mode.__exit__(None, None, None)
+            try:
+                return function(*arguments)
+            finally:
+                mode.__enter__()
+
+        return call
+
+    functions = layerwise.get_numel_loaded, layerwise._layerwise_process
+    layerwise.get_numel_loaded, layerwise._layerwise_process = map(without, functions)
+    try:
+        with mode:
+            yield
+    finally:
+        layerwise.get_numel_loaded, layerwise._layerwise_process = functions
 
 
 def shard_of(arguments: Any) -> Any:

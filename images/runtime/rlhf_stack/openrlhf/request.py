@@ -14,11 +14,16 @@ CONTROLLER_CPUS = 1  # an actor without num_cpus needs one to start, and holds n
 def request_of(args: Any) -> tuple[Request, dict[str, str]]:
     """Return the request of ``train_ppo_ray`` and the group of each role (OpenRLHF 0.11 or 0.5).
 
-    `UserError` if engines could not load the weights of the run's LoRA adapters, or if the sizes of roles do
-    not suit the GPUs that they share.
+    `UserError` if engines could not load the run's weights, in its dtype or with its LoRA adapters, or if the
+    sizes of roles do not suit the GPUs that they share.
     """
     if obstacle := sync.lora_obstacle(args):
         raise UserError(f"LoRA does not work with {obstacle}")
+    if getattr(getattr(args, "ds", None), "param_dtype", "bf16") != "bf16" and args.vllm.num_engines:
+        raise UserError(
+            f"--ds.param_dtype {args.ds.param_dtype}: OpenRLHF starts its engines in bfloat16, which load no "
+            "weights of another dtype; use bf16"
+        )
     request, roles = _flat(args) if hasattr(args, "actor_num_nodes") else _sections(args)
     _check_shared(args, roles)
     return request, roles

@@ -3,7 +3,9 @@
 transformers 5 renames weights and fuses experts when it loads a model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rlhf_stack.lazy import torch
@@ -53,7 +55,7 @@ def _find_layout(model: Any, shapes: Mapping[str, tuple[Any, Any]]) -> Layout:
     if not isinstance(model, PreTrainedModel):
         return own
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    with _views_alone():
+    with _views_alone(), _always_transposed(model):
         written = revert_weight_conversion(model, dict(empty))
     sources = {each.untyped_storage()._cdata: name for name, each in empty.items()}
     layout: Layout = []
@@ -68,6 +70,19 @@ def _find_layout(model: Any, shapes: Mapping[str, tuple[Any, Any]]) -> Layout:
         region = None if is_whole else Region(tensor.shape, tensor.stride(), tensor.storage_offset())
         layout.append((name, source, region))
     return layout
+
+
+@contextmanager
+def _always_transposed(model: Any) -> Iterator[None]:
+    """Hide the shapes of parameters: transformers does not transpose what has the shape of its parameter.
+
+    That is for loading, and also leaves out the reversal, but vLLM transposes Qwen3-VL-MoE's experts always.
+    """
+    model.get_parameter = lambda _: SimpleNamespace(shape=None)
+    try:
+        yield
+    finally:
+        del model.get_parameter
 
 
 def _views_alone() -> Any:

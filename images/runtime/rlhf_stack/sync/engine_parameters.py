@@ -1,5 +1,6 @@
 """The trainer's parameters as engines know them: in the checkpoint's layout, LoRA adapters of PEFT merged."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,8 @@ from rlhf_stack.sync.checkpoint_layout import Region, checkpoint_layout
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.trainer import full_shape
 
-WRAPPER, BASE_LAYER, ADAPTER = "base_model.model.", ".base_layer.", ".lora_"  # in PEFT's names
+WRAPPER, ADAPTER = "base_model.model.", ".lora_"  # in PEFT's names
+BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # one for each parameter of a layer's experts
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class EngineParameter:
     def sources(self) -> list[Any]:
         """The parameters that `value` reads, which ZeRO-3 must have gathered."""
         own = [] if self.layer is None else self.layer.named_parameters()
-        return [self.parameter, *(each for name, each in own if ADAPTER in f".{name}")]
+        return [self.parameter, *(each for name, each in own if f".{name}".startswith(ADAPTER))]
 
     def spec(self, trainer: Any) -> ParameterSpec:
         """Describe it for an engine; every trainer rank must take part, see `full_shape`."""
@@ -59,18 +61,18 @@ def engine_parameters(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> li
     `SyncError` if the weight of a layer with adapters is not among them.
     """
     layers = {
-        id(layer.base_layer.weight): layer
+        id(layer.get_param() if hasattr(layer, "get_param") else layer.base_layer.weight): layer
         for layer in trainer.actor.model.module.modules()
         if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer")
     }
     missing = len(layers.keys() - {id(parameter) for _, parameter in parameters})
     if missing:
         raise SyncError(
-            f"{missing} weights of layers with LoRA adapters are not sent, as they are frozen in a "
-            "vision-language model: train it without LoRA"
+            f"{missing} weights of layers with LoRA adapters are not sent, so that the adapters cannot be "
+            "merged into them: train without LoRA"
         )
     named = {
-        name.removeprefix(WRAPPER).replace(BASE_LAYER, ".") if layers else name: parameter
+        BASE_LAYERS.sub(".", name.removeprefix(WRAPPER)) if layers else name: parameter
         for name, parameter in parameters
         if not layers or ADAPTER not in name
     }

@@ -37,10 +37,15 @@ def uses_ray_collectives(arguments: Any) -> bool:
 
 
 def synced_names(trainer: Any) -> list[tuple[str, Any]]:
-    """Return names and parameters that engines receive: of a vision-language model the trained ones alone."""
+    """Return names and parameters that engines receive: of a vision-language model the trained ones alone.
+
+    Adapters are trained in place of the frozen weight of PEFT's ``base_layer``, into which they are merged.
+    """
     is_vlm = getattr(trainer.actor, "is_vlm", False)
     named = trainer.actor.model.module.named_parameters()
-    return [(name, each) for name, each in named if each.requires_grad or not is_vlm]
+    return [
+        (name, each) for name, each in named if each.requires_grad or not is_vlm or ".base_layer." in name
+    ]
 
 
 def own_group(trainer: Any) -> Any:

@@ -157,6 +157,13 @@ def test_lora_is_refused_where_engines_cannot_load_it(changes: dict[str, Any], r
     assert run_of("0.11.2", sections(**lora, **changes, vllm__num_engines=0)).lora == 8
 
 
+def test_another_dtype_than_the_engines_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--ds\.param_dtype fp16: .* bfloat16, .*; use bf16"):
+        run_of("0.11.2", sections(ds__param_dtype="fp16"))
+    for accepted in ({"ds__param_dtype": "bf16"}, {"ds__param_dtype": "fp16", "vllm__num_engines": 0}):
+        assert run_of("0.11.2", sections(**accepted))
+
+
 def test_lora_is_accepted_where_its_weights_are_merged() -> None:
     lora = {"ds__lora": SimpleNamespace(rank=8)}
     for shared in ({"vllm__sync_backend": "gloo"}, {"vllm__sync_backend": "nccl"}, {}):
