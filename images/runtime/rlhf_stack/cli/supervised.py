@@ -67,7 +67,7 @@ class Supervision:
         self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes, silent)
         kept = self._cluster.recall()
         began = 0.0 if checkpoints.loads else time.time()
-        self._state = read_state(kept) if kept else State(list(words), began)
+        self._state = read_state(kept) if kept and "words" in kept else State(list(words), began)
         self._state.owner = uuid.uuid4().hex
         if self.follows_a_job:
             messages.info(f"this run is job {self._state.job}: following it")
@@ -179,10 +179,11 @@ class Supervision:
         messages.info(f"the same command{changes} continues from the checkpoint of step {saved}")
 
     def _forget(self) -> None:
+        """Keep of the state only the owner: it ends a supervisor before this one that is still alive."""
         if is_taken_over(self._cluster, self._state):
             return
         try:
-            self._cluster.remember({})
+            self._cluster.remember({"owner": self._state.owner})
         except (UserError, OSError, RuntimeError):  # the head has ended, and its GCS with it
             return
 

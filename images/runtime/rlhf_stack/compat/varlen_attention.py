@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlhf_stack.compat import attention_provider
+from rlhf_stack.memory.families import RECURRENT
 from rlhf_stack.telemetry import run_log
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 NAME = "rlhf_stack_varlen"
 FLASH_ATTENTION = "flash_attention_2"
-RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers, also of models that are not "stateful"
 REMEDY = "build an image with flash-attn (`python -m scripts build CELL --with flash-attn`), or use"
 
 
@@ -81,6 +81,7 @@ def check_model(model: "torch.nn.Module", packed: bool) -> None:
     from transformers import PreTrainedModel
 
     for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        # Not all models with such layers are "stateful".
         kinds = RECURRENT.intersection(getattr(part.config, "layer_types", None) or ())
         if packed and (part._is_stateful or kinds):
             raise UnsupportedAttentionError(

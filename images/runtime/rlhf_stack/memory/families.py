@@ -24,7 +24,7 @@ GATED_QUERIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 TIED = ("gemma", "gemma2", "gemma3", "gpt2")  # if the config does not say
 KNOWN = ("llama", "mistral", "mixtral", "gemma", "deepseek_v3", *QKV_BIAS, *HEAD_NORMS, *FOUR_NORMS)
 LINEAR = "linear_attention"
-RECURRENT = {LINEAR, "conv", "mamba"}
+RECURRENT = {LINEAR, "conv", "mamba"}  # types of layers
 # What transformers takes where the config.json of a family omits it.
 HYBRID = {"full_attention_interval": 4}
 DEFAULTS: Mapping[str, Mapping[str, int]] = {

@@ -62,9 +62,9 @@ class RayCluster:
             gcs_kv.put_record(self._key, state)
 
     def recall(self) -> dict[str, Any] | None:
-        """Return the state that a supervisor of this run kept, None if there is none."""
+        """Return what the last supervisor of this run kept, None if there was none."""
         with connected(self._address):
-            return next((state for state in gcs_kv.list_records(self._key) if state), None)
+            return next(iter(gcs_kv.list_records(self._key)), None)
 
     def _environment_without(self, nodes: Sequence[str]) -> dict[str, Any]:
         """Return the ``runtime_env`` of a job that is not placed on ``nodes``, nor on those of the user."""

@@ -167,8 +167,7 @@ class Supervisor:
         `TakenOverError` before it changes anything of a run that has another supervisor by now.
         """
         state = self.state
-        if state.job:
-            self._cluster.remember(state.to_json())  # takes over from the one before, which may be alive
+        self._cluster.remember(state.to_json())  # takes over from the one before, which may be alive
         if not state.nodes:
             self._keep(self._cluster.clean())
         while True:

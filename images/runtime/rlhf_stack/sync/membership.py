@@ -72,9 +72,11 @@ class Members:
         """
         keys = [f"{topic}/{rank}" for rank in range(self.world)]
         self._joining(lambda: self.store.set(keys[self.rank], value), keys, end)
-        pause = FIRST_PAUSE
-        while (values := self._joining(lambda: self._exchanged(topic, keys), keys, end)) is None:
+        pause, answered = FIRST_PAUSE, end + POLL_SECONDS  # the last question is asked at the end
+        while (values := self._joining(lambda: self._exchanged(topic, keys), keys, answered)) is None:
             self._call_watch()
+            if time.monotonic() >= end:
+                raise self._not_joined(keys)
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
             pause = min(2 * pause, POLL_SECONDS)
         return values
@@ -86,11 +88,14 @@ class Members:
         except SyncError:
             raise
         except RuntimeError as error:
-            raise SyncError(
-                f"weight sync, rank {self.rank} on {self.address}: {self._missing(keys)} within "
-                f"{self._seconds:g} s ({env_vars.SYNC_TIMEOUT}); rank 0 is the trainer, the others are "
-                "engine workers: look for their errors in the log"
-            ) from error
+            raise self._not_joined(keys) from error
+
+    def _not_joined(self, keys: list[str]) -> SyncError:
+        return SyncError(
+            f"weight sync, rank {self.rank} on {self.address}: {self._missing(keys)} within "
+            f"{self._seconds:g} s ({env_vars.SYNC_TIMEOUT}); rank 0 is the trainer, the others are "
+            "engine workers: look for their errors in the log"
+        )
 
     def bounded(self, action: Callable[[], Result], end: float) -> Result:
         """Return what ``action`` returns, which uses the store; RuntimeError at ``end``.

@@ -446,6 +446,26 @@ def test_a_run_that_another_command_has_taken_over_is_neither_stopped_nor_forgot
     assert printed.count("raysubmit_1 may still run") == (lines > 1)
 
 
+def test_a_run_that_has_ended_is_begun_from_the_first_step_by_the_same_command(
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = [State(["train"], 1.0, "raysubmit_1").to_json()]
+    begun = []
+
+    def loop(supervisor: Supervisor) -> Ended:
+        begun.append(supervisor.state.job)
+        kept.append(supervisor.state.to_json())
+        return Ended("raysubmit_1", "SUCCEEDED", 0)
+
+    supervise(loop)
+    cluster = MagicMock(recall=lambda: kept[-1], remember=kept.append)
+    monkeypatch.setattr(supervised, "RayCluster", MagicMock(return_value=cluster))
+    for _ in range(2):
+        assert main(["submit", "--restarts", "1", "--", "train"]) == 0
+    assert begun == ["raysubmit_1", ""]
+    assert list(kept[-1]) == ["owner"], "which ends a supervisor of this run that is still alive"
+
+
 def test_a_silent_head_is_not_asked_who_supervises_a_run(
     supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
 ) -> None:

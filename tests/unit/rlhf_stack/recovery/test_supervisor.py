@@ -516,7 +516,7 @@ def test_a_run_is_left_to_the_supervisor_that_began_last(end: str) -> None:
 
     class Shared(Faulty):
         def follow(self, job: str, write: Callable[[str], None]) -> Ended:
-            if len(self.remembered) == 1:
+            if len(self.remembered) == 2:
                 supervise(self, [4, 9], Limits(3), owned("second", self.recall()))
             return super().follow(job, write)
 
@@ -525,7 +525,7 @@ def test_a_run_is_left_to_the_supervisor_that_began_last(end: str) -> None:
         supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
     assert [words for words, _ in cluster.submitted] == [WORDS, [*WORDS, "--load"]]
     assert selected == []
-    assert [state["owner"] for state in cluster.remembered] == ["first", "second", "second"]
+    assert [state["owner"] for state in cluster.remembered] == [*["first"] * 2, *["second"] * 2]
 
 
 @pytest.mark.parametrize(("end", "times"), [(DEAD, 1), ("head", 2)])  # a lost head's ranks may have written
@@ -552,6 +552,32 @@ def test_a_run_that_is_taken_over_while_its_head_starts_again_is_left_at_once() 
     with pytest.raises(TakenOverError):
         supervise(cluster, [4], Limits(3), owned("first"), selected=selected)
     assert (len(cluster.submitted), selected) == (1, [4]), "before the second selection"
+
+
+def test_a_run_that_another_supervisor_has_ended_is_not_submitted() -> None:
+    """The first one waited for nodes meanwhile; the state was deleted, and the run submitted again."""
+
+    class Ended(Faulty):
+        def problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+            self.remember({"owner": "second"})
+            return super().problems(words, excluded, scales)
+
+    cluster = Ended([DEAD])
+    with pytest.raises(TakenOverError):
+        supervise(cluster, [4], Limits(3), owned("first"))
+    assert len(cluster.submitted) == 1
+
+
+def test_a_second_command_takes_over_before_the_first_has_submitted_its_job() -> None:
+    class Cleaning(Faulty):
+        def clean(self) -> Nodes:
+            self.remember(self.remembered[-1] | {"owner": "second"})
+            return super().clean()
+
+    cluster = Cleaning(["ok"])
+    with pytest.raises(TakenOverError):
+        supervise(cluster, [4], Limits(3), owned("first"))
+    assert cluster.submitted == []
 
 
 def test_a_head_that_does_not_answer_takes_no_run_over() -> None:

@@ -27,7 +27,7 @@ def check_links(
     """Test links with ``run`` and return the verdicts and all attempts.
 
     With more than `ALL_PAIRS` nodes: the links of a ring, then each node of a link that is not well with a
-    node whose links are: so a node that fails is told from a link.
+    node whose links are, which distinguishes a node that fails from a link that fails.
     """
     attempts: list[Attempt] = []
 
