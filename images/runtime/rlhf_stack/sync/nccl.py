@@ -107,7 +107,7 @@ class StreamGroup:
                 reached = self._stream.record_event()
         except SyncError:
             raise
-        except RuntimeError as error:  # such as of a rank that NCCL has lost; it is published for the other ranks
+        except RuntimeError as error:  # such as of a rank that NCCL has lost; it is published
             raise self._failure(f"{what}: {first_line(error)}", error) from error
         return NcclTransfer(reached.query, self._members, lambda error: self._failure(what, error))
 
