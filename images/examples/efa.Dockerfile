@@ -2,7 +2,8 @@
 # (EFA) of AWS: NCCL uses it only through libfabric and the plugin aws-ofi-nccl, both of which AWS's installer
 # contains. Download aws-efa-installer-VERSION.tar.gz and check its signature as AWS documents, then:
 #   mv aws-efa-installer-VERSION.tar.gz aws-efa-installer.tar.gz
-#   DOCKER_BUILDKIT=1 docker build --build-arg BASE=rlhf-stacks:CELL -f images/examples/efa.Dockerfile .
+#   DOCKER_BUILDKIT=1 docker build --build-arg BASE=rlhf-stacks:CELL -t rlhf-stacks:mine \
+#     -f images/examples/efa.Dockerfile .
 # The build fails if the plugin cannot be loaded. The installer replaces Debian's libibverbs by AWS's and needs Debian's
 # package index. Run the image with --device /dev/infiniband --ulimit memlock=-1, and check it with `rlhf-stack doctor`.
 ARG BASE

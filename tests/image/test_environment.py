@@ -70,7 +70,7 @@ def test_a_login_shell_restores_them(shell: str, defaults: dict[str, str]) -> No
 
 
 def test_a_login_shell_finds_the_stack() -> None:
-    """KubeRay runs `bash -lc`, and Debian's profile resets PATH."""
+    """KubeRay before 1.4 runs `bash -lc`, and Debian's profile resets PATH."""
     assert run(["bash", "-lc", "command -v ray"], dict(os.environ)).stdout == "/opt/venv/bin/ray\n"
 
 
