@@ -14,10 +14,10 @@ from docker.models.images import Image
 
 from scripts.docker.client import connect
 from scripts.errors import UserError
+from scripts.git import history
 from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand_all, load
 from scripts.paths import ROOT
-from scripts.processes import captured
 from scripts.release import facts, fault_cases, soaks
 from scripts.release.facts import Facts, Measured
 from scripts.release.measure import measure
@@ -29,6 +29,7 @@ README = ROOT / "README.md"
 PAGE = ROOT / "images" / "README.md"
 # What may differ between two builds from the same inputs.
 OF_ONE_BUILD = ("image", "revision", "layers", "size", "when", "source")
+ONLY_ADDED = ("images/records", "images/soaks", "images/certificates")
 SIZE_TOLERANCE = 0.01  # compiled Python files differ slightly between builds
 
 
@@ -50,7 +51,11 @@ def check(offline: bool) -> list[str]:
     cells = expand_all(load())
     known = facts.load(cells)
     reasons = stale(cells, known, README.read_text(encoding="utf-8"))
-    reasons += removed() + fault_cases.removed() + contradicted(known)
+    try:
+        reasons += removed() + fault_cases.removed()
+    except UserError as error:
+        reasons.append(str(error))
+    reasons += contradicted(known)
     if not reasons and not offline:
         for cell_id, measured in measure_all(connect(), [cell for cell in cells if cell.id in known]).items():
             reasons += differences(known[cell_id], measured)
@@ -88,16 +93,16 @@ def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> lis
     ]
 
 
-def removed(root: Path = ROOT, folders: Sequence[str] = ("images/records", "images/soaks")) -> list[str]:
-    """Return a line for each file of ``folders`` that a commit, or an uncommitted change, has removed.
+def removed(root: Path = ROOT, folders: Sequence[str] = ONLY_ADDED) -> list[str]:
+    """Return a line for each file of ``folders`` that a commit, a merge or an uncommitted change removed.
 
-    A shallow clone has only the history that it fetched.
+    A shallow clone has only the history that it fetched. `UserError` if git cannot read it.
     """
     only_names = ("--no-renames", "--diff-filter=D", "--name-only", "-z")
     deleted: set[str] = set()
-    for command in (["log", "--format=", *only_names], ["diff", "HEAD", *only_names]):
-        listing = captured(["git", *command, "--", *folders], root)
-        deleted |= {name for name in listing.stdout.replace("\n", "").split("\0") if name}
+    for command in (["log", "--full-history", "-m", "--format=", *only_names], ["diff", "HEAD", *only_names]):
+        listing = history(*command, "--", *folders, root=root)
+        deleted |= {name for name in listing.replace("\n", "").split("\0") if name}
     missing = sorted(name for name in deleted if not (root / name).exists())
     return [f"{name} was removed, and records are only added: git log -- {name}" for name in missing]
 

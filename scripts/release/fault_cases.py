@@ -14,6 +14,7 @@ from rlhf_stack.demo import tiny_run
 
 from scripts.digests import sha256
 from scripts.errors import UserError
+from scripts.git import history
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.processes import captured
@@ -189,12 +190,12 @@ def removed(root: Path = ROOT) -> list[str]:
     """Return a line for each case of an earlier commit that `MERGED` lacks and `merge` would have kept.
 
     Versions of another structure, all from before 2026-11-24, are not read. A shallow clone has only the
-    history that it fetched.
+    history that it fetched. `UserError` if git cannot read it.
     """
     path = root / MERGED.relative_to(ROOT)
     name = str(path.relative_to(root))
     known = load(path)
-    commits = captured(["git", "log", "--full-history", "--reverse", "--format=%H", "--", name], root).stdout
+    commits = history("log", "--full-history", "--reverse", "--format=%H", "--", name, root=root)
     earlier = [case for commit in commits.split() for case in _committed(commit, name, root)]
     kept = {(case_key(case), case.when) for case in known}
     expected = merge(earlier, known, facts.inputs_of_images(root / COMMITTED.relative_to(ROOT)))
