@@ -440,6 +440,44 @@ def test_another_build_of_the_same_is_no_difference() -> None:
     assert "the facts are of other inputs" in reason
 
 
+def test_an_image_that_cannot_be_measured_is_an_error_and_one_of_other_inputs_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: Store
+) -> None:
+    """The other cells are measured."""
+    found: list[Measured | UserError] = [
+        measured(CELLS[0]),
+        UserError("x cannot be probed: no module named torch"),
+        measure.OtherInputsError("y was built from other inputs than this checkout's"),
+        measured(CELLS[3]),
+    ]
+    outcomes = dict(zip((cell.id for cell in CELLS), found, strict=False))
+
+    def measure_one(_: Any, cell: Cell, __: Any) -> Measured:
+        outcome = outcomes[cell.id]
+        if isinstance(outcome, Measured):
+            return outcome
+        raise outcome
+
+    monkeypatch.setattr(catalogue, "measure", measure_one)
+    monkeypatch.setattr(catalogue, "connect", lambda: None)
+    monkeypatch.setattr(catalogue, "images", lambda *_: outcomes)
+    for name in ("stale", "removed", "contradicted"):
+        monkeypatch.setattr(catalogue, name, lambda *_: [])
+    monkeypatch.setattr(fault_cases, "removed", list)
+    monkeypatch.setattr(facts, "load", lambda _: outcomes)
+    monkeypatch.setattr(catalogue, "differences", lambda *_: ["a difference"])
+    reason = "x cannot be probed: no module named torch: rebuild it"
+    assert catalogue.check(offline=False) == [reason, "a difference", "a difference"]
+    assert (
+        "skipped: y was built from other inputs than this checkout's: rebuild it" in capsys.readouterr().out
+    )
+    kept: list[Measured] = []
+    monkeypatch.setattr(facts, "keep", kept.append)
+    monkeypatch.setattr(catalogue, "texts", lambda *_: {})
+    assert catalogue.write(offline=False) == [reason]
+    assert [one.cell for one in kept] == [CELLS[0].id, CELLS[3].id]
+
+
 def test_layers_are_those_with_a_size() -> None:
     """An image's history has steps without a layer, and a layer in which nothing changed."""
     history = [{"Size": 0}, {"Size": 300}, {"Size": 0}, {"Size": 700}]
