@@ -101,7 +101,9 @@ def write(case: Case, cases: Path = CASES) -> None:
     name = "-".join(words.replace("/", " ").split())
     path = cases / case.cell / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode(case))
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(encode(case))
+    unfinished.rename(path)
 
 
 def load(path: Path = MERGED) -> list[Case]:
@@ -170,11 +172,10 @@ def inputs_of(case: Case, built: Mapping[str, str]) -> str:
 def update() -> int:
     """Merge the new cases into `MERGED` and return the number of cases.
 
-    A `UserError` names the files of older cases, without inputs, of images that were not measured: which
-    cases they replace is unknown.
+    A `UserError` names a file that is no whole case, and the files of older cases, without inputs, of images
+    that were not measured: which cases they replace is unknown.
     """
-    files = sorted(CASES.glob("*/*.json"))
-    new = {file: msgspec.json.decode(file.read_bytes(), type=Case) for file in files}
+    new = {file: _read(file) for file in sorted(CASES.glob("*/*.json"))}
     built = facts.inputs_of_images()
     if unknown := [file.name for file, case in new.items() if not case.inputs and case.image not in built]:
         raise UserError(
@@ -184,6 +185,13 @@ def update() -> int:
     cases = merge(load(), new.values(), built)
     save(cases)
     return len(cases)
+
+
+def _read(file: Path) -> Case:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Case)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file}: not a case ({error}): remove it, or run it again") from None
 
 
 def removed(root: Path = ROOT) -> list[str]:
