@@ -31,6 +31,15 @@ def changed_since(commit: str, folders: Sequence[str], root: Path) -> list[str]:
     return [name for name in done.stdout.split("\0") if name] if done.returncode == 0 else []
 
 
+def history(*arguments: str, root: Path) -> str:
+    """Return what git prints for a search for removed files; `UserError` if it cannot read the commits."""
+    done = _git(*arguments, root=root)
+    if done.returncode:
+        why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise UserError(f"git cannot list what was removed: {why}")
+    return done.stdout
+
+
 def require_clean_tree(root: Path = ROOT) -> None:
     """Raise `UserError` unless every file of the checkout is committed."""
     done = _git("status", "--porcelain", "-z", root=root)

@@ -14,13 +14,13 @@ from docker.models.images import Image
 
 from scripts.docker.client import connect
 from scripts.errors import UserError
+from scripts.git import history
 from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand_all, load
 from scripts.paths import ROOT
-from scripts.processes import captured
 from scripts.release import facts, fault_cases, soaks
 from scripts.release.facts import Facts, Measured
-from scripts.release.measure import measure
+from scripts.release.measure import OtherInputsError, measure
 from scripts.release.render import fill, page
 from scripts.testing import records
 from scripts.testing.records import DIGITS
@@ -29,30 +29,42 @@ README = ROOT / "README.md"
 PAGE = ROOT / "images" / "README.md"
 # What may differ between two builds from the same inputs.
 OF_ONE_BUILD = ("image", "revision", "layers", "size", "when", "source")
+ONLY_ADDED = ("images/records", "images/soaks", "images/certificates")
 SIZE_TOLERANCE = 0.01  # compiled Python files differ slightly between builds
 
 
-def write(offline: bool) -> None:
-    """Unless ``offline``, measure the local images and add their records; write the pages."""
+def write(offline: bool) -> list[str]:
+    """Unless ``offline``, measure the local images and add their records; write the pages.
+
+    Return a line for each image that cannot be measured.
+    """
     cells = expand_all(load())
+    reasons: list[str] = []
     if not offline:
-        for measured in measure_all(connect(), cells).values():
+        found, reasons = measure_all(connect(), cells)
+        for measured in found.values():
             facts.keep(measured)
     for path, text in texts(cells, facts.load(cells), README.read_text(encoding="utf-8")).items():
         path.write_text(text, encoding="utf-8")
+    return reasons
 
 
 def check(offline: bool) -> list[str]:
     """Return a line for each stale file, removed record, and record with other evidence on this machine.
 
-    Unless ``offline``, also for each local image that disagrees with its facts.
+    Unless ``offline``, also for each local image that cannot be measured or disagrees with its facts.
     """
     cells = expand_all(load())
     known = facts.load(cells)
     reasons = stale(cells, known, README.read_text(encoding="utf-8"))
-    reasons += removed() + fault_cases.removed() + contradicted(known)
+    try:
+        reasons += removed() + fault_cases.removed()
+    except UserError as error:
+        reasons.append(str(error))
+    reasons += contradicted(known)
     if not reasons and not offline:
-        for cell_id, measured in measure_all(connect(), [cell for cell in cells if cell.id in known]).items():
+        found, reasons = measure_all(connect(), [cell for cell in cells if cell.id in known])
+        for cell_id, measured in found.items():
             reasons += differences(known[cell_id], measured)
     return reasons
 
@@ -88,16 +100,16 @@ def stale(cells: Sequence[Cell], known: Mapping[str, Facts], readme: str) -> lis
     ]
 
 
-def removed(root: Path = ROOT, folders: Sequence[str] = ("images/records", "images/soaks")) -> list[str]:
-    """Return a line for each file of ``folders`` that a commit, or an uncommitted change, has removed.
+def removed(root: Path = ROOT, folders: Sequence[str] = ONLY_ADDED) -> list[str]:
+    """Return a line for each file of ``folders`` that a commit, a merge or an uncommitted change removed.
 
-    A shallow clone has only the history that it fetched.
+    A shallow clone has only the history that it fetched. `UserError` if git cannot read it.
     """
     only_names = ("--no-renames", "--diff-filter=D", "--name-only", "-z")
     deleted: set[str] = set()
-    for command in (["log", "--format=", *only_names], ["diff", "HEAD", *only_names]):
-        listing = captured(["git", *command, "--", *folders], root)
-        deleted |= {name for name in listing.stdout.replace("\n", "").split("\0") if name}
+    for command in (["log", "--full-history", "-m", "--format=", *only_names], ["diff", "HEAD", *only_names]):
+        listing = history(*command, "--", *folders, root=root)
+        deleted |= {name for name in listing.replace("\n", "").split("\0") if name}
     missing = sorted(name for name in deleted if not (root / name).exists())
     return [f"{name} was removed, and records are only added: git log -- {name}" for name in missing]
 
@@ -137,9 +149,13 @@ def images(client: docker.DockerClient, cells: Iterable[Cell]) -> dict[str, Imag
     return found
 
 
-def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> dict[str, Measured]:
-    """Return the measurements of the local images; those of other inputs are reported and skipped."""
-    measured = {}
+def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> tuple[dict[str, Measured], list[str]]:
+    """Return the measurements of the local images, and a line for each image that cannot be measured.
+
+    Images of other inputs are reported and skipped.
+    """
+    measured: dict[str, Measured] = {}
+    reasons = []
     local = images(client, cells)
     for cell in cells:
         if cell.id not in local:
@@ -148,6 +164,8 @@ def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> dict[str,
         try:
             measured[cell.id] = measure(client, cell, local[cell.id])
             print(f"{cell.id}: measured", flush=True)
-        except UserError as error:
+        except OtherInputsError as error:
             print(f"skipped: {error}: rebuild it", flush=True)
-    return measured
+        except UserError as error:
+            reasons.append(f"{error}: rebuild it")
+    return measured, reasons

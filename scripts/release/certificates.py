@@ -90,7 +90,7 @@ def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER, note: str =
     signature = file.with_name(file.name + SIGNATURE)
     if signature.exists():
         signed_by(content, signature)
-    target = folder / f"{certificate.begun[:10]}-{certificate.digest[:DIGITS]}.json"
+    target = folder / file_name(certificate)
     if target.exists():
         raise UserError(f"{file}: it was added already, as {target.name}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,10 +178,18 @@ def signed_by(content: bytes, signature: Path) -> str:
     return words[-1]
 
 
+def file_name(certificate: Certificate) -> str:
+    """The name of a committed certificate: the day on which it was begun, and its digest."""
+    return f"{certificate.begun[:10]}-{certificate.digest[:DIGITS]}.json"
+
+
 def load(folder: Path = FOLDER) -> list[Certificate]:
-    """The committed certificates, the newest first; `UserError` if one was edited."""
-    found = [parse(file.read_bytes(), file) for file in folder.glob("*.json")]
-    return sorted(found, key=lambda certificate: certificate.begun, reverse=True)
+    """The committed certificates, the newest first; `UserError` if one was edited or renamed."""
+    found = {file: parse(file.read_bytes(), file) for file in folder.glob("*.json")}
+    for file, certificate in found.items():
+        if file.name != file_name(certificate):
+            raise UserError(f"{file}: it was renamed: rename it to {file_name(certificate)}")
+    return sorted(found.values(), key=lambda certificate: certificate.begun, reverse=True)
 
 
 def machines_in_words(certificate: Certificate) -> str:
@@ -212,7 +220,7 @@ def row(certificate: Certificate, folder: Path) -> tuple[str, ...]:
     for rung in certificate.rungs:
         reason = textwrap.shorten(COLOURS.sub("", rung.reason), REASON, placeholder=" …")
         by_state[rung.state].append(f"{rung.name}: {reason}" if reason else rung.name)
-    file = folder / f"{certificate.begun[:10]}-{certificate.digest[:DIGITS]}.json"
+    file = folder / file_name(certificate)
     signature = file.with_name(file.name + SIGNATURE)
     note = file.with_suffix(NOTE)
     about = f": {note.read_text(encoding='utf-8').strip()}" if note.exists() else ""

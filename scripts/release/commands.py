@@ -40,11 +40,8 @@ def write_catalogue(
     ] = False,
 ) -> int:
     """Measure the local images; write images/catalogue.json, images/README.md and the README's table."""
-    if not check:
-        catalogue.write(offline)
-        return 0
-    reasons = catalogue.check(offline)
-    for line in catalogue.unverified():
+    reasons = catalogue.check(offline) if check else catalogue.write(offline)
+    for line in catalogue.unverified() if check else ():
         print(line)
     for reason in reasons:
         print(reason, file=sys.stderr)

@@ -14,6 +14,7 @@ from rlhf_stack.demo import tiny_run
 
 from scripts.digests import sha256
 from scripts.errors import UserError
+from scripts.git import history
 from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.processes import captured
@@ -100,7 +101,9 @@ def write(case: Case, cases: Path = CASES) -> None:
     name = "-".join(words.replace("/", " ").split())
     path = cases / case.cell / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode(case))
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(encode(case))
+    unfinished.rename(path)
 
 
 def load(path: Path = MERGED) -> list[Case]:
@@ -169,11 +172,10 @@ def inputs_of(case: Case, built: Mapping[str, str]) -> str:
 def update() -> int:
     """Merge the new cases into `MERGED` and return the number of cases.
 
-    A `UserError` names the files of older cases, without inputs, of images that were not measured: which
-    cases they replace is unknown.
+    A `UserError` names a file that is no whole case, and the files of older cases, without inputs, of images
+    that were not measured: which cases they replace is unknown.
     """
-    files = sorted(CASES.glob("*/*.json"))
-    new = {file: msgspec.json.decode(file.read_bytes(), type=Case) for file in files}
+    new = {file: _read(file) for file in sorted(CASES.glob("*/*.json"))}
     built = facts.inputs_of_images()
     if unknown := [file.name for file, case in new.items() if not case.inputs and case.image not in built]:
         raise UserError(
@@ -185,16 +187,23 @@ def update() -> int:
     return len(cases)
 
 
+def _read(file: Path) -> Case:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Case)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file}: not a case ({error}): remove it, or run it again") from None
+
+
 def removed(root: Path = ROOT) -> list[str]:
     """Return a line for each case of an earlier commit that `MERGED` lacks and `merge` would have kept.
 
     Versions of another structure, all from before 2026-11-24, are not read. A shallow clone has only the
-    history that it fetched.
+    history that it fetched. `UserError` if git cannot read it.
     """
     path = root / MERGED.relative_to(ROOT)
     name = str(path.relative_to(root))
     known = load(path)
-    commits = captured(["git", "log", "--full-history", "--reverse", "--format=%H", "--", name], root).stdout
+    commits = history("log", "--full-history", "--reverse", "--format=%H", "--", name, root=root)
     earlier = [case for commit in commits.split() for case in _committed(commit, name, root)]
     kept = {(case_key(case), case.when) for case in known}
     expected = merge(earlier, known, facts.inputs_of_images(root / COMMITTED.relative_to(ROOT)))

@@ -23,13 +23,17 @@ SECONDS = 600
 EMPTY = "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef"
 
 
+class OtherInputsError(UserError):
+    """The image is of the cell, and a build would now make another one."""
+
+
 def measure(client: docker.DockerClient, cell: Cell, image: Image) -> Measured:
-    """Return the measurements of an image; `UserError` if a build of the cell would now make another one."""
+    """Return the measurements of an image; `OtherInputsError` if a build would now make another one."""
     labels, source, inputs = image.labels, source_digest(cell), digest_for(cell)
     if labels.get(f"{NAMESPACE}.cell") != cell.id:
         raise UserError(f"{cell.tag} is the tag of another image")
     if labels.get(INPUTS) != inputs:
-        raise UserError(f"{cell.id} was built from other inputs than this checkout's")
+        raise OtherInputsError(f"{cell.id} was built from other inputs than this checkout's")
     history = image.history()
     return Measured(
         cell=cell.id,

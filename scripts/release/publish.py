@@ -146,16 +146,24 @@ def moved(pushed: Iterable[str], diff_ids: Sequence[str], remote: Remote) -> int
 
 
 def push(client: docker.DockerClient, image: Image, repo: str, tag: str, console: Console) -> Row:
-    """Push one tag and verify it on the registry; `UserError` gives the cause of a failure."""
+    """Push one tag and verify it on the registry; `UserError` gives the cause of a failure.
+
+    A local tag of the same name, such as that of a pulled image, is restored.
+    """
     reference = f"{repo}:{tag}"
-    known = reference in image.tags
+    try:
+        earlier = client.images.get(reference)
+    except docker.errors.ImageNotFound:
+        earlier = None
     image.tag(repo, tag)
     try:
         upload = _upload(client, repo, tag, console)
     except UserError as problem:
         raise UserError(explain_refusal(str(problem), repo)) from None
     finally:
-        if not known:
+        if earlier:
+            earlier.tag(repo, tag)
+        else:
             client.images.remove(reference, noprune=True)
     remote = inspect_remote(client, reference)
     if remote is None or remote.digest != upload.digest or not remote.holds(str(image.id)):

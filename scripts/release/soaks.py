@@ -1,12 +1,11 @@
 """The reports of runs under many faults (`tests.bench.soak`), each next to the undisturbed run.
 
 A soak writes ``build/soak/<cell>/<run>/report.json`` and ``timeline.png``. ``python -m scripts soaks`` copies
-them to ``images/soaks/``, where files are only added: a name has the digest of the report's content.
+them to ``images/soaks/``, where files are only added: the name of the two has the digest of their contents.
 """
 
 import datetime
 import functools
-import shutil
 import statistics
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from scripts.testing.suite_digest import closure
 
 COMMITTED = ROOT / "images" / "soaks"
 REPORTS = ROOT / "build" / "soak"
-REPORT, TIMELINE = "report.json", "timeline.png"
+REPORT, TIMELINE, PLOT = "report.json", "timeline.png", ".png"
 PROGRAM = ROOT / "tests" / "bench" / "soak.py"
 LIMIT = 2.5  # times the undisturbed run; a run that takes longer does not fail
 
@@ -98,31 +97,40 @@ def tests() -> str:
 
 
 def add(reports: Path = REPORTS, committed: Path = COMMITTED) -> int:
-    """Copy the reports and plots that are not in ``committed``; return how many."""
-    known = load(committed)
-    added = 0
-    for file in sorted(reports.glob(f"*/*/{REPORT}")):
-        soak = msgspec.json.decode(file.read_bytes(), type=Soak)
-        if (name := _name(soak)) not in known:
-            committed.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file.with_name(TIMELINE), committed / f"{name}.png")
-            (committed / f"{name}.json").write_bytes(encode(soak))
-            added += 1
-    return added
+    """Copy the reports that are not in ``committed``, with their plots; return how many.
+
+    `UserError` names a report that is not of the structure of `Soak`, as older ones are.
+    """
+    known = list(load(committed).values())
+    found = [
+        (file, _read(file, "remove it, or run the soak again")) for file in reports.glob(f"*/*/{REPORT}")
+    ]
+    new = [(soak, file.with_name(TIMELINE).read_bytes()) for file, soak in found if soak not in known]
+    for soak, plot in new:
+        name = _name(soak, plot)
+        committed.mkdir(parents=True, exist_ok=True)
+        (committed / f"{name}{PLOT}").write_bytes(plot)
+        (committed / f"{name}.json").write_bytes(encode(soak))
+    return len(new)
 
 
 def load(committed: Path = COMMITTED) -> dict[str, Soak]:
     """Return the soaks by name, in the order of cells and time; `UserError` names one that was changed."""
     found = {}
     for file in committed.glob("*.json"):
-        try:
-            found[file.stem] = msgspec.json.decode(file.read_bytes(), type=Soak)
-        except msgspec.DecodeError as error:
-            raise UserError(f"{file}: not the report of a soak ({error}): restore it") from None
-        if file.stem != _name(found[file.stem]):
-            raise UserError(f"{file}: it was changed, since its name has another digest: restore it")
+        soak, plot = _read(file, "restore it"), file.with_suffix(PLOT)
+        if not plot.exists() or file.stem != _name(soak, plot.read_bytes()):
+            raise UserError(f"{file}: it or its plot was changed, renamed or removed: restore them")
+        found[file.stem] = soak
     return dict(sorted(found.items(), key=lambda item: (item[1].cell, item[1].when)))
 
 
-def _name(soak: Soak) -> str:
-    return f"{soak.cell}-seed-{soak.seed}-{sha256(encode(soak))[:DIGITS]}"
+def _read(file: Path, remedy: str) -> Soak:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Soak)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file}: not the report of a soak ({error}): {remedy}") from None
+
+
+def _name(soak: Soak, plot: bytes) -> str:
+    return f"{soak.cell}-seed-{soak.seed}-{sha256(encode(soak) + plot)[:DIGITS]}"

@@ -24,7 +24,7 @@ from scripts.patches.leave_out import write_without_each
 from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.processes import captured
-from scripts.testing import credit, halves, kept, proofs, records
+from scripts.testing import credit, halves, image_patches, kept, proofs, records
 from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing" / "tools"
@@ -183,7 +183,8 @@ def _run_in_container(
 def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
     """Run a suite in each of its settings and record the result; 1 when a test failed.
 
-    A suite that passed before on this image (`testing.credit`) is not repeated.
+    A suite that passed before on this image (`testing.credit`) is not repeated. One whose tests run patched
+    files of the checkout (`MARKED`) is refused on an image with other ones, and leaves no record.
     """
     tally: contextlib.AbstractContextManager[records.Tally] = contextlib.nullcontext(records.Tally())
     if not run.arguments and not run.derived:
@@ -191,6 +192,8 @@ def run_all(client: docker.DockerClient, cell: Cell, run: Run) -> int:
         if not run.again and credit.passed_before(tested, run.suite):
             return 0
         tally = credit.recording(tested, run.suite)
+    if run.suite in MARKED:
+        image_patches.require_same(client, cell, run.image)
     with tally as counted:
         for setting in (OWN_USER, STRICT) if SUITES[run.suite].strict else (OWN_USER,):
             run_suite(client, cell, run, setting, counted)

@@ -116,7 +116,9 @@ def _recorded(lanes: Lanes, command: Command) -> int:
         return lanes.execute(command, name)
     with tempfile.TemporaryDirectory() as folder, records.recording(records.checkout(), name) as tally:
         if command == LINT:
-            tally.code = lanes.execute(command, name)
+            printed: list[str] = []
+            tally.code = lanes.execute(command, name, printed)
+            tally.attach("".join(printed).encode(), ".txt")
             tally.count("lint", records.FAILED if tally.code else records.PASSED)
         else:
             junit = Path(folder, "junit.xml")

@@ -254,9 +254,9 @@ def write(
 
 
 def read(cell: str, inputs: str, roots: Sequence[Path] = ROOTS) -> list[Record]:
-    """The records of a cell's images of these inputs, by suite, attempt and time, from all of ``roots``.
+    """The records of a cell's images of these inputs, by suite and time, from all of ``roots``.
 
-    Attempts of two branches that were merged have the same numbers.
+    Time goes before the number of an attempt: of two merged branches, each has numbered its own.
 
     A `UserError` names a record that was changed, moved from another cell, or removed.
     """
@@ -264,7 +264,7 @@ def read(cell: str, inputs: str, roots: Sequence[Path] = ROOTS) -> list[Record]:
     for root in roots:
         for file in sorted(folder_of(cell, inputs, root).glob("*.json")):
             found[file.name] = _verified(file, cell, inputs)
-    records = sorted(found.values(), key=lambda record: (record.suite, record.attempt, record.when))
+    records = sorted(found.values(), key=lambda record: (record.suite, record.when, record.attempt))
     for suite in {record.suite for record in records}:
         attempts = {record.attempt for record in records if record.suite == suite}
         if missing := set(range(1, max(attempts))) - attempts:

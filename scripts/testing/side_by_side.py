@@ -74,9 +74,10 @@ class Lanes:
         code = self.execute(job.command(self.again), name)
         self.outcomes[job] = (code, time.monotonic() - start)
 
-    def execute(self, command: Sequence[str], name: str) -> int:
+    def execute(self, command: Sequence[str], name: str, printed: list[str] | None = None) -> int:
         """Run a command, each line of its output after ``name``; return its exit code.
 
+        The lines are added to ``printed``.
         After an interrupt of `call` it raises one too, in its own thread, so that nothing is recorded.
         """
         with self._lock:
@@ -87,6 +88,8 @@ class Lanes:
         with process:
             for line in process.stdout or ():
                 print(f"{name} | {line}", end="", flush=True)
+                if printed is not None:
+                    printed.append(line)
         if self._ended:
             raise KeyboardInterrupt
         return abs(int(process.returncode))

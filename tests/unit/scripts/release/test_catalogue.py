@@ -4,6 +4,7 @@ import datetime
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from scripts.errors import UserError
 from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand, load, stand_ins
 from scripts.patches.series import series_of
-from scripts.release import catalogue, facts, measure, render
+from scripts.release import catalogue, facts, fault_cases, measure, render
 from scripts.release.facts import Facts, Layer, Measured
 from scripts.testing import records
 from scripts.testing.records import Subject, required
@@ -354,28 +355,71 @@ def test_a_result_that_proves_less_than_it_says_has_reservations(store: Store) -
     assert "; with reservations: image" in render.status(CELL, known)
 
 
+def git(folder: Path, *arguments: str) -> None:
+    """Run git in ``folder``."""
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def commit(folder: Path, *names: str) -> None:
+    """Commit all changes, and new files of these names below ``images/``."""
+    for name in names:
+        file = folder / "images" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name, encoding="utf-8")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "x")
+
+
 def test_a_record_that_was_removed_from_the_history_is_reported(tmp_path: Path) -> None:
     """Also the only attempt, which leaves no gap; a record that was restored is no error."""
-
-    def git(*arguments: str) -> None:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
-    files = [tmp_path / "images" / "records" / name for name in ("failed", "restored", "kept", "unstaged")]
-    for number, file in enumerate(files):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(str(number), encoding="utf-8")
-    git("add", ".")
-    git("commit", "-m", "x")
-    git("rm", "images/records/failed", "images/records/restored")
-    git("commit", "-m", "y")
-    files[1].write_text("1", encoding="utf-8")
-    files[3].unlink()
+    git(tmp_path, "init")
+    names = [f"records/{name}" for name in ("failed", "restored", "kept", "unstaged")]
+    commit(tmp_path, *names, "soaks/a", "certificates/a.sig", "other/a")
+    gone = ("records/failed", "records/restored", "soaks/a", "certificates/a.sig", "other/a")
+    git(tmp_path, "rm", *(f"images/{name}" for name in gone))
+    git(tmp_path, "commit", "-m", "y")
+    commit(tmp_path, "records/restored")
+    (tmp_path / "images" / "records" / "unstaged").unlink()
     assert [line.split()[0] for line in catalogue.removed(tmp_path)] == [
+        "images/certificates/a.sig",
         "images/records/failed",
         "images/records/unstaged",
+        "images/soaks/a",
     ]
+
+
+@pytest.mark.parametrize("merge", [("--no-commit",), ("--strategy=ours",)], ids=["by hand", "one side only"])
+def test_a_record_that_a_merge_has_removed_is_reported(merge: tuple[str, ...], tmp_path: Path) -> None:
+    """Git's history, unless asked for more, has neither what a merge itself removes nor the side it drops."""
+    git(tmp_path, "init", "--initial-branch=main")
+    commit(tmp_path, "other")
+    git(tmp_path, "checkout", "-b", "side")
+    commit(tmp_path, "records/failed", "records/kept")
+    git(tmp_path, "checkout", "main")
+    commit(tmp_path, "another")
+    git(tmp_path, "merge", *merge, "side")
+    (tmp_path / "images" / "records" / "failed").unlink(missing_ok=True)
+    commit(tmp_path, "records/kept")
+    assert [line.split()[0] for line in catalogue.removed(tmp_path)] == ["images/records/failed"]
+
+
+@pytest.mark.parametrize("removed", [catalogue.removed, fault_cases.removed])
+def test_a_history_that_git_cannot_read_is_an_error(
+    removed: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(UserError, match="git cannot list what was removed: fatal: not a git repository"):
+        removed(tmp_path)
+
+
+def test_the_check_goes_on_without_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[str]:
+        raise UserError("git cannot list what was removed: why")
+
+    monkeypatch.setattr(catalogue, "removed", fail)
+    monkeypatch.setattr(catalogue, "stale", lambda *_: ["a page is stale"])
+    assert catalogue.check(offline=True) == ["a page is stale", "git cannot list what was removed: why"]
 
 
 def test_a_record_of_other_inputs_gives_no_figure(store: Store) -> None:
@@ -394,6 +438,44 @@ def test_another_build_of_the_same_is_no_difference() -> None:
     assert "other architectures, size (1000 MB, now 2000 MB)" in reason
     [reason] = catalogue.differences(known, msgspec.structs.replace(first, inputs="e"))
     assert "the facts are of other inputs" in reason
+
+
+def test_an_image_that_cannot_be_measured_is_an_error_and_one_of_other_inputs_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: Store
+) -> None:
+    """The other cells are measured."""
+    found: list[Measured | UserError] = [
+        measured(CELLS[0]),
+        UserError("x cannot be probed: no module named torch"),
+        measure.OtherInputsError("y was built from other inputs than this checkout's"),
+        measured(CELLS[3]),
+    ]
+    outcomes = dict(zip((cell.id for cell in CELLS), found, strict=False))
+
+    def measure_one(_: Any, cell: Cell, __: Any) -> Measured:
+        outcome = outcomes[cell.id]
+        if isinstance(outcome, Measured):
+            return outcome
+        raise outcome
+
+    monkeypatch.setattr(catalogue, "measure", measure_one)
+    monkeypatch.setattr(catalogue, "connect", lambda: None)
+    monkeypatch.setattr(catalogue, "images", lambda *_: outcomes)
+    for name in ("stale", "removed", "contradicted"):
+        monkeypatch.setattr(catalogue, name, lambda *_: [])
+    monkeypatch.setattr(fault_cases, "removed", list)
+    monkeypatch.setattr(facts, "load", lambda _: outcomes)
+    monkeypatch.setattr(catalogue, "differences", lambda *_: ["a difference"])
+    reason = "x cannot be probed: no module named torch: rebuild it"
+    assert catalogue.check(offline=False) == [reason, "a difference", "a difference"]
+    assert (
+        "skipped: y was built from other inputs than this checkout's: rebuild it" in capsys.readouterr().out
+    )
+    kept: list[Measured] = []
+    monkeypatch.setattr(facts, "keep", kept.append)
+    monkeypatch.setattr(catalogue, "texts", lambda *_: {})
+    assert catalogue.write(offline=False) == [reason]
+    assert [one.cell for one in kept] == [CELLS[0].id, CELLS[3].id]
 
 
 def test_layers_are_those_with_a_size() -> None:

@@ -206,6 +206,14 @@ def test_a_long_reason_is_cut_and_its_colours_removed(tmp_path: Path) -> None:
     assert len(failed) < len(long)
 
 
+def test_a_renamed_one_is_an_error(tmp_path: Path) -> None:
+    """The check for removed files goes by their names."""
+    added = certificates.add(made(tmp_path / "made"), KNOWN, tmp_path / "kept")
+    renamed = added.rename(added.with_name(f"2026-11-25{added.name[10:]}"))
+    with pytest.raises(UserError, match=rf"{renamed.name}: .* rename it to {added.name}"):
+        certificates.load(tmp_path / "kept")
+
+
 def test_committed_measurements_are_known_with_their_cells(tmp_path: Path) -> None:
     known = certificates.known_subjects()
     assert "" in known.values()

@@ -253,6 +253,33 @@ def test_cases_have_different_file_names(tmp_path: Path) -> None:
     assert CASE in kept
 
 
+@pytest.mark.parametrize("content", [encode(CASE)[:100], b"{}"], ids=["truncated", "without fields"])
+def test_a_case_that_cannot_be_read_is_an_error(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault_cases, "CASES", tmp_path)
+    fault_cases.write(CASE, tmp_path)
+    [file] = tmp_path.glob("*/*")
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{file}: not a case \(.*\): remove it, or run it again"):
+        fault_cases.update()
+
+
+def test_a_case_is_only_replaced_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault_cases.write(CASE, tmp_path)
+
+    def interrupted(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fault_cases.write(msgspec.structs.replace(CASE, afterwards="starts from step 1"), tmp_path)
+    [file] = tmp_path.glob("*/*.json")
+    assert msgspec.json.decode(file.read_bytes(), type=Case) == CASE
+
+
 def test_a_file_that_was_written_by_hand_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "faults.json"
     path.write_text('[{"cell": 1}]', encoding="utf-8")

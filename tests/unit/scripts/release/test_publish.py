@@ -1,10 +1,12 @@
 """Tags and refusals of publish, without a registry."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import docker.errors
 import pytest
 
 from scripts.docker.registry import Remote
@@ -139,6 +141,41 @@ def test_an_upload_counts_what_is_sent_and_ends_with_its_digest() -> None:
     assert (upload.pushed, upload.digest) == (["a"], MANIFEST)
     with pytest.raises(UserError, match="no basic auth"):
         upload.take({"error": "no basic auth credentials", "errorDetail": {}})
+
+
+@pytest.mark.parametrize("earlier", ["", IMAGE, "sha256:" + "3" * 64], ids=["none", "the same", "another"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_push_leaves_the_tags_of_this_machine_as_they_were(
+    earlier: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a tag of the same name that was pulled before, of whichever image."""
+    tags = {"h/x:1": earlier} if earlier else {}
+
+    def get(name: str) -> Any:
+        if name not in tags:
+            raise docker.errors.ImageNotFound(name)
+        return tagged(tags[name])
+
+    def tagged(number: str) -> Any:
+        def tag(repo: str, tag: str) -> None:
+            tags[f"{repo}:{tag}"] = number
+
+        return SimpleNamespace(id=number, tag=tag, attrs={"RootFS": {"Layers": []}})
+
+    def upload(*_: Any) -> Any:
+        assert tags["h/x:1"] == IMAGE
+        if fails:
+            raise UserError("no space")
+        return SimpleNamespace(digest=MANIFEST, pushed=[])
+
+    client: Any = SimpleNamespace(
+        images=SimpleNamespace(get=get, remove=lambda name, noprune: tags.pop(name)),
+    )
+    monkeypatch.setattr(publish, "_upload", upload)
+    monkeypatch.setattr(publish, "inspect_remote", lambda *_: THERE)
+    with pytest.raises(UserError, match="no space") if fails else contextlib.nullcontext():
+        assert publish.push(client, tagged(IMAGE), "h/x", "1", MagicMock()).digest == MANIFEST
+    assert tags == ({"h/x:1": earlier} if earlier else {})
 
 
 def test_the_table_has_whole_digests() -> None:

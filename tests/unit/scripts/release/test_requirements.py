@@ -62,6 +62,12 @@ class Made:
         )
         return records.write(msgspec.structs.replace(record, **changes), tally.evidence, (self.root,))
 
+    def replace(self, **changes: Any) -> None:
+        """Replace the only record of the suite by one with ``changes``."""
+        [file] = records.folder_of(CELL.id, IMAGE.inputs, self.root).glob(f"{SUITE}-1-*.json")
+        file.unlink()
+        self.add(**changes)
+
     def reasons(self) -> list[str]:
         """Return why the image is refused."""
         history = records.history(CELL.id, (self.root,))
@@ -114,7 +120,7 @@ def test_a_suite_without_a_record_is_refused(made: Made) -> None:
             lambda made: made.add(tests="other"),
             "the tests of the suite image have changed since aaaaaaaaaaaa",
         ),
-        (lambda made: made.add(when=records.now() - 31 * DAY), "not in the last 30 days"),
+        (lambda made: made.replace(when=records.now() - 31 * DAY), "not in the last 30 days"),
         (lambda made: made.add(when=records.now() + DAY), "not in the last 30 days"),
         (lambda made: made.add(passed=999), "does not support its record: its JUnit files have other counts"),
         (lambda made: made.add(evidence=()), "does not support its record: it has no evidence"),

@@ -2,7 +2,7 @@
 
 import datetime
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,11 +107,40 @@ def test_a_report_that_was_changed_is_an_error(tmp_path: Path) -> None:
     soaks.add(tmp_path / "reports", tmp_path)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text(encoding="utf-8").replace("1320", "1000"), encoding="utf-8")
-    with pytest.raises(UserError, match="it was changed"):
+    with pytest.raises(UserError, match="was changed"):
         soaks.load(tmp_path)
     file.write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="not the report of a soak"):
         soaks.load(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda plot: plot.write_bytes(b"flatter"), Path.unlink])
+def test_a_plot_that_was_changed_or_removed_is_an_error(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    write(tmp_path / "reports", SOAK, "a")
+    soaks.add(tmp_path / "reports", tmp_path)
+    (plot,) = tmp_path.glob("*.png")
+    change(plot)
+    with pytest.raises(UserError, match=f"{plot.stem}.*restore"):
+        soaks.load(tmp_path)
+
+
+def test_a_plot_that_was_drawn_again_adds_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "reports", SOAK, "a")
+    soaks.add(tmp_path / "reports", tmp_path)
+    (tmp_path / "reports" / SOAK.cell / "a" / soaks.TIMELINE).write_bytes(b"drawn again")
+    assert soaks.add(tmp_path / "reports", tmp_path) == 0
+
+
+def test_an_older_report_is_an_error(tmp_path: Path) -> None:
+    """Such as that of 2026-11-25, which lacks digests."""
+    write(tmp_path, SOAK, "a")
+    file = tmp_path / SOAK.cell / "a" / soaks.REPORT
+    older = {name: field for name, field in msgspec.to_builtins(SOAK).items() if name != "inputs"}
+    file.write_bytes(msgspec.json.encode(older))
+    with pytest.raises(UserError, match=rf"{file}: .*`inputs`.*: remove it, or run the soak again"):
+        soaks.add(tmp_path, tmp_path / "soaks")
 
 
 def test_the_page_has_the_soaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What runs for the default cell, for a submission and for a release."""
 
 import functools
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from scripts.git import revision
 from scripts.matrix.load import expand, find, load
-from scripts.testing import plans, records
+from scripts.release import requirements
+from scripts.testing import plans, records, side_by_side
 from scripts.testing.plans import Plan
 from scripts.testing.records import required
 from scripts.testing.side_by_side import Job, Lanes
@@ -57,18 +59,22 @@ def test_lint_and_unit_are_recorded_for_the_commit(
     recording = functools.partial(records.recording, roots=(tmp_path,))
     monkeypatch.setattr(records, "recording", recording)
 
-    def run(_: Lanes, command: plans.Command, name: str) -> int:
-        assert name in ("lint", "unit")
+    def start(command: plans.Command, _: int) -> subprocess.Popen[str]:
         for word in command:
             if word.startswith("--junitxml="):
                 Path(word.partition("=")[2]).write_text(JUNIT, encoding="utf-8")
-        return code
+        program = f"print('checked'); raise SystemExit({code})"
+        return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
-    monkeypatch.setattr(Lanes, "execute", run)
+    monkeypatch.setattr(side_by_side, "_start", start)
     plans.run(Plan(plans.CHECKS, ()))
     found = records.read(records.CHECKOUT, revision(), (tmp_path,))
     assert [(record.suite, record.outcome) for record in found] == [("lint", outcome), ("unit", outcome)]
     assert {record.inputs for record in found} == {revision()}
+    [printed] = found[0].evidence
+    folder = records.folder_of(records.CHECKOUT, revision(), tmp_path)
+    assert (folder / "evidence" / printed).read_text(encoding="utf-8") == "checked\n"
+    assert bool(requirements.checkout(revision(), found, tmp_path)) == bool(code)
 
 
 @pytest.mark.parametrize(("fails", "ran"), [("", "abc"), ("a", "a"), ("b", "ab"), ("c", "abc")])

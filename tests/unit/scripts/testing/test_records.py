@@ -203,6 +203,24 @@ def test_attempts_of_merged_branches_are_ordered_by_time(
     assert [record.attempt for record in found] == [1] * 6
 
 
+def test_the_last_attempt_of_merged_branches_is_the_latest_whatever_its_number(
+    root: Path, junit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One branch repeated its failure at once; the other one failed later, at its first attempt."""
+    start = records.now()
+    for day, branch, text in ((0, "one", JUNIT), (1, "one", PASSED), (19, "two", JUNIT)):
+        monkeypatch.setattr(records, "now", partial(start.__add__, datetime.timedelta(day)))
+        run(tmp_path / branch, junit, text)
+    for branch in ("one", "two"):
+        shutil.copytree(tmp_path / branch, root, dirs_exist_ok=True)
+    found = records.read(ON.cell, ON.inputs, (root,))
+    assert [(record.attempt, record.outcome) for record in found] == [
+        (1, "failed"),
+        (2, "passed"),
+        (1, "failed"),
+    ]
+
+
 def greener(file: Path) -> None:
     file.write_text(file.read_text().replace('"failed"', '"passed"'), encoding="utf-8")
 
