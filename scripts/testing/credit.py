@@ -72,6 +72,9 @@ def recording(
 def _share(record: Record, tally: Tally, shared: Path) -> None:
     file = _file(record.cell, record.inputs, record.image, record.suite, record.tests, shared)
     with exclusive_lock(file.parent, "the writing of a record"):
+        last = _stored(file)
+        if last and last.when > record.when:  # it began later and ended earlier
+            return
         (file.parent / "evidence").mkdir(exist_ok=True)
         for name, content in tally.evidence.items():
             (file.parent / "evidence" / name).write_bytes(content)
@@ -82,13 +85,18 @@ def _share(record: Record, tally: Tally, shared: Path) -> None:
 
 def _last(tested: Subject, suite: str, tests: str, shared: Path) -> Record | None:
     """Return the last attempt of these tests on the image in any checkout of this machine."""
-    file = _file(tested.cell, tested.inputs, tested.image, suite, tests, shared)
+    record = _stored(_file(tested.cell, tested.inputs, tested.image, suite, tests, shared))
+    wanted = (tested.cell, tested.inputs, tested.image, suite, tests)
+    if not record or (record.cell, record.inputs, record.image, record.suite, record.tests) != wanted:
+        return None
+    return record
+
+
+def _stored(file: Path) -> Record | None:
     try:
-        record = msgspec.json.decode(file.read_bytes(), type=Record)
+        return msgspec.json.decode(file.read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError):
         return None
-    found = (record.cell, record.inputs, record.image, record.suite, record.tests)
-    return record if found == (tested.cell, tested.inputs, tested.image, suite, tests) else None
 
 
 def _file(cell: str, inputs: str, image: str, suite: str, tests: str, shared: Path) -> Path:

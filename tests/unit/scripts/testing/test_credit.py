@@ -164,3 +164,14 @@ def test_a_failure_on_this_image_is_not_covered_by_a_pass_on_another_one(
     wrong = unproved(ON, "image", [failed, elsewhere], machine.folder / "here", TESTS)
     assert wrong == "the suite image failed at its last attempt"
     assert unproved(ON, "image", [passed, elsewhere], machine.folder / "here", TESTS) is None
+
+
+def test_a_run_that_began_earlier_and_ended_later_replaces_no_newer_failure(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.run(monkeypatch, "there", FAILED)
+    machine.hour -= datetime.timedelta(hours=2)
+    machine.run(monkeypatch, "elsewhere")
+    last = credit._last(ON, "image", TESTS, machine.shared)
+    assert last
+    assert last.outcome == "failed"
