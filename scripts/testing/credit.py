@@ -16,7 +16,7 @@ from scripts.locking import exclusive_lock
 from scripts.matrix.suites import SUITES
 from scripts.paths import CACHE
 from scripts.testing import records
-from scripts.testing.acceptance import unproved
+from scripts.testing.acceptance import undeclared_once, unproved
 from scripts.testing.records import DIGITS, Record, Subject, Tally
 from scripts.testing.suite_digest import suite_digest
 
@@ -54,11 +54,17 @@ def passed_before(
 def recording(
     tested: Subject, suite: str, roots: Sequence[Path] = records.ROOTS, shared: Path = SHARED
 ) -> Iterator[Tally]:
-    """Record a suite as `records.recording` does, for the other checkouts of this machine too."""
+    """Record a suite as `records.recording` does, for the other checkouts of this machine too.
+
+    A skip that is hidden by the test's pass in another run, and not declared, is a failure.
+    """
     tally = Tally()
     try:
         with records.recording(tested, suite, roots) as tally:
             yield tally
+            for reason in undeclared_once(suite, tally):
+                print(f"{suite}: one run skipped tests for a reason that it does not declare: {reason}")
+                tally.code = tally.code or 1
     finally:
         if tally.record:
             try:
