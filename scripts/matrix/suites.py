@@ -25,8 +25,10 @@ class Suite:
     fewer rights (see `testing.in_image`). Publishing requires a record of the suite for the accelerators in
     ``required_for``, and for the default cell if ``of_default``; ``skips`` are regular expressions of the
     reasons for which its tests may then be skipped, ``skips_once`` of those for which a test may be skipped
-    that passes in the other of two runs. ``reads`` are paths of the repository that its tests read. A suite that is ``always`` run, also after a pass, depends on today's package index or writes more
-    than a record. ``title`` describes the suite in the catalogue.
+    that passes in the other of two runs. ``reads`` are paths of the repository that its tests read. A suite
+    that is ``always`` run, also after a pass, depends on today's package index or writes more than a record.
+    ``title`` describes the suite in the catalogue. After ``hours``, several times what a slow machine needs,
+    the container of a run inside the image is killed.
     """
 
     title: str
@@ -40,6 +42,7 @@ class Suite:
     skips_once: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     always: bool = False
+    hours: float = 6.0
 
 
 SUITES: Mapping[str, Suite] = {
@@ -104,6 +107,7 @@ SUITES: Mapping[str, Suite] = {
         required_for=EVERY_KIND,
         skips=(OTHER_CELL, OTHER_TRANSFORMERS, NEEDS_GPU),
         reads=PROOFS,
+        hours=12.0,
     ),
     "network": Suite(
         "several containers as nodes, each with its own address",

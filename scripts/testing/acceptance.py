@@ -36,7 +36,9 @@ def undeclared_once(suite: str, tally: Tally) -> list[str]:
     """
     once = sorted(tally.skip_reasons - tally.skips.keys())
     known = SUITES[suite].skips_once
-    return [reason for reason in undeclared(suite, once) if not any(re.fullmatch(one, reason) for one in known)]
+    return [
+        reason for reason in undeclared(suite, once) if not any(re.fullmatch(one, reason) for one in known)
+    ]
 
 
 def _wrong(image: Subject, suite: str, runs: Sequence[Record], root: Path, tests: str) -> Iterator[str]:
