@@ -13,7 +13,7 @@ from scripts.images.inputs import INPUTS
 from scripts.locks import preflight
 from scripts.matrix.load import load
 from scripts.matrix.model import PLAIN_INDEX
-from scripts.testing import commands, demo, older_image, on_host, plans
+from scripts.testing import commands, demo, in_image, older_image, on_host, plans
 
 DEFAULT, OTHER = load().default, "ray2.9.3-vllm0.4.2-cpu"
 
@@ -108,7 +108,7 @@ def test_an_image_made_from_ours_is_not_tested_as_ours(
     client.images.get.side_effect = lambda name: image(layers, inputs) if name == "mine" else image(2, "a")
     monkeypatch.setattr(commands, "connect", lambda: client)
     monkeypatch.setattr(commands, "sweep", MagicMock())
-    monkeypatch.setattr(commands.in_image, "run_all", runs)
+    monkeypatch.setattr(in_image, "run_all", runs)
     result = CliRunner().invoke(app, ["test", "cluster", DEFAULT, "--tag", "mine", *options])
     if error:
         assert isinstance(result.exception, UserError)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.images.inputs import INPUTS, image_labels
 from scripts.matrix.load import expand, load
@@ -298,7 +299,7 @@ def test_a_junit_file_that_supports_no_pass_is_reported(
     text: str, wrong: str, root: Path, junit: Path
 ) -> None:
     record = run(root, junit)
-    name = f"{records.sha256(text.encode())}.xml"
+    name = f"{sha256(text.encode())}.xml"
     (records.folder_of(ON.cell, ON.inputs, root) / "evidence" / name).write_text(text, encoding="utf-8")
     found = records.altered_evidence(msgspec.structs.replace(record, evidence=(name,)), root)
     assert found is not None
