@@ -24,9 +24,11 @@ class Suite:
     pytest suite but a command of its own, with the suite's name. A ``strict`` suite runs a second time, with
     fewer rights (see `testing.in_image`). Publishing requires a record of the suite for the accelerators in
     ``required_for``, and for the default cell if ``of_default``; ``skips`` are regular expressions of the
-    reasons for which its tests may then be skipped. ``reads`` are paths of the repository that its tests
-    read. A suite that is ``always`` run, also after a pass, depends on today's package index or writes more
-    than a record. ``title`` describes the suite in the catalogue.
+    reasons for which its tests may then be skipped, ``skips_once`` of those for which a test may be skipped
+    that passes in the other of two runs. ``reads`` are paths of the repository that its tests read. A suite
+    that is ``always`` run, also after a pass, depends on today's package index or writes more than a record.
+    ``title`` describes the suite in the catalogue. After ``hours``, several times what a slow machine needs,
+    the container of a run inside the image is killed.
     """
 
     title: str
@@ -37,8 +39,10 @@ class Suite:
     required_for: tuple[str, ...] = ()
     of_default: bool = False
     skips: tuple[str, ...] = ()
+    skips_once: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     always: bool = False
+    hours: float = 6.0
 
 
 SUITES: Mapping[str, Suite] = {
@@ -62,6 +66,7 @@ SUITES: Mapping[str, Suite] = {
             "vLLM's operators of this cell come with its wheel",
             r"\S+ has no shared object in this image",
         ),
+        skips_once=("measured once, as the image's own user",),
     ),
     "layers": Suite(
         "the image from outside: size, labels, base, no secret in a layer, code for the promised GPUs",
@@ -102,6 +107,7 @@ SUITES: Mapping[str, Suite] = {
         required_for=EVERY_KIND,
         skips=(OTHER_CELL, OTHER_TRANSFORMERS, NEEDS_GPU),
         reads=PROOFS,
+        hours=12.0,
     ),
     "network": Suite(
         "several containers as nodes, each with its own address",

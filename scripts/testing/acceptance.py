@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.git import DIRTY
 from scripts.matrix.suites import SUITES
 from scripts.testing import records
-from scripts.testing.records import Record, Subject
+from scripts.testing.records import Record, Subject, Tally
 
 MAX_AGE = datetime.timedelta(days=30)
 
@@ -26,6 +26,18 @@ def undeclared(suite: str, reasons: Iterable[str]) -> list[str]:
     """Return the reasons for skips that a suite does not declare."""
     return [
         reason for reason in reasons if not any(re.fullmatch(known, reason) for known in SUITES[suite].skips)
+    ]
+
+
+def undeclared_once(suite: str, tally: Tally) -> list[str]:
+    """Return the reasons, not declared either, for which only tests were skipped that passed in another run.
+
+    The record does not have these.
+    """
+    once = sorted(tally.skip_reasons - tally.skips.keys())
+    known = SUITES[suite].skips_once
+    return [
+        reason for reason in undeclared(suite, once) if not any(re.fullmatch(one, reason) for one in known)
     ]
 
 

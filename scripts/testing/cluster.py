@@ -187,9 +187,16 @@ class Cluster:
                 texts[node.name] = container.logs().decode(errors="replace")
         return texts
 
-    def output(self, container: Container, command: Sequence[str]) -> str:
-        """The standard output of ``command`` in ``container``; a `UserError` if it fails."""
-        done = subprocess.run(_exec(container, command), capture_output=True, check=False)
+    def output(self, container: Container, command: Sequence[str], timeout: float = 1800.0) -> str:
+        """The standard output of ``command`` in ``container``; a `UserError` if it fails or does not end."""
+        try:
+            done = subprocess.run(
+                _exec(container, command), capture_output=True, check=False, timeout=timeout
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"{container.name}: {' '.join(command)[:60]} did not end within {timeout:.0f} s"
+            ) from None
         out, err = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
         if done.returncode:
             self._check_after(container, done.returncode)
@@ -379,6 +386,27 @@ def remove_on_exit(containers: Sequence[Container], networks: Sequence[Network] 
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def killed_after(hours: float, container: Container, name: str) -> Iterator[None]:
+    """Kill the ``container`` if the context has not ended after some hours, which is then a `UserError`."""
+    expired = threading.Event()
+
+    def kill() -> None:
+        expired.set()
+        with contextlib.suppress(docker.errors.APIError):  # it has just ended
+            container.kill()
+
+    timer = threading.Timer(hours * 3600, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if expired.is_set():
+        raise UserError(f"{name} did not end within {hours:g} hours: its container was killed")
 
 
 def _remove(containers: Sequence[Container], networks: Sequence[Network]) -> None:

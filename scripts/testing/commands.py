@@ -1,12 +1,16 @@
 """``python -m scripts test``, ``suites``, ``demo`` and ``known-bad``."""
 
+import contextlib
 from typing import Annotated
 
+import docker
+import docker.errors
 import msgspec
 import typer
 
 from scripts.docker.client import connect
 from scripts.errors import UserError
+from scripts.images.inputs import INPUTS
 from scripts.locks import preflight
 from scripts.matrix.load import Cell, find, load
 from scripts.matrix.suites import SUITES
@@ -55,6 +59,8 @@ def run_test(
     if on_the_host and (tag or derived):
         raise UserError(f"--tag and --derived are for suites inside the image, which {suite} is not")
     image = in_image.local_image(client, cell, tag)
+    if tag and not derived:
+        _refuse_derived(client, cell, tag)
     if tag is None and (older := older_image.warning(cell, client.images.get(image).labels)):
         print(older, flush=True)
     if on_the_host:
@@ -62,6 +68,18 @@ def run_test(
     sweep(client)
     run = in_image.Run(suite, image, tag or cell.tag, derived, tuple(arguments), again)
     return in_image.run_all(client, cell, run)
+
+
+def _refuse_derived(client: docker.DockerClient, cell: Cell, tag: str) -> None:
+    """Raise a `UserError` for an image made FROM the cell's: it inherits the labels that a record names.
+
+    Only layers tell them apart, and only if the cell's image of the same inputs is here.
+    """
+    with contextlib.suppress(docker.errors.ImageNotFound):
+        given, own = client.images.get(tag), client.images.get(cell.tag)
+        more = len(given.attrs["RootFS"]["Layers"]) > len(own.attrs["RootFS"]["Layers"])
+        if more and given.labels.get(INPUTS) == own.labels.get(INPUTS):
+            raise UserError(f"{tag} has more layers than {cell.tag}, it was made FROM it: add --derived")
 
 
 def run_suites(

@@ -129,7 +129,7 @@ def cause(lines: Sequence[str]) -> str:
 def events_of(cluster: Cluster) -> list[dict[str, Any]]:
     """All events of the run so far, oldest first, without a line that is still being written."""
     command = ["sh", "-c", f"cat {EVENTS}/*.jsonl 2>/dev/null || true"]
-    texts = [cluster.output(container, command) for container in cluster.containers]
+    texts = [cluster.output(container, command, timeout=300) for container in cluster.containers]
     lines = [line for text in texts for line in text.split("\n")[:-1]]
     return sorted((json.loads(line) for line in lines), key=lambda event: float(event["time"]))
 

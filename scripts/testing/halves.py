@@ -6,6 +6,7 @@ them for every checkout of the machine, each for `MAX_AGE`.
 
 import shutil
 import time
+import uuid
 from pathlib import Path
 
 from scripts.matrix.model import Cell
@@ -29,6 +30,6 @@ def keep(cell: Cell, folder: Path, shared: Path = SHARED) -> None:
     target = shared / cell.id
     target.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("*.json"):
-        unfinished = target / f"{file.stem}.unfinished"
+        unfinished = target / f"{file.stem}-{uuid.uuid4().hex}.unfinished"  # other runs keep the same file
         shutil.copy2(file, unfinished)
         unfinished.rename(target / file.name)

@@ -25,7 +25,7 @@ from scripts.patches.series import series_of
 from scripts.paths import ROOT
 from scripts.processes import captured
 from scripts.testing import credit, halves, image_patches, kept, proofs, records
-from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit
+from scripts.testing.cluster import LABEL, MEBIBYTE, killed_after, owner_label, remove_on_exit
 
 TOOLS = ROOT / "build" / "testing" / "tools"
 PYTEST = ("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "pygments")
@@ -173,7 +173,7 @@ def _run_in_container(
         working_dir="/tmp",  # noqa: S108
         **setting.options,
     )
-    with remove_on_exit([container]):
+    with remove_on_exit([container]), killed_after(suite.hours, container, run.suite):
         container.start()
         for chunk in container.logs(stream=True, follow=True):
             print(chunk.decode(errors="replace"), end="", flush=True)

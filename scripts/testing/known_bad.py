@@ -19,10 +19,11 @@ from scripts.docker.client import connect
 from scripts.errors import UserError
 from scripts.locks import lockfile, resolver
 from scripts.matrix.load import Cell, find, load
+from scripts.matrix.suites import SUITES
 from scripts.patches.pristine import fetch_pristine, locked_hashes, unpack_pristine
 from scripts.patches.series import series_of
 from scripts.testing import records
-from scripts.testing.cluster import LABEL, MEBIBYTE, owner_label, remove_on_exit, sweep
+from scripts.testing.cluster import LABEL, MEBIBYTE, killed_after, owner_label, remove_on_exit, sweep
 from scripts.testing.in_image import local_image
 
 PRISTINE = "/opt/pristine"
@@ -84,7 +85,8 @@ def probed(client: docker.DockerClient, cell: Cell, image: str) -> Outcomes:
     )
     with remove_on_exit([container]):
         container.start()
-        code = container.wait()["StatusCode"]
+        with killed_after(SUITES["known-bad"].hours, container, "the probes"):
+            code = container.wait()["StatusCode"]
         printed = container.logs(stdout=True, stderr=False).decode()
         if code:
             errors = container.logs(stdout=False, stderr=True).decode().strip()

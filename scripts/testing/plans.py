@@ -101,7 +101,7 @@ def run_side_by_side(jobs: Sequence[Job], again: bool = False) -> int:
     lanes = Lanes(again)
     lanes.run(jobs, LANES)
     Console().print(table(lanes.outcomes))
-    return int(any(code for code, _ in lanes.outcomes.values()))
+    return int(any(code for _, code, _ in lanes.outcomes))
 
 
 def _build(cell: str) -> Command:

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 from docker.models.images import Image
-from junitparser import JUnitXml, Properties, Skipped, TestCase
+from junitparser import JUnitXml, JUnitXmlError, Properties, Skipped, TestCase
 
 from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
@@ -112,12 +112,14 @@ class Subject:
 class Tally:
     """The tests of a running suite, each once with its worst outcome, also if the suite runs several times.
 
-    A test that passed in one run and was skipped in another has passed. ``code`` is the worst exit code of
-    the runs. ``evidence`` are the files that were counted, by name, ``record`` what was written at the end.
+    A test that passed in one run and was skipped in another has passed; ``skip_reasons`` are those of all
+    runs. ``code`` is the worst exit code of the runs. ``evidence`` are the files that were counted, by name,
+    ``record`` what was written at the end.
     """
 
     outcomes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    skip_reasons: set[str] = field(default_factory=set)
     evidence: dict[str, bytes] = field(default_factory=dict)
     code: int = 0
     proofs: list[Proof] = field(default_factory=list)
@@ -125,13 +127,19 @@ class Tally:
     record: Record | None = None
 
     def add(self, junit: Path, code: int) -> None:
-        """Count one run of pytest by its JUnit file; without the file, by the exit code alone."""
+        """Count one run of pytest by its JUnit file; a run without a readable one has failed."""
         self.code = max(self.code, abs(code))
         if not junit.exists():
             self.code = self.code or 1
             return
+        try:
+            cases = [case for suite in JUnitXml.fromfile(str(junit)) for case in suite]
+        except (SyntaxError, JUnitXmlError):  # the parser's errors are syntax errors
+            self.code = self.code or 1
+            self.attach(junit.read_bytes(), ".broken")
+            return
         self.attach(junit.read_bytes(), junit.suffix)
-        for case in (case for suite in JUnitXml.fromfile(str(junit)) for case in suite):
+        for case in cases:
             failed = case.is_failure or case.is_error
             outcome = FAILED if failed else SKIPPED if case.is_skipped else PASSED
             self.count(f"{case.classname}::{case.name}", outcome, _reason(case))
@@ -149,6 +157,8 @@ class Tally:
         """Count a test: `PASSED`, `FAILED`, or `SKIPPED` for a reason."""
         self.outcomes[test] = max(outcome, self.outcomes.get(test, SKIPPED))
         self.reasons.setdefault(test, reason)
+        if outcome == SKIPPED:
+            self.skip_reasons.add(reason)
 
     def attach(self, content: bytes, suffix: str) -> None:
         """Keep a file as evidence."""
@@ -310,8 +320,10 @@ def altered_evidence(record: Record, root: Path = RECORDS) -> str | None:
             return f"{name} was changed"
         if name.endswith(".xml"):
             tally.add(folder / name, 0)
+            if tally.code:
+                return f"{name} cannot be read"
     counted = (tally.passed, tally.failures, tally.skips)
-    if tally.outcomes and counted != (record.passed, record.failures, record.skips):
+    if tally.evidence and counted != (record.passed, record.failures, record.skips):
         return "its JUnit files have other counts"
     return None
 
@@ -323,12 +335,19 @@ def now() -> datetime.datetime:
 
 @contextmanager
 def recording(tested: Subject, suite: str, roots: Sequence[Path] = ROOTS) -> Iterator[Tally]:
-    """Time a suite and record its counts. An exception is a failure; an interrupt leaves no record."""
+    """Time a suite and record its counts. An exception is a failure; an interrupt leaves no record.
+
+    So are tests that changed while they ran: nobody knows which of them ran. A check is about its commit.
+    """
     tally, start, when, commit = Tally(), time.monotonic(), now(), revision()
     tests = suite_digest(suite) if suite in SUITES else ""
     read(tested.cell, tested.inputs, roots)  # an altered record is an error before the suite, not after it
     try:
         yield tally
+        if suite in SUITES and suite_digest(suite) != tests:
+            raise UserError(f"the tests of {suite} changed while they ran: run them again")
+        if suite in CHECKS and revision() != commit:
+            raise UserError(f"the checkout changed while {suite} ran: run it again")
     except Exception:
         tally.code = tally.code or 1
         raise

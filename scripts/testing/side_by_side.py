@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -40,15 +40,18 @@ class Job:
         return [*SCRIPTS, *suite, self.cell, *(["--again"] if again and not declared.always else [])]
 
 
+Outcome = tuple[Job, int, float]
+
+
 @dataclass
 class Lanes:
     """Runs jobs, ``again`` also after a pass, and ends the running ones on an interrupt.
 
-    ``outcomes`` are exit codes and seconds.
+    ``outcomes`` are the jobs that ended, with exit code and seconds; a job may be in it twice.
     """
 
     again: bool = False
-    outcomes: dict[Job, tuple[int, float]] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
     _running: list[subprocess.Popen[str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: bool = False
@@ -72,7 +75,7 @@ class Lanes:
     def _run(self, job: Job, name: str) -> None:
         start = time.monotonic()
         code = self.execute(job.command(self.again), name)
-        self.outcomes[job] = (code, time.monotonic() - start)
+        self.outcomes.append((job, code, time.monotonic() - start))
 
     def execute(self, command: Sequence[str], name: str, printed: list[str] | None = None) -> int:
         """Run a command, each line of its output after ``name``; return its exit code.
@@ -135,10 +138,10 @@ def parse(words: Iterable[str], matrix: Matrix) -> list[Job]:
     return jobs
 
 
-def table(outcomes: Mapping[Job, tuple[int, float]]) -> Table:
+def table(outcomes: Iterable[Outcome]) -> Table:
     """The result and the seconds of each job."""
     rows = Table("suite", "cell", "seconds", "result")
-    for job, (code, seconds) in outcomes.items():
+    for job, code, seconds in outcomes:
         result = f"failed, exit code {code}" if code else "passed"
         rows.add_row(job.suite, job.cell, f"{seconds:.0f}", result)
     return rows

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from unittest.mock import MagicMock, create_autospec
 
@@ -125,3 +126,32 @@ def test_a_command_that_docker_did_not_start_is_started_again(monkeypatch: pytes
     answers.append((1, "1 of 2 nodes has joined"))
     with pytest.raises(UserError, match="did not start: 1 of 2 nodes has joined"):
         nodes.wait_for_nodes(60)
+
+
+def test_a_command_that_hangs_in_a_node_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Cluster(create_autospec(docker.DockerClient), "an-image", [ContainerNode("worker", gpus=1)])
+    container = MagicMock()
+    container.name = "worker"
+    monkeypatch.setattr(cluster, "_exec", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(UserError, match=r"worker: python did not end within 0 s"):
+        nodes.output(container, ["python"], timeout=0.1)
+
+
+def test_a_container_that_does_not_end_is_killed_and_an_error() -> None:
+    """As one whose interpreter hangs at its exit; only the kill ends it."""
+    container, ended = MagicMock(), threading.Event()
+    container.kill.side_effect = ended.set
+    with (
+        pytest.raises(UserError, match="patches did not end within 1e-05 hours: its container was killed"),
+        cluster.killed_after(1e-5, container, "patches"),
+    ):
+        assert ended.wait(30)
+
+
+def test_the_time_limit_of_a_container_that_ended_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = MagicMock()
+    monkeypatch.setattr(threading, "Timer", timer)
+    with cluster.killed_after(2.0, MagicMock(), "patches"):
+        timer.return_value.cancel.assert_not_called()
+    timer.return_value.cancel.assert_called_once_with()
+    assert timer.call_args.args[0] == 2 * 3600

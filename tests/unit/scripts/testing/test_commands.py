@@ -1,5 +1,6 @@
 """The words of ``python -m scripts test``: a suite, a cell, and arguments for pytest."""
 
+import re
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -8,10 +9,11 @@ from typer.testing import CliRunner
 
 from scripts.cli import app
 from scripts.errors import UserError
+from scripts.images.inputs import INPUTS
 from scripts.locks import preflight
 from scripts.matrix.load import load
 from scripts.matrix.model import PLAIN_INDEX
-from scripts.testing import commands, demo, older_image, on_host, plans
+from scripts.testing import commands, demo, in_image, older_image, on_host, plans
 
 DEFAULT, OTHER = load().default, "ray2.9.3-vllm0.4.2-cpu"
 
@@ -84,3 +86,31 @@ def test_without_torch_of_the_default_cell_the_two_commands_use_its_stand_in(
     assert not again
     assert {job.cell for job in plan.jobs} == {DEFAULT + PLAIN_INDEX}
     assert plan.commands[-1][-1] == DEFAULT + PLAIN_INDEX
+
+
+@pytest.mark.parametrize(
+    ("layers", "inputs", "options", "error"),
+    [
+        (3, "a", [], "mine has more layers than .*, it was made FROM it: add --derived"),
+        (3, "a", ["--derived"], None),
+        (2, "a", [], None),
+        (3, "b", [], None),
+    ],
+    ids=["made FROM it", "and said so", "pulled", "built from other inputs"],
+)
+def test_an_image_made_from_ours_is_not_tested_as_ours(
+    layers: int, inputs: str, options: list[str], error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def image(count: int, label: str) -> Any:
+        return MagicMock(labels={INPUTS: label}, attrs={"RootFS": {"Layers": ["sha256:0"] * count}})
+
+    client, runs = MagicMock(), MagicMock(return_value=0)
+    client.images.get.side_effect = lambda name: image(layers, inputs) if name == "mine" else image(2, "a")
+    monkeypatch.setattr(commands, "connect", lambda: client)
+    monkeypatch.setattr(commands, "sweep", MagicMock())
+    monkeypatch.setattr(in_image, "run_all", runs)
+    result = CliRunner().invoke(app, ["test", "cluster", DEFAULT, "--tag", "mine", *options])
+    if error:
+        assert isinstance(result.exception, UserError)
+        assert re.fullmatch(error, str(result.exception))
+    assert runs.called == (error is None)

@@ -164,3 +164,39 @@ def test_a_failure_on_this_image_is_not_covered_by_a_pass_on_another_one(
     wrong = unproved(ON, "image", [failed, elsewhere], machine.folder / "here", TESTS)
     assert wrong == "the suite image failed at its last attempt"
     assert unproved(ON, "image", [passed, elsewhere], machine.folder / "here", TESTS) is None
+
+
+def test_a_run_that_began_earlier_and_ended_later_replaces_no_newer_failure(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.run(monkeypatch, "there", FAILED)
+    machine.hour -= datetime.timedelta(hours=2)
+    machine.run(monkeypatch, "elsewhere")
+    last = credit._last(ON, "image", TESTS, machine.shared)
+    assert last
+    assert last.outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [
+        ("odd", "failed"),
+        ("this image has no OpenTelemetry", "passed"),
+        ("measured once, as the image's own user", "passed"),
+    ],
+)
+@pytest.mark.parametrize("passes_first", [True, False])
+def test_a_skip_in_one_run_alone_has_to_be_declared(
+    passes_first: bool, reason: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass of the same test in the other run hides it from the record."""
+    monkeypatch.setattr(records, "revision", lambda: "c" * 40)
+    files = [tmp_path / "passed.xml", tmp_path / "skipped.xml"]
+    files[0].write_text(JUNIT, encoding="utf-8")
+    skip = f'><skipped message="{reason}"/></testcase></testsuite>'
+    files[1].write_text(JUNIT.replace("/></testsuite>", skip), encoding="utf-8")
+    with credit.recording(ON, "image", (tmp_path / "here",), tmp_path / "shared") as tally:
+        for file in files if passes_first else reversed(files):
+            tally.add(file, 0)
+    assert tally.record
+    assert (tally.record.outcome, tally.record.passed, tally.record.skips) == (outcome, 1, {})

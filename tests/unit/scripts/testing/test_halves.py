@@ -1,6 +1,7 @@
 """Outcomes of probes without their patch, from one run to the next."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -38,4 +39,22 @@ def test_what_a_run_proved_is_known_to_the_next(
     assert sorted(file.name for file in second.iterdir()) == known
     assert second.stat().st_mode & 0o777 == 0o777
     halves.keep(CELL, second, shared)
+    assert [file.name for file in (shared / CELL.id).iterdir()] == ["a.json"]
+
+
+def test_two_runs_that_keep_the_same_outcome_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, shared = tmp_path / "folder", tmp_path / "shared"
+    halves.lend(CELL, folder, again=False, shared=shared)
+    (folder / "a.json").write_text("{}", encoding="utf-8")
+    copy = shutil.copy2
+
+    def meanwhile(source: Path, target: Path) -> None:
+        copy(source, target)
+        monkeypatch.setattr(shutil, "copy2", copy)
+        halves.keep(CELL, folder, shared)
+
+    monkeypatch.setattr(shutil, "copy2", meanwhile)
+    halves.keep(CELL, folder, shared)
     assert [file.name for file in (shared / CELL.id).iterdir()] == ["a.json"]

@@ -1,6 +1,7 @@
 """The check of the known-bad rows: which requirements are resolved, and the state of a row by the result."""
 
 import dataclasses
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack import known_bad
@@ -9,6 +10,7 @@ from rlhf_stack.known_bad import probes
 from scripts.errors import UserError
 from scripts.locks import resolver
 from scripts.matrix.load import find, load
+from scripts.matrix.suites import SUITES
 from scripts.testing import known_bad as session
 
 ROWS = {row.id: row for row in known_bad.load()}
@@ -73,3 +75,14 @@ def test_a_probe_runs_on_the_versions_of_its_row(
 ) -> None:
     monkeypatch.delenv("RLHF_STACK_ACCELERATOR", raising=False)
     assert probes.is_about(ROWS[row], versions) == about
+
+
+def test_the_probes_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, limits = MagicMock(), MagicMock()
+    container = client.containers.create.return_value
+    container.wait.return_value = {"StatusCode": 0}
+    container.logs.return_value = b"{}"
+    monkeypatch.setattr(session, "released", lambda _: [])
+    monkeypatch.setattr(session, "killed_after", limits)
+    assert session.probed(client, find(MATRIX, MATRIX.default), "an-image") == {}
+    limits.assert_called_once_with(SUITES["known-bad"].hours, container, "the probes")

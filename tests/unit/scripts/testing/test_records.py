@@ -1,5 +1,6 @@
 """The record of a suite's run: what it counts, and that an altered, moved or removed one is an error."""
 
+import contextlib
 import datetime
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.images.inputs import INPUTS, image_labels
 from scripts.matrix.load import expand, load
@@ -294,3 +296,63 @@ def test_a_proof_of_an_older_record_names_no_patch() -> None:
     proof = msgspec.json.decode(older, type=records.Proof)
     assert proof == records.Proof("f", "t", "exit 1: no", "exit 0: ok")
     assert msgspec.json.encode(proof) == older
+
+
+def test_a_truncated_junit_file_is_a_failure_and_stays_readable(root: Path, junit: Path) -> None:
+    found = run(root, junit, PASSED[:40])
+    assert (found.outcome, found.passed) == ("failed", 0)
+    assert [Path(name).suffix for name in found.evidence] == [".broken"]
+    assert records.altered_evidence(found, root) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (PASSED[:40], "cannot be read"),
+        ("<testsuites/>", "its JUnit files have other counts"),
+    ],
+    ids=["truncated, of an older record", "without tests"],
+)
+def test_a_junit_file_that_supports_no_pass_is_reported(
+    text: str, wrong: str, root: Path, junit: Path
+) -> None:
+    record = run(root, junit)
+    name = f"{sha256(text.encode())}.xml"
+    (records.folder_of(ON.cell, ON.inputs, root) / "evidence" / name).write_text(text, encoding="utf-8")
+    found = records.altered_evidence(msgspec.structs.replace(record, evidence=(name,)), root)
+    assert found is not None
+    assert found.endswith(wrong)
+
+
+def test_tests_that_change_while_they_run_prove_nothing(
+    root: Path, junit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = iter(["a" * 64, "b" * 64])
+    monkeypatch.setattr(records, "suite_digest", lambda _: next(digests))
+    with pytest.raises(UserError, match="the tests of image changed while they ran: run them again"):
+        run(root, junit)
+    assert records.read(ON.cell, ON.inputs, (root,))[0].outcome == "failed"
+
+
+@pytest.mark.parametrize(("suite", "outcome"), [("unit", "failed"), ("image", "passed")])
+def test_a_commit_during_a_run_changes_what_a_check_is_about_but_no_suite(
+    suite: str, outcome: str, root: Path, junit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = Subject(records.CHECKOUT, "", "c" * 40) if suite == "unit" else ON
+    commits = iter(["c" * 40, "e" * 40])
+    monkeypatch.setattr(records, "revision", lambda: next(commits))
+    junit.write_text(PASSED, encoding="utf-8")
+    with contextlib.suppress(UserError), records.recording(on, suite, (root,)) as tally:
+        tally.add(junit, 0)
+    assert records.read(on.cell, on.inputs, (root,))[0].outcome == outcome
+
+
+@pytest.mark.parametrize("passes_first", [True, False])
+def test_a_skip_in_one_setting_alone_is_noted(passes_first: bool, junit: Path, tmp_path: Path) -> None:
+    passing = tmp_path / "passing.xml"
+    passing.write_text(PASSED, encoding="utf-8")
+    junit.write_text(PASSED.replace("/></", '><skipped message="odd"/></testcase></', 1), encoding="utf-8")
+    tally = records.Tally()
+    for file in (passing, junit) if passes_first else (junit, passing):
+        tally.add(file, 0)
+    assert (tally.passed, tally.skips, tally.skip_reasons) == (1, {}, {"odd"})

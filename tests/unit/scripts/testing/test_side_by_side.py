@@ -68,7 +68,7 @@ def test_two_run_at_a_time_and_each_line_names_its_suite_and_cell(
     made_up(left=("meets", "left", "right"), right=("meets", "right", "left"))
     lanes = Lanes()
     lanes.run([Job("left", "one"), Job("right", "two")], lanes=2)
-    assert [code for code, _ in lanes.outcomes.values()] == [0, 0]
+    assert [code for _, code, _ in lanes.outcomes] == [0, 0]
     lines = ["left one | met for one", "right two | met for two"]
     assert sorted(capfd.readouterr().out.splitlines()) == lines
 
@@ -83,7 +83,7 @@ def test_a_failure_does_not_stop_the_other_suites(made_up: Callable[..., None]) 
     made_up(bad=("fails",), good=("meets", "a", "a"))
     lanes = Lanes()
     lanes.run([Job("bad", "one"), Job("good", "one")], lanes=1)
-    assert {job.suite: code for job, (code, _) in lanes.outcomes.items()} == {"bad": 3, "good": 0}
+    assert {job.suite: code for job, code, _ in lanes.outcomes} == {"bad": 3, "good": 0}
 
 
 def test_an_interrupt_ends_the_running_suite_and_starts_no_other(
@@ -118,3 +118,12 @@ def test_each_suite_is_a_command_of_scripts() -> None:
     assert Job("network", "cell").command(again=False)[1:] == network
     assert Job("network", "cell").command(again=True)[1:] == [*network, "--again"]
     assert Job("known-bad", "cell").command(again=True)[1:] == ["-m", "scripts", "known-bad", "cell"]
+
+
+def test_a_suite_that_is_named_twice_has_two_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a pass would hide a failure."""
+    codes = iter([1, 0])
+    lanes = Lanes()
+    monkeypatch.setattr(lanes, "execute", lambda *_: next(codes))
+    lanes.run([Job("image", "one")] * 2, lanes=1)
+    assert [code for _, code, _ in lanes.outcomes] == [1, 0]
