@@ -5,6 +5,7 @@ import os
 import subprocess
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,7 @@ from scripts.hip import cases
 from scripts.hip.cases import Case, Work
 from scripts.paths import ROOT
 from scripts.release import kernels
+from scripts.testing.cluster import LABEL, owner_label
 
 CHECKOUT = "RLHF_STACK_CDNA_EMULATOR"
 TESTED = "a9069c177a9da9cca18593edf55acd2e6073cca6"
@@ -73,10 +75,13 @@ class Executor:
             lines = (json.dumps(self._job(architecture, case, work)) for case, work in waiting)
             jobs.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             with (self.folder / "log").open("w+", encoding="utf-8") as errors:
-                with jobs.open(encoding="utf-8") as given, self._start(given, errors) as process:
+                with jobs.open(encoding="utf-8") as given, self._started(given, errors) as process:
                     for line in process.stdout or ():
                         (case, work), *waiting = waiting
-                        yield case, _outcome(work, json.loads(line))
+                        result = json.loads(line)
+                        if result["id"] != case.id:
+                            raise UserError(f"the emulator answered {result['id']} instead of {case.id}")
+                        yield case, _outcome(work, result)
                 errors.seek(0)
                 ended = (errors.read().strip().splitlines() or ["no message"])[-1]
             if waiting:
@@ -132,18 +137,28 @@ class Executor:
         (self.folder / file).write_bytes(content)
         return kernel, file
 
-    def _start(self, given: IO[str], errors: IO[str]) -> subprocess.Popen[str]:
+    @contextmanager
+    def _started(self, given: IO[str], errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
+        """Start the emulator's container, which ends with the context, also if that is interrupted."""
         mounts = {self.folder: "/code", SCRIPT: "/emulate.py:ro", self.emulator: "/emulator:ro"}
         (self.folder / "cache").mkdir(exist_ok=True)
         settings = ("PYTHONPATH=/emulator", "XDG_CACHE_HOME=/code/cache", "PYTHONDONTWRITEBYTECODE=1")
         command = [
             *docker_command(),
             *("run", "--rm", "--interactive", "--network=none", f"--memory={MEMORY}"),
+            f"--label={LABEL}={owner_label()}",
             *(f"--volume={path}:{inside}" for path, inside in mounts.items()),
             *(f"--env={setting}" for setting in settings),
             *(self.root, "sh", "-c", RUN),
         ]
-        return subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with subprocess.Popen(
+            command, stdin=given, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                process.terminate()  # `docker run` passes it on; a label finds a container that stays
+                raise
 
 
 def _outcome(work: Work, result: Mapping[str, Any]) -> Outcome:

@@ -10,7 +10,7 @@ from scripts.hip.prove import SUITE, Executed, Report, report_of
 from scripts.matrix.load import Cell, Matrix, expand
 from scripts.matrix.model import named
 from scripts.paths import ROOT
-from scripts.release.render import table
+from scripts.release.render import replace_between, table
 from scripts.testing import records
 from scripts.testing.records import COMMITTED, DIGITS, PASSED, RECORDS, SKIPPED, Record
 from scripts.testing.suite_digest import suite_digest
@@ -24,16 +24,15 @@ NO_KERNEL = ", and no kernel of it on the emulator"
 
 
 def text(matrix: Matrix, page: str, root: Path = COMMITTED) -> str:
-    """Return the page with its tables as the records in ``root`` have them."""
+    """Return the page with its tables as the records in ``root`` have them; `UserError` without markers."""
     cells = [cell for cell in expand(matrix) if named(matrix.variants, cell.variant).compile_proof]
     runs = [(cell, record) for cell in cells for record in records.history(cell.id, (root,))]
     of_suite = [(cell, record) for cell, record in runs if record.suite == SUITE]
     latest = {cell.variant: (cell, record) for cell, record in sorted(of_suite, key=lambda run: run[1].when)}
-    before, rest = page.partition(BEGIN)[0], page.partition(END)[2]
     tests = suite_digest(SUITE) if latest else ""
     parts = (line for run in latest.values() for line in _tables(matrix, *run, tests, root))
     tables = "\n".join(parts) or NOTHING
-    return f"{before}{BEGIN}\n{tables}{END}{rest}"
+    return replace_between(page, BEGIN, END, tables, "docs/amd.md")
 
 
 def keep(record: Record, local: Path = RECORDS, root: Path = COMMITTED) -> None:

@@ -196,7 +196,7 @@ def _build(
     the wheels.
     """
     config = index_config.load()
-    log = folder.with_suffix(".log")
+    log, running = folder.with_suffix(".log"), folder.with_suffix(".running.log")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         secrets = write_secrets(config, Path(temporary))
         out = Path(temporary, "wheels")
@@ -212,8 +212,7 @@ def _build(
             *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
             str(folder),
         ]
-        known = _digests(wheels), _text(log)
-        with log.open("w", encoding="utf-8") as file:
+        with running.open("w", encoding="utf-8") as file:
             environment = build_environment(config.environment())
             cause = code = None
             try:
@@ -227,11 +226,13 @@ def _build(
                 ).returncode
             except subprocess.TimeoutExpired:
                 cause = f"not compiled within {minutes:g} minutes"
+        known = _digests(wheels)
         shutil.rmtree(wheels, ignore_errors=True)
-        text = _text(log)
-        if code == 0 and known[0] == _digests(out):  # which BuildKit had, so that its log lists no source
-            text = known[1]
-            log.write_text(text, encoding="utf-8")
+        if code == 0 and known == _digests(out):  # which BuildKit had, so that its log lists no source
+            running.unlink()
+        else:
+            running.replace(log)
+        text = log.read_text(encoding="utf-8") if log.exists() else ""
         found = sources.outcomes(text, cause or "not reached")
         if code != 0:
             message = f"the recipes do not compile: {cause or build_log.cause(text)}"
@@ -243,7 +244,3 @@ def _build(
 
 def _digests(wheels: Path) -> dict[str, str]:
     return {wheel.name: sha256_file(wheel) for wheel in wheels.glob("*.whl")}
-
-
-def _text(log: Path) -> str:
-    return log.read_text(encoding="utf-8") if log.exists() else ""

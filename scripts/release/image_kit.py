@@ -62,7 +62,15 @@ if [ -e "$root" ] && [ "$(stat -c %u "$root")" != "$(id -u)" ]; then
     echo "error: $root belongs to another user: name a folder that does not exist in KIT_ROOT" >&2
     exit 1
 fi
+if [ -e "$root/ready" ] && ! cmp -s "$here/pieces.sha256" "$root/ready"; then
+    echo "error: $root has the files of another kit: delete it, or name a new folder in KIT_ROOT" >&2
+    exit 1
+fi
 if [ ! -e "$root/ready" ]; then
+    if [ -n "$(ls -A "$root" 2>/dev/null)" ]; then
+        echo "error: $root has other files, or those of an interrupted run.sh: delete it" >&2
+        exit 1
+    fi
     (cd "$pieces" && sha256sum --check --quiet "$here/pieces.sha256")
     mkdir -p "$root"/{dev,proc,sys,out,usr/local/nvidia}
     cat "$pieces"/piece-* | xz -dc -T0 | tar -x -C "$root"
@@ -74,7 +82,7 @@ if [ ! -e "$root/ready" ]; then
     cp /etc/hosts "$root/etc/hosts"
     echo "127.0.0.1 $(hostname)" >> "$root/etc/hosts"
     chmod 1777 "$root/tmp"
-    touch "$root/ready"
+    cp "$here/pieces.sha256" "$root/ready"
 fi
 machine=${NVIDIA_PACKAGES:-$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])')}
 mount --rbind /dev "$root/dev"

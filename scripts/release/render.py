@@ -92,13 +92,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def fill(text: str, cells: Iterable[Cell], known: Mapping[str, Facts]) -> str:
     """Replace the README's table between the markers; `UserError` without both markers, in order."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise UserError(f"README.md: expected the lines {BEGIN!r} and {END!r}")
     published = sorted((cell for cell in cells if not cell.stand_in), key=_reading_order)
     rows = table(COLUMNS, (row(cell, known) for cell in published))
-    return f"{before}{BEGIN}\n\n{rows}\n{END}{after}"
+    return replace_between(text, BEGIN, END, f"\n{rows}\n", "README.md")
+
+
+def replace_between(text: str, begin: str, end: str, new: str, name: str) -> str:
+    """Replace what is between two marker lines of the file ``name``; `UserError` without both, in order."""
+    before, has_begin, rest = text.partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        raise UserError(f"{name}: expected the lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n{new}{end}{after}"
 
 
 def row(cell: Cell, known: Mapping[str, Facts]) -> tuple[str, ...]:

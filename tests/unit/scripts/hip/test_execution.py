@@ -62,6 +62,18 @@ def test_a_case_that_ends_the_emulator_does_not_end_the_others(
     assert found["refused"].reason == "unimplemented"
 
 
+def test_an_answer_to_another_case_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two runs shared the file of jobs."""
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\necho \'{"id": "other"}\'\nexec sleep 60\n')
+    docker.chmod(0o755)
+    monkeypatch.setattr(execution, "docker_command", lambda: [str(docker)])
+    monkeypatch.setattr(Executor, "_job", job)
+    executor = Executor("root", tmp_path / "code", tmp_path, {})
+    with pytest.raises(UserError, match="the emulator answered other instead of one"):
+        list(executor.run("gfx90a", [case("one")]))
+
+
 def job(_: Executor, _architecture: str, case: Case, work: Work) -> dict[str, Any]:
     return {"id": case.id, "buffers": [content.hex() for content in work.buffers]}
 

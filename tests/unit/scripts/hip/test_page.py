@@ -63,6 +63,11 @@ def test_without_a_record_the_page_says_how_to_get_one(tmp_path: Path) -> None:
     assert text == f"Before.\n\n{page.BEGIN}\n{page.NOTHING}{page.END}\n\nAfter.\n"
 
 
+def test_a_page_without_both_markers_is_an_error_and_not_cut_off(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"docs/amd\.md: expected the lines"):
+        page.text(load(), EMPTY.replace(page.END, ""), tmp_path)
+
+
 @pytest.mark.usefixtures("record")
 def test_the_tables_have_each_outcome_and_writing_them_again_changes_nothing(tmp_path: Path) -> None:
     text = page.text(load(), EMPTY, tmp_path)

@@ -74,6 +74,7 @@ def test_a_build_that_buildkit_had_already_keeps_the_sources_of_the_first(
         monkeypatch.setattr(recipes, "docker_command", lambda echo=echo: ["bash", "-c", script + echo, "x"])
         found = recipes._build(tmp_path / "context", "runtime", "builder", tmp_path / "wheels", None)
         assert found == {"csrc/one.hip": (1, "")}
+        (tmp_path / "context.running.log").write_text("of a build that was interrupted")
     monkeypatch.setattr(
         recipes, "docker_command", lambda: ["bash", "-c", script.replace("echo wheel", "echo other"), "x"]
     )

@@ -141,6 +141,18 @@ def test_no_mount_of_the_script_remains_and_those_of_the_machine_do(tmp_path: Pa
     assert not {one for one in mounted if one.startswith(str(tmp_path))}
     assert "/dev/pts" in mounted
     assert list((tmp_path / "KIT_ROOT" / "dev").iterdir()) == []
+    with (kit / "pieces.sha256").open("a") as other:
+        other.write(f"{digest}  piece-001\n")
+    for error in ("has the files of another kit", "or those of an interrupted run.sh"):
+        refused = subprocess.run(
+            ["bash", kit / "run.sh", kit / "out"],
+            capture_output=True,
+            text=True,
+            env=os.environ | variables,
+            check=False,
+        )
+        assert (refused.returncode, refused.stderr.count(error)) == (1, 1), refused.stderr
+        (tmp_path / "KIT_ROOT" / "ready").unlink(missing_ok=True)
 
 
 def test_the_script_has_the_images_environment_and_is_valid(tmp_path: Path) -> None:
