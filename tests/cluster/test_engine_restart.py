@@ -59,7 +59,12 @@ def learned(run):
     return [[event[name] for name in names] for event in run.of("step")], weights(run.trained)
 
 
-UNDISTURBED = {}  # what was learned, by layout
+def divergence(run):
+    """Return for each step how far the engines' probabilities were from the trainer's."""
+    return [event["vllm_kl"] for event in run.of("step")]
+
+
+UNDISTURBED = {}  # what was learned, and the divergence, by layout
 
 
 def undisturbed(train, layout, more=()):
@@ -67,8 +72,14 @@ def undisturbed(train, layout, more=()):
         gpus = (3,) if more == ZERO3 else (2,)
         run = train(layout, gpus, STEPS, SECONDS, *changed(layout, 1, more), **{env_vars.REPEATABLE: "1"})
         assert run.code == 0, run.log
-        UNDISTURBED[layout, more] = learned(run)
+        UNDISTURBED[layout, more] = learned(run), divergence(run)
     return UNDISTURBED[layout, more]
+
+
+def assert_same(run, undisturbed):
+    """The divergence shows whether an engine had other weights, or only sampled other tokens."""
+    expected, usual = undisturbed
+    assert learned(run) == expected, f"the run is not the same; vllm_kl: {divergence(run)} instead of {usual}"
 
 
 def assert_continued(run, is_async=False):
@@ -123,7 +134,7 @@ def test_a_run_continues_with_an_engine_that_was_lost(train, layout, gpus, count
     if phase == "generation":
         (moved,) = run.of("prompts moved")
         assert 1 <= moved["prompts"] <= PROMPTS
-    assert learned(run) == undisturbed(train, layout, more), "the run is not the same"
+    assert_same(run, undisturbed(train, layout, more))
 
 
 @SECTIONS
@@ -134,7 +145,7 @@ def test_an_engine_whose_node_is_lost_twice_moves_twice(train):
     assert_continued(run)
     assert [(event["engine"], event["restarts"]) for event in run.of("engine restart")] == [(0, 1), (0, 2)]
     assert [event["back"] for event in run.of("recovered")] == [[0], [0]]
-    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
+    assert_same(run, undisturbed(train, "separate"))
 
 
 @SECTIONS
@@ -155,7 +166,7 @@ def test_a_run_continues_without_an_engine_whose_node_is_gone(train, phase, begi
     assert [event["engine"] for event in run.of("engine")] == begin
     assert [(event["lost"], event["back"]) for event in run.of("recovered")] == [([0], [])]
     assert run.of("engine restart") == []
-    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
+    assert_same(run, undisturbed(train, "separate"))
 
 
 @SECTIONS
@@ -171,7 +182,7 @@ def test_a_run_continues_when_connections_to_its_actors_break(train):
     run = train("separate", (1, 2), STEPS, SECONDS, *LAYOUT, *engines(2), **variables)
     assert_continued(run)
     assert run.of("engine restart") == []
-    assert learned(run) == undisturbed(train, "separate"), "the run is not the same"
+    assert_same(run, undisturbed(train, "separate"))
 
 
 @SECTIONS
