@@ -29,7 +29,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     A termination or hang-up raises `KeyboardInterrupt`, as Ctrl-C does, so that contexts clean up.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
+            signal.signal(number, interrupt)
     try:
         if sys.stdout is None:
             raise UserError("standard output is closed")
@@ -53,8 +54,9 @@ def _failed(error: OSError) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    where = error.filename or "the output could not be written"
-    if error.errno == errno.ENOSPC and error.filename:
-        where = f"no space left on the disk of {error.filename}"
+    written = error.filename2 or error.filename  # of a copy the second one
+    where = written or "the output could not be written"
+    if error.errno == errno.ENOSPC and written:
+        where = f"no space left on the disk of {written}"
     print(f"error: {one_line(str(where))}: {error.strerror or error}", file=sys.stderr)
     return 2

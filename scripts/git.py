@@ -8,13 +8,14 @@ from scripts.errors import UserError
 from scripts.paths import ROOT
 from scripts.processes import captured
 
+STATUS = ("status", "--porcelain", "--untracked-files=normal")  # whatever the user has configured
 DIRTY = "-dirty"  # suffix of a revision whose files differ from the commit
 
 
 def revision(root: Path = ROOT) -> str:
     """Return the commit that is checked out, with `DIRTY` unless git reports that every file is committed."""
     commit = _git("rev-parse", "--verify", "--quiet", "HEAD", root=root).stdout.strip()
-    status = _git("status", "--porcelain", root=root)
+    status = _git(*STATUS, root=root)
     clean = commit and status.returncode == 0 and not status.stdout.strip()
     return f"{commit or 'unknown'}{'' if clean else DIRTY}"
 
@@ -42,7 +43,7 @@ def history(*arguments: str, root: Path) -> str:
 
 def require_clean_tree(root: Path = ROOT) -> None:
     """Raise `UserError` unless every file of the checkout is committed."""
-    done = _git("status", "--porcelain", "-z", root=root)
+    done = _git(*STATUS, "-z", root=root)
     if done.returncode:
         raise UserError("only committed files can be published, and this is not a git checkout")
     if changed := [entry[3:] for entry in done.stdout.split("\0") if entry]:

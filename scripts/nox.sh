@@ -8,6 +8,7 @@
 # Root is for set-up alone: in the checkout of another user, root installs what is missing, and everything else runs
 # as that user, who may use Docker for this run.
 set -euo pipefail
+umask 022 # containers of other users read what is made here
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=$root/.nox/host
@@ -64,7 +65,7 @@ as_user=()
 if [ "$(id -u)" -eq 0 ] && entry=$(getent passwd "$(stat --format %u "$root")"); then
     IFS=: read -r name _ user group _ home _ <<<"$entry"
     if [ "$user" -ne 0 ]; then
-        find "$root" -xdev -uid 0 -exec chown --no-dereference "$user:$group" {} + # what root made here before
+        find "$root" -xdev -uid 0 \( -type d -o -links 1 \) -exec chown --no-dereference "$user:$group" {} + # what root made here before
         as_user=(setpriv --reuid "$user" --regid "$group" --init-groups)
         as_user+=(env "HOME=$home" "USER=$name" "LOGNAME=$name")
     fi

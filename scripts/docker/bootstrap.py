@@ -1,5 +1,6 @@
 """Install and start Docker and the build tools, from this system's packages, where that is allowed."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -114,7 +115,13 @@ def _instruction(packages: Sequence[str]) -> str:
 def _apt_get(prefix: Sequence[str], arguments: Sequence[str], packages: Sequence[str]) -> None:
     """Run apt-get; a `UserError` quotes the last line of its output if it fails."""
     command = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--yes", *arguments]
-    done = captured(command, timeout=INSTALL_SECONDS)
+    try:
+        done = captured(command, timeout=INSTALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"apt-get {arguments[0]} did not end within {INSTALL_SECONDS} s: run `sudo dpkg --configure -a`; "
+            f"{_instruction(packages)}"
+        ) from None
     if done.returncode:
         raise UserError(f"apt-get {arguments[0]} failed ({_last_line(done)}); {_instruction(packages)}")
 
@@ -134,13 +141,14 @@ def start() -> None:
     else:
         print(f"starting Docker Engine (dockerd); its log: {LOG}", flush=True)
         command, log = ["sh", "-c", f"setsid dockerd >>{LOG} 2>&1 </dev/null &"], str(LOG)
-    subprocess.run(
-        [*prefix, *command],
-        env={**os.environ, "PATH": client.system_path()},
-        stdin=subprocess.DEVNULL,
-        check=False,
-        timeout=START_SECONDS,
-    )
+    with contextlib.suppress(subprocess.TimeoutExpired):  # what it has started may answer
+        subprocess.run(
+            [*prefix, *command],
+            env={**os.environ, "PATH": client.system_path()},
+            stdin=subprocess.DEVNULL,
+            check=False,
+            timeout=START_SECONDS,
+        )
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if _answers() or _is_forbidden(SOCKET):

@@ -53,7 +53,8 @@ def explain(error: BaseException, environment: Mapping[str, str], has_docker: bo
         )
     if host:
         return (
-            f"no Docker Engine answers at DOCKER_HOST={host}: correct it, or unset it to use this machine's"
+            f"no Docker Engine answers at DOCKER_HOST={host} ({' '.join(str(error).split())}): correct it, "
+            "or unset it to use this machine's"
         )
     if not has_docker:
         return (

@@ -67,15 +67,15 @@ def unpacked_size(image: Image) -> int:
 
 def write_secrets(config: PipConfig, folder: Path) -> dict[str, Path]:
     """Write the secrets of a build and return them by id; a test searches every layer for `LEAK_MARKER`."""
-    texts = {"pip": config.portable()}
+    contents = {"pip": config.portable().encode()}
     if config.certificate:
-        texts["ca"] = config.certificate.read_text(encoding="utf-8")
+        contents["ca"] = config.certificate.read_bytes()
     if config.client:
-        texts["pip"] += f"client-cert = {CLIENT}\n"
-        texts["client"] = config.client.read_text(encoding="utf-8")
-    secrets = {name: folder / name for name in texts}
+        contents["pip"] += f"client-cert = {CLIENT}\n".encode()
+        contents["client"] = config.client.read_bytes()
+    secrets = {name: folder / name for name in contents}
     for name, path in secrets.items():
-        path.write_text(f"{LEAK_MARKER}\n{texts[name]}", encoding="utf-8")
+        path.write_bytes(f"{LEAK_MARKER}\n".encode() + contents[name])
     return secrets
 
 
@@ -106,12 +106,12 @@ def _build(cell: Cell) -> str:
     config = index_config.load()
     client = connect()
     preflight.require(cell, client)
-    before = client.images.list(name=cell.tag)
-    needed = space(cell, bool(before))
+    before = _local(client, cell.tag)
+    needed = space(cell, before is not None)
     check_space(ROOT, needed.checkout, shutil.disk_usage(ROOT).free)
     inputs = collect(cell, config)
-    if before and inputs.matches(before[0]):
-        return str(before[0].id)
+    if before and inputs.matches(before):
+        return str(before.id)
     for line in config.unsupported:
         print(f"warning: the build does not use a setting of pip's configuration: {line}", file=sys.stderr)
     need_space(needed.docker)
@@ -124,8 +124,15 @@ def _build(cell: Cell) -> str:
             raise UserError(f"building {cell.id} failed: {cause} (full log: {log.relative_to(ROOT)})")
         built = image_id.read_text().strip()
     client.images.get(built).tag(cell.tag)
-    remove_unnamed(client, [str(image.id) for image in before])
+    remove_unnamed(client, [str(before.id)] if before else [])
     return built
+
+
+def _local(client: docker.DockerClient, tag: str) -> Image | None:
+    try:
+        return client.images.get(tag)
+    except docker.errors.ImageNotFound:
+        return None
 
 
 def remove_unnamed(client: docker.DockerClient, images: Iterable[str]) -> None:

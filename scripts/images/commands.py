@@ -52,7 +52,8 @@ def build_image(
         if cell is not None
         else (matrix.default if stand_in or options else preflight.default_cell(matrix).id)
     )
-    chosen = functools.reduce(with_option, options or [], find(matrix, name + STAND_IN if stand_in else name))
+    found = find(matrix, name + STAND_IN if stand_in else name)
+    chosen = functools.reduce(with_option, dict.fromkeys(options or []), found)
     image_id = build(chosen)
     image = connect().images.get(image_id)
     print(f"{chosen.tag}  {unpacked_size(image) / 1e6:.0f} MB  {image_id}")

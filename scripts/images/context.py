@@ -29,7 +29,8 @@ ACCELERATOR = "RLHF_STACK_ACCELERATOR"  # read by rlhf_stack.config.env_vars
 def lay_out(cell: Cell, config: PipConfig, contexts: Path = CONTEXTS) -> Path:
     """Write the build context of a cell to a folder of ``contexts`` and return the folder."""
     folder = contexts / cell.id
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
     shutil.copytree(IMAGES / "rootfs", folder / "rootfs")
     place_tools(folder)
     lock_file = lockfile.path(cell)

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts import git
 from scripts.digests import sha256
 from scripts.patches.apply import build_patched_wheel, read_manifest
 from scripts.patches.pristine import fetch_pristine, locked_hashes
@@ -24,10 +25,11 @@ def build_runtime_wheel(out: Path, patched: Sequence[Path]) -> Path:
     project = tomllib.loads((RUNTIME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name, version = project["name"], project["version"]
     info = f"{name}-{version}.dist-info"
+    known = set(git.files())  # without those that git ignores, such as backups of an editor
     files = {
         str(path.relative_to(RUNTIME)): WheelFile(path.read_bytes(), 0o644)
         for path in sorted((RUNTIME / name).rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.suffix != ".pyc" and (path in known or not known)
     }
     manifests = json.dumps([read_manifest(wheel) for wheel in patched], indent=1) + "\n"
     files[f"{name}/{EXPECTED}"] = WheelFile(manifests.encode(), 0o644)

@@ -1,16 +1,19 @@
 """The user's pip configuration: indexes, wheels, certificate, proxy. Builds receive it as secrets."""
 
+import ast
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.errors import UserError
 from scripts.processes import captured
 
 CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 SYSTEM_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 # Docker passes build arguments of these names, in either case, to every step, and records them in no image.
+TRUE = ("1", "true", "yes", "on", "y", "t")  # as pip reads a switch
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 
 
@@ -50,37 +53,46 @@ class PipConfig:
 
 def parse(listing: str, environment: Mapping[str, str]) -> PipConfig:
     """Parse the output of ``pip config list``, in which variables are ``:env:`` entries."""
-    values: dict[str, str] = {}
-    for line in listing.splitlines():
-        key, _, value = line.partition("=")
-        section, _, name = key.rpartition(".")
-        if section in ("global", ":env:", "install") and (section == ":env:" or name not in values):
-            values[name] = value.strip("'\"")
+    values = _values(listing)
     links = _words(values.get("find-links", ""))
-    folders = [Path(word.removeprefix("file://")) for word in links if not _is_remote(word)]
+    folders = [_path(word.removeprefix("file://")) for word in links if not _is_remote(word)]
     extra = _words(values.get("extra-index-url", ""))
-    certificates = [
-        values.get("cert", ""),
-        *(environment.get(name, "") for name in CERTIFICATES),
-        str(SYSTEM_BUNDLE),
-    ]
-    client = Path(values.get("client-cert", "")).expanduser()
-    has_client = client.is_file()
+    named = [values.get("cert", ""), *(environment.get(name, "") for name in CERTIFICATES)]
+    certificates = [*(_path(name) for name in named if name), SYSTEM_BUNDLE]
+    files = {name: _path(values[name]) for name in ("cert", "client-cert") if values.get(name)}
+    missing = {name: path for name, path in files.items() if not path.is_file()}
+    client = files.get("client-cert")
     return PipConfig(
         index=values.get("index-url") or None,
         extra=tuple(filter(_is_remote, extra)),
         find_links=tuple(path for path in folders if path.is_dir()),
         links=tuple(filter(_is_remote, links)),
         trusted=tuple(_words(values.get("trusted-host", ""))),
-        certificate=next((Path(path) for path in certificates if path and Path(path).is_file()), None),
-        client=client if has_client else None,
+        certificate=next((path for path in certificates if path.is_file()), None),
+        client=None if "client-cert" in missing else client,
         proxies=_proxies(values.get("proxy"), environment),
         unsupported=(
             *(f"extra-index-url {word}: not a URL of http" for word in extra if not _is_remote(word)),
             *(f"find-links {path}: not a folder" for path in folders if not path.is_dir()),
-            *([f"client-cert {client}: not a file"] if values.get("client-cert") and not has_client else []),
+            *(f"{name} {path}: not a file" for name, path in missing.items()),
+            *(["no-index: builds use the index"] if values.get("no-index", "").lower() in TRUE else []),
         ),
     )
+
+
+def _values(listing: str) -> dict[str, str]:
+    """Return the settings by name; as in pip, those of ``install`` and variables have precedence."""
+    found: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listing.splitlines():
+        key, _, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        if section in found:
+            found[section][name] = str(ast.literal_eval(value))  # which pip prints as Python does
+    return {name: value for section in found.values() for name, value in section.items()}
+
+
+def _path(name: str) -> Path:
+    return Path(name).expanduser().absolute()
 
 
 def _is_remote(word: str) -> bool:
@@ -94,10 +106,12 @@ def _proxies(proxy: str | None, environment: Mapping[str, str]) -> dict[str, str
 
 
 def _words(value: str) -> Sequence[str]:
-    return value.replace("\\n", " ").split()
+    return value.split()
 
 
 def load() -> PipConfig:
     """Return the pip configuration of this machine."""
     listed = captured([sys.executable, "-m", "pip", "config", "list"])
+    if listed.returncode:
+        raise UserError(f"pip's configuration cannot be read: {' '.join(listed.stderr.split())}")
     return parse(listed.stdout, os.environ)

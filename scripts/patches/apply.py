@@ -17,8 +17,9 @@ from typing import Any
 
 from scripts.digests import sha256
 from scripts.errors import UserError
+from scripts.patches import wheel_files
 from scripts.patches.series import Patch, Series
-from scripts.patches.wheel_files import Files, WheelFile, epoch, read_wheel, split_name, write_wheel
+from scripts.patches.wheel_files import Files, WheelFile, read_wheel, split_name, write_wheel
 
 MANIFEST = "rlhf-stack-patches.json"  # in the dist-info of a patched wheel
 FAILED = re.compile(r"error: patch failed: (\S+):(\d+)")
@@ -111,7 +112,7 @@ def apply(files: Files, prefix: str, patch: Patch) -> Applied:
             ["git", "apply", "--verbose", "--whitespace=nowarn", "-"],
             input=patch.diff,
             cwd=root,
-            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent), "LC_ALL": "C"},
+            env=_git_environment(root),
             capture_output=True,
             text=True,
             check=False,
@@ -137,9 +138,18 @@ def apply(files: Files, prefix: str, patch: Patch) -> Applied:
     return Applied(record, moved)
 
 
+def _git_environment(folder: Path) -> dict[str, str]:
+    """Return variables without the user's configuration, which may change line ends or ignore blanks."""
+    no_configuration = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
+    no_configuration |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
+    limits = {"GIT_CEILING_DIRECTORIES": str(folder.parent), "LC_ALL": "C"}
+    return {"PATH": os.environ["PATH"], **no_configuration, **limits}
+
+
 def _inputs(digest: str, series: Series) -> str:
-    """The digest of all that a patched wheel is made from: the pristine wheel, the patches, this module."""
-    parts = [digest, series.label, sha256(Path(__file__).read_bytes()), str(epoch())]
+    """The digest of all that a patched wheel is made from: the pristine wheel, the patches, our code."""
+    modules = [sha256(Path(module).read_bytes()) for module in (__file__, wheel_files.__file__)]
+    parts = [digest, series.label, *modules]
     parts += [
         sha256(repr((patch.name, sorted(patch.header.items()), patch.diff))) for patch in series.patches
     ]

@@ -4,7 +4,6 @@ import base64
 import csv
 import hashlib
 import io
-import os
 import time
 import zipfile
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ def write_wheel(files: Files, info: str, target: Path) -> Path:
             rows.writerow((name, record_hash(entry.content), len(entry.content)))
     rows.writerow((record, "", ""))
     files = files | {record: WheelFile(listing.getvalue().encode(), 0o644)}
-    date = time.gmtime(epoch())[:6]
+    date = time.gmtime(FIRST_ZIP_DATE)[:6]
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".part")
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive:
@@ -58,11 +57,6 @@ def write_wheel(files: Files, info: str, target: Path) -> Path:
             archive.writestr(member, files[name].content)
     unfinished.replace(target)
     return target
-
-
-def epoch() -> int:
-    """The date of files in our wheels in unix seconds: SOURCE_DATE_EPOCH, or the oldest that zip allows."""
-    return max(FIRST_ZIP_DATE, int(os.environ.get("SOURCE_DATE_EPOCH", FIRST_ZIP_DATE)))
 
 
 def split_name(wheel: str) -> tuple[str, str, str]:

@@ -189,3 +189,12 @@ def test_an_output_that_cannot_be_written_is_one_line(redirect: str) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
+
+
+def test_a_hang_up_that_the_caller_ignores_ends_nothing() -> None:
+    """As under `nohup`, whose terminal is closed."""
+    program = (
+        "import os, signal; from scripts import errors; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        "errors.run(lambda: os.kill(os.getpid(), signal.SIGHUP) or 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -34,6 +34,7 @@ def test_an_edit_or_an_untracked_file_makes_a_revision_dirty(checkout: Path) -> 
     (checkout / "matrix.yaml").write_text("edited", encoding="utf-8")
     assert revision(checkout) == f"{commit}-dirty"
     git(checkout, "checkout", "--quiet", ".")
+    git(checkout, "config", "status.showUntrackedFiles", "no")
     (checkout / "unknown").touch()
     assert revision(checkout) == f"{commit}-dirty"
 

@@ -114,6 +114,11 @@ def test_the_reason_why_docker_is_unreachable_is_one_line(
     assert "\n" not in line
 
 
+def test_the_reason_of_a_docker_host_s_failure_is_in_the_error() -> None:
+    error = DockerException("Install paramiko package to enable ssh:// support")
+    assert "(Install paramiko package" in client.explain(error, {"DOCKER_HOST": "ssh://h"}, True)
+
+
 @pytest.mark.parametrize("host", ["unix:///nowhere.sock", "tcp://127.0.0.1:9", "nonsense"])
 def test_an_unreachable_docker_host_is_an_error(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)

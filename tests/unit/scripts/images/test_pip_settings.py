@@ -43,6 +43,13 @@ def test_a_layer_is_installed_with_the_indexes_and_pages_of_pip(tmp_path: Path) 
     assert places == ["https://wheels.example/1", "https://wheels.example/2", "/opt/layer/wheels"]
 
 
+def test_a_certificate_of_any_encoding_is_a_secret(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes("# Zertifikat für alle\n".encode("latin-1"))
+    secrets = write_secrets(PipConfig(certificate=bundle), tmp_path)
+    assert secrets["ca"].read_bytes().endswith(bundle.read_bytes())
+
+
 def test_proxies_are_arguments_of_the_build_without_their_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

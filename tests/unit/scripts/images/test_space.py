@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from docker.errors import ImageNotFound
 
 from scripts.docker.client import check_space
 from scripts.errors import UserError
@@ -29,9 +30,9 @@ def test_the_largest_image_needs_more_than_the_default_one() -> None:
     assert build.space(largest, exists=False).docker > 3 * build.space(DEFAULT, exists=False).docker
 
 
-@pytest.mark.parametrize("images", [[], [MagicMock()]], ids=["first", "again"])
+@pytest.mark.parametrize("local", [ImageNotFound("no such image"), [MagicMock()]], ids=["first", "again"])
 def test_a_build_without_space_is_refused_before_it_is_laid_out(
-    monkeypatch: pytest.MonkeyPatch, images: list[Any]
+    monkeypatch: pytest.MonkeyPatch, local: Any
 ) -> None:
     asked = []
 
@@ -39,12 +40,12 @@ def test_a_build_without_space_is_refused_before_it_is_laid_out(
         asked.append(megabytes)
         check_space(root, megabytes, free_bytes=0)
 
-    monkeypatch.setattr(build, "connect", lambda: MagicMock(**{"images.list.return_value": images}))
+    monkeypatch.setattr(build, "connect", lambda: MagicMock(**{"images.get.side_effect": local}))
     monkeypatch.setattr(build, "check_space", record)
     monkeypatch.setattr(preflight, "require", lambda *_: None)
     monkeypatch.setattr(index_config, "load", MagicMock())
     monkeypatch.setattr(build, "collect", MagicMock(side_effect=AssertionError))
-    needed = build.space(DEFAULT, exists=bool(images)).checkout
+    needed = build.space(DEFAULT, exists=isinstance(local, list)).checkout
     with pytest.raises(UserError, match=f"this needs {needed} MB"):
         build.build(DEFAULT)
     assert asked == [needed]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.errors import UserError
+from scripts.locks import index_config
 from scripts.locks.index_config import PipConfig, parse
 
 
@@ -79,3 +81,35 @@ def test_the_proxy_of_pip_wins_over_that_of_the_environment(monkeypatch: pytest.
 def test_nothing_configured_is_nothing_passed_on() -> None:
     """The tools' own defaults hold."""
     assert PipConfig().portable() == "[global]\n"
+
+
+def test_settings_are_read_as_pip_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder, a relative folder, a backslash, and a section that has precedence."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ca.pem").touch()
+    (tmp_path / "wheels").mkdir()
+    listing = (
+        "global.cert='~/ca.pem'\nglobal.find-links='~/wheels wheels'\ninstall.index-url='https://second/'\n"
+        "global.index-url='https://first/'\nglobal.proxy='http://domain\\\\user:pw@proxy:3128'\n"
+    )
+    config = parse(listing, {})
+    assert config.certificate == tmp_path / "ca.pem"
+    assert config.find_links == (tmp_path / "wheels",) * 2
+    assert config.index == "https://second/"
+    assert config.proxies["http_proxy"] == "http://domain\\user:pw@proxy:3128"
+
+
+def test_a_missing_certificate_and_no_index_are_named() -> None:
+    unsupported = parse("global.cert='/nowhere/ca.pem'\nglobal.no-index='true'\n", {}).unsupported
+    assert [line.partition(":")[0] for line in unsupported] == ["cert /nowhere/ca.pem", "no-index"]
+
+
+def test_a_configuration_that_pip_cannot_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "pip.conf"
+    broken.write_text("[global\nindex-url = https://private/\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(broken))
+    with pytest.raises(UserError, match="pip's configuration cannot be read"):
+        index_config.load()

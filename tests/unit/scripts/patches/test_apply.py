@@ -120,10 +120,20 @@ def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert built[0] == built[1]
 
 
-def test_the_date_in_the_wheel_is_source_date_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value"), [("core.autocrlf", "true"), ("apply.ignoreWhitespace", "change")])
+def test_the_users_configuration_of_git_and_environment_change_nothing(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", name)
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", value)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     with zipfile.ZipFile(build(tmp_path, series(DIFF))) as archive:
-        assert {entry.date_time[:3] for entry in archive.infolist()} == {(2023, 11, 14)}
+        assert b"\r" not in archive.read("pkg/x.py")
+        assert {entry.date_time[:3] for entry in archive.infolist()} == {(1980, 1, 1)}
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="does not apply"):
+        build(tmp_path / "other", series(DIFF.replace(" two", " two  ")))
 
 
 def test_an_existing_wheel_is_not_rebuilt(tmp_path: Path) -> None:
