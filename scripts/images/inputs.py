@@ -23,6 +23,7 @@ from scripts.locks import index_config
 from scripts.locks.index_config import PipConfig
 from scripts.matrix.load import Cell
 from scripts.patches.series import series_of
+from scripts.patches.wheel_files import split_name
 from scripts.processes import captured
 
 NAMESPACE = "io.rlhf-stacks"
@@ -43,7 +44,8 @@ class Inputs:
     @functools.cached_property
     def digest(self) -> str:
         """The sha256, in hex, of all inputs: of files, folders and links the path, type, mode and content."""
-        files = {str(path.relative_to(self.folder)): _entry(path) for path in self.folder.rglob("*")}
+        paths = {path.relative_to(self.folder): path for path in self.folder.rglob("*")}
+        files = {str(name): _entry(path) for name, path in paths.items() if not _is_pinned_wheel(name)}
         everything = {"files": files, "roots": [self.runtime, self.builder], "labels": self.labels}
         return sha256(msgspec.json.encode(everything, order="sorted"))
 
@@ -51,6 +53,13 @@ class Inputs:
         """Return whether ``image`` was built from these inputs, in a checkout without uncommitted files."""
         dirty = image.labels.get(REVISION, "").endswith(DIRTY)
         return image.labels.get(INPUTS) == self.digest and not dirty
+
+
+def _is_pinned_wheel(name: Path) -> bool:
+    """Whether a file is a wheel of the index from the user's folder of wheels: requirements have its hash."""
+    folder, *layer = name.parts[:2]
+    is_wheel = folder == "wheels" and name.suffix == ".whl" and layer != ["stack"]
+    return is_wheel and "+" not in split_name(name.name)[1]
 
 
 def _entry(path: Path) -> list[str]:

@@ -102,7 +102,9 @@ def _has_package(cell: Cell, requirement: str) -> bool:
     )
     try:
         resolver.answer(question)
-    except UserError:
+    except UserError as error:
+        if resolver.UNRESOLVED not in str(error):
+            raise
         return False
     return True
 

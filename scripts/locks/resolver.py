@@ -27,7 +27,11 @@ PASSED_ON = (
     *("UV_CACHE_DIR", "UV_HTTP_RETRIES", "UV_HTTP_TIMEOUT"),
     *("UV_KEYRING_PROVIDER", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS"),
 )
-UNREACHABLE = ("error sending request", "Failed to fetch", "dns error", "Could not connect", "client error")
+UNREACHABLE = (
+    *("error sending request", "Failed to fetch", "dns error", "Could not connect", "client error"),
+    *("credentials", "Unauthorized", "Forbidden"),
+)
+UNRESOLVED = "cannot be resolved"
 LIMIT_SECONDS, FIND_SECONDS = 900, 60
 
 
@@ -152,6 +156,6 @@ def explain(name: str, errors: str) -> str:
     """Return the error that uv printed as one line."""
     line = re.sub(r"\s+", " ", errors).strip().removeprefix("error: ")
     if any(sign in errors for sign in UNREACHABLE):
-        advice = "check the network, the proxy and `pip config get global.index-url`"
+        advice = "check the network, the proxy, credentials and `pip config get global.index-url`"
         return f"the package index cannot be reached for {name}: {advice} ({line[:160]})"
-    return f"{name} cannot be resolved: {line[:600]}"
+    return f"{name} {UNRESOLVED}: {line[:600]}"

@@ -54,6 +54,20 @@ def test_name_content_and_executable_bit_of_a_file_change_the_digest(tmp_path: P
     assert len(set(digests)) == len(digests)
 
 
+def test_a_wheel_of_the_index_in_the_users_folder_does_not_change_the_digest(tmp_path: Path) -> None:
+    """Its hash is in the requirements; a patched one and one with a local version count."""
+    folder = tmp_path / "context"
+    (folder / "wheels" / "ray").mkdir(parents=True)
+    (folder / "wheels" / "stack").mkdir()
+    before = inputs_in(folder).digest
+    (folder / "wheels" / "ray" / "numpy-2.0-py3-none-any.whl").touch()
+    assert inputs_in(folder).digest == before
+    for counted in ("ray/torch-2+cpu-py3-none-any.whl", "stack/rlhf_stack-1-py3-none-any.whl"):
+        (folder / "wheels" / counted).touch()
+        assert inputs_in(folder).digest != before
+        (folder / "wheels" / counted).unlink()
+
+
 def test_folders_links_and_modes_change_the_digest(tmp_path: Path) -> None:
     folder = tmp_path / "context"
     digests = [inputs_in(folder).digest]

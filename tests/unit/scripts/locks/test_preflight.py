@@ -47,7 +47,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 def test_an_unavailable_package_is_reported_with_its_purpose_and_the_stand_in(
     cell: Cell, index: MagicMock
 ) -> None:
-    index.side_effect = UserError("no version")
+    index.side_effect = UserError("torch cannot be resolved: no version")
     client = MagicMock()
     with pytest.raises(UserError) as caught:
         preflight.require(cell, client)
@@ -121,7 +121,7 @@ def test_a_cell_that_was_never_locked_is_not_stale(capsys: pytest.CaptureFixture
 
 
 def test_a_lock_that_cannot_be_written_names_the_unavailable_source(index: MagicMock) -> None:
-    index.side_effect = UserError("no version")
+    index.side_effect = UserError("torch cannot be resolved: no version")
     with pytest.raises(UserError, match=f"{ROCM[0].id} cannot be built without the wheels of PyTorch"):
         commands.lock([ROCM[0].id])
 
@@ -237,8 +237,14 @@ def test_the_image_of_the_plain_index_has_the_same_versions_and_a_lock_without_l
 
 
 def test_a_lock_needs_the_wheel_in_a_folder(index: MagicMock) -> None:
-    index.side_effect = UserError("no version")
+    index.side_effect = UserError("torch cannot be resolved: no version")
     with pytest.raises(UserError, match=r"cannot be locked: .* has torch==.*\+cpu\. Run `pip config"):
+        commands.lock([load().default])
+
+
+def test_refused_credentials_are_not_a_missing_package(index: MagicMock) -> None:
+    index.side_effect = UserError(resolver.explain("torch", "error: 401 Unauthorized: no credentials"))
+    with pytest.raises(UserError, match="the package index cannot be reached for torch: .* credentials"):
         commands.lock([load().default])
 
 
