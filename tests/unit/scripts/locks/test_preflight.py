@@ -244,7 +244,7 @@ def test_a_lock_needs_the_wheel_in_a_folder(index: MagicMock) -> None:
 
 def test_refused_credentials_are_not_a_missing_package(index: MagicMock) -> None:
     index.side_effect = UserError(resolver.explain("torch", "error: 401 Unauthorized: no credentials"))
-    with pytest.raises(UserError, match="the package index cannot be reached for torch: .* credentials"):
+    with pytest.raises(UserError, match=r"the package index cannot be reached for torch: .* credentials"):
         commands.lock([load().default])
 
 
