@@ -18,7 +18,7 @@ from scripts.errors import UserError
 from scripts.processes import captured
 
 SOCKET = Path("/var/run/docker.sock")
-CONTAINERD = Path("/var/lib/containerd")
+CONTAINERD, SYSTEMS = Path("/var/lib/containerd"), "/run/containerd/containerd.sock"
 SYSTEMD = Path("/run/systemd/system")
 SYSTEM_DOCKER = Path("/usr/bin/docker")
 LAST_WITHOUT_BUILDX = 22
@@ -154,9 +154,11 @@ def need_space(megabytes: int) -> None:
 def image_store(info: Mapping[str, Any]) -> Path:
     """The folder in which Docker stores images, from its ``info``; in recent releases containerd stores them.
 
+    That of the system has a folder of its own; one that dockerd has started stores them in Docker's.
     The folder is not on this machine where Docker runs in a virtual one.
     """
-    if ["driver-type", "io.containerd.snapshotter.v1"] in (info.get("DriverStatus") or []):
+    is_in_containerd = ["driver-type", "io.containerd.snapshotter.v1"] in (info.get("DriverStatus") or [])
+    if is_in_containerd and (info.get("Containerd") or {}).get("Address", SYSTEMS) == SYSTEMS:
         return CONTAINERD
     return Path(info["DockerRootDir"])
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 STEP = re.compile(r"^#(?P<number>\d+) \[(?P<stage>[a-z][\w-]*) +\d+/\d+\]")
 END = re.compile(r"^#(?P<number>\d+) (?:DONE (?P<seconds>[\d.]+)s|CACHED)")
-FAILED = re.compile(r"^#(?P<number>\d+) ERROR: ", re.MULTILINE)
+FAILED = re.compile(r"^#(?P<number>\d+) ERROR: (?P<error>.*)", re.MULTILINE)
+OWN_ERROR = re.compile(r"exit code: 1$")  # other codes are those of the builder, or of a killed process
 NUMBERING = re.compile(r"^#\d+ (sha256:\S+|[\d.]+ )?")
 CAUSES = (
     "no space left",
@@ -50,4 +51,6 @@ def cause(log: str) -> str:
     for sign in CAUSES:
         if found := [text for text in texts if sign in text.lower()]:
             return found[0]
+    if failed and not (texts and OWN_ERROR.search(failed["error"])):
+        return failed["error"]
     return texts[-1] if texts else "the builder printed no output"

@@ -95,10 +95,12 @@ def load(path: Path = MATRIX) -> Matrix:
     except UnicodeDecodeError:
         raise UserError(f"{path.name}: not UTF-8 text") from None
     matrix = parse(text, path.name)
-    image = os.environ.get(IMAGE) or matrix.image
+    given = os.environ.get(IMAGE)
+    image = given or matrix.image
     if not REPOSITORY.fullmatch(image):
+        where = f"{IMAGE}=" if given else f"{path.name}: image: "
         raise UserError(
-            f"{IMAGE}={image!r}: no image has this name: expected one such as host:5000/rlhf-stacks"
+            f"{where}{image!r}: no image has this name: expected one such as host:5000/rlhf-stacks"
         )
     return msgspec.structs.replace(matrix, image=image)
 

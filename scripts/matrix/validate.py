@@ -9,6 +9,7 @@ from msgspec import inspect
 from rlhf_stack.inputs.text import suggestion
 
 from scripts.matrix.model import (
+    CAPABILITIES,
     Accelerator,
     Base,
     Matrix,
@@ -71,10 +72,11 @@ def _bad_device(accelerator: Accelerator, path: str) -> Iterator[tuple[str, str]
         yield f"{path}.{'driver' if accelerator.gpus else 'gpus'}", "expected for an accelerator with GPUs"
     elif accelerator.kind == "cuda":
         versions = accelerator.gpus.architectures
-        if len(versions) != 2 or not all(re.fullmatch(r"\d+\.\d", version) for version in versions):
+        known = [CAPABILITIES.index(version) for version in versions if version in CAPABILITIES]
+        if not len(versions) == len(known) == 2 or known != sorted(known):
             yield (
                 f"{path}.gpus.architectures",
-                "expected the oldest and the newest compute capability, such as 8.0 and 12.0",
+                f"expected the oldest and the newest compute capability, of {', '.join(CAPABILITIES)}",
             )
         if not re.fullmatch(r"\d+(\.\d+){1,2}", accelerator.driver.oldest):
             yield f"{path}.driver.oldest", f"expected a version, got {accelerator.driver.oldest!r}"

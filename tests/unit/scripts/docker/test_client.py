@@ -141,6 +141,8 @@ def test_space_is_checked_where_docker_stores_images(monkeypatch: pytest.MonkeyP
     assert client.image_store(info) == Path(info["DockerRootDir"])
     new = {**info, "DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}
     assert client.image_store(new) == client.CONTAINERD
+    own = {**new, "Containerd": {"Address": "/var/run/docker/containerd/containerd.sock"}}
+    assert client.image_store(own) == Path(info["DockerRootDir"])
 
     class Client:
         def info(self) -> dict[str, Any]:

@@ -42,6 +42,13 @@ def test_cause_prefers_an_error_line() -> None:
     assert cause(log) == "Hash mismatch for torch"
 
 
+def test_cause_of_a_step_that_printed_none_is_the_builders() -> None:
+    """An image that does not exist, and a process that was killed for its memory."""
+    load = "#2 [internal] load metadata for docker.io/base:1\n#2 ERROR: docker.io/base:1: not found\n"
+    assert cause(load) == "docker.io/base:1: not found"
+    assert cause(LOG.replace("exit code: 1", "exit code: 137")).endswith("exit code: 137")
+
+
 def test_cause_before_any_step_is_the_last_line() -> None:
     """Docker refused, or the command line is wrong."""
     assert cause("invalid argument\n") == "invalid argument"

@@ -78,6 +78,8 @@ def error(text: str) -> str:
             '["8.0"]',
             ": accelerators[2].gpus.architectures: expected the oldest and the newest",
         ),
+        ('["8.0", "12.0"]', '["6.1", "9.0"]', ": accelerators[2].gpus.architectures: expected the oldest"),
+        ('["8.0", "12.0"]', '["12.0", "8.0"]', ": accelerators[2].gpus.architectures: expected the oldest"),
         ("gpus: {architectures: [gfx90a", "# {", ": accelerators[3].gpus: expected for an accelerator with"),
         ("release:", "1: x\nrelease:", ": (top level): expected every key to be text"),
         ("release:", "? [a]\n: b\nrelease:", ":9:3: not valid YAML: found unhashable key"),
