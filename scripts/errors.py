@@ -55,7 +55,8 @@ def _failed(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
     written = error.filename2 or error.filename  # of a copy the second one
-    where = written or "the output could not be written"
+    of_output = error.errno in OUTPUT_ERRORS
+    where = written or ("the output could not be written" if of_output else "a system call failed")
     if error.errno == errno.ENOSPC and written:
         where = f"no space left on the disk of {written}"
     print(f"error: {one_line(str(where))}: {error.strerror or error}", file=sys.stderr)

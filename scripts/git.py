@@ -1,5 +1,6 @@
 """The state of the checkout, as git reports it."""
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,4 +52,10 @@ def require_clean_tree(root: Path = ROOT) -> None:
 
 
 def _git(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return captured(["git", *arguments], root)
+    done = captured(["git", *arguments], root, env={**os.environ, "LC_ALL": "C"})
+    if "dubious ownership" in done.stderr:
+        raise UserError(
+            f"git does not read {root}, which belongs to another user: "
+            f"`git config --global --add safe.directory {root}`"
+        )
+    return done

@@ -65,7 +65,8 @@ as_user=()
 if [ "$(id -u)" -eq 0 ] && entry=$(getent passwd "$(stat --format %u "$root")"); then
     IFS=: read -r name _ user group _ home _ <<<"$entry"
     if [ "$user" -ne 0 ]; then
-        find "$root" -xdev -uid 0 \( -type d -o -links 1 \) -exec chown --no-dereference "$user:$group" {} + # what root made here before
+        # What root made here before:
+        find "$root" -xdev -uid 0 \( -type d -o -links 1 \) -exec chown --no-dereference "$user:$group" {} +
         as_user=(setpriv --reuid "$user" --regid "$group" --init-groups)
         as_user+=(env "HOME=$home" "USER=$name" "LOGNAME=$name")
     fi
@@ -77,7 +78,8 @@ if command -v flock >/dev/null; then
     flock 9
 fi
 stamp=$(sha256sum <"$lock")
-if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] || ! "$environment/bin/python" -c 'import nox' 2>/dev/null; then
+if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ] ||
+    ! "$environment/bin/python" -c 'import nox' 2>/dev/null; then
     python=$(find_python)
     if [ -z "$python" ]; then
         install_python

@@ -13,7 +13,7 @@ from pathlib import Path
 import docker
 from docker.errors import DockerException
 
-from scripts.docker import client
+from scripts.docker import client, endpoint
 from scripts.docker.client import ANSWER_SECONDS, SOCKET, SYSTEMD, connect, output_of, run_captured
 from scripts.errors import UserError
 from scripts.processes import captured
@@ -31,8 +31,9 @@ def ensure(is_root: bool) -> None:
 
     ``is_root`` is whether root builds, who needs fewer tools.
     """
+    chosen = endpoint.chosen(os.environ)
     answers = _answers()
-    if not answers and os.environ.get("DOCKER_HOST"):
+    if not answers and chosen:
         connect()
     commands = client.candidates(os.get_exec_path())
     can_build = client.choose(commands, output_of) is not None

@@ -14,6 +14,8 @@ import docker
 import requests.exceptions
 from docker.errors import DockerException
 
+from scripts.docker import endpoint
+from scripts.docker.endpoint import Endpoint
 from scripts.errors import UserError
 from scripts.processes import captured
 
@@ -34,27 +36,27 @@ def connect(seconds: int = ANSWER_SECONDS) -> docker.DockerClient:
 
     Each request may take ``seconds``.
     """
+    chosen = endpoint.chosen(os.environ)
     try:
         client = docker.from_env(timeout=seconds)
         client.ping()
     except (DockerException, OSError, ValueError) as error:
-        raise UserError(explain(error, os.environ, is_installed())) from None
+        raise UserError(explain(error, chosen, is_installed())) from None
     return client
 
 
-def explain(error: BaseException, environment: Mapping[str, str], has_docker: bool) -> str:
-    """Why Docker cannot be reached, and what to do about it."""
-    host = environment.get("DOCKER_HOST")
+def explain(error: BaseException, chosen: Endpoint | None, has_docker: bool) -> str:
+    """Why Docker cannot be reached, and what to do about it; ``chosen`` is the user's choice of an Engine."""
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return (
             f"no permission to use Docker's socket, which belongs to the group {_group(SOCKET)!r}: "
             f"run `sudo usermod -aG {_group(SOCKET)} $USER`, then log in again"
         )
-    if host:
+    if chosen:
         return (
-            f"no Docker Engine answers at DOCKER_HOST={host} ({' '.join(str(error).split())}): correct it, "
-            "or unset it to use this machine's"
+            f"no Docker Engine answers at {chosen.choice} ({' '.join(str(error).split())}): correct it, "
+            f"or `{chosen.undo}` to use this machine's"
         )
     if not has_docker:
         return (
@@ -147,7 +149,8 @@ def build_environment(variables: Mapping[str, str]) -> dict[str, str]:
 def need_space(megabytes: int) -> None:
     """Raise a `UserError` unless Docker's disk has ``megabytes`` (10^6 bytes) free on this machine."""
     root = image_store(connect().info())
-    if os.environ.get("DOCKER_HOST", "unix:").startswith("unix:") and root.exists():
+    chosen = endpoint.chosen(os.environ)
+    if (chosen is None or chosen.address.startswith("unix:")) and root.exists():
         check_space(root, megabytes, shutil.disk_usage(root).free)
 
 

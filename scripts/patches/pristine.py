@@ -21,6 +21,9 @@ UNPACKED = ROOT / "build" / "pristine"
 PYTHON = "3.11"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "linux_x86_64")
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+# Signs in pip's output: of an index that cannot be reached, and of a file that is not there.
+UNREACHABLE = ("ConnectionError", "NameResolution", "ConnectTimeout", "ReadTimeout", "SSLError", "ProxyError")
+NOT_FOUND = ("conflicting dependencies", "No matching distribution")
 
 
 def locked_hashes(name: str, version: str, lock: str) -> list[str]:
@@ -40,8 +43,9 @@ def fetch_pristine(name: str, version: str, hashes: Sequence[str], cache: Path =
     with tempfile.TemporaryDirectory(dir=cache) as directory:
         requirements = Path(directory) / "requirements.txt"
         requirements.write_text(f"{name}=={version} " + " ".join(f"--hash=sha256:{h}" for h in hashes) + "\n")
-        command = [*_pip(), "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"]
-        command += ["--python-version", PYTHON, "--implementation", "cp", "--dest", directory]
+        command = [*_pip(), "download", "--quiet", "--no-input", "--no-deps", "--require-hashes"]
+        command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", PYTHON]
+        command += ["--dest", directory]
         command += [option for platform in PLATFORMS for option in ("--platform", platform)]
         done = captured([*command, "-r", str(requirements)])
         wheels = list(Path(directory).glob("*.whl"))
@@ -73,12 +77,13 @@ def explain_download_error(errors: str) -> str:
     """The cause of a failed download in pip's stderr ``errors``, with what to do about it."""
     if "DO NOT MATCH THE HASHES" in errors:
         return "a file of the index does not have the digest that the lock names: nothing was installed"
-    if any(
-        sign in errors for sign in ("NewConnectionError", "NameResolutionError", "ConnectTimeout", "SSLError")
-    ):
+    if any(sign in errors for sign in UNREACHABLE):
         return "the package index cannot be reached: check the network, the proxy and `pip config list`"
-    if "conflicting dependencies" in errors:  # of a single package: pip's words for a file that is not there
-        return "no index or folder of pip's has this version for Python 3.11: check `pip config list`"
+    if any(sign in errors for sign in NOT_FOUND):  # pip does not report an index that refuses the request
+        return (
+            "no index or folder of pip's has this version for Python 3.11, or the index refuses the "
+            "credentials: check `pip config list` and ~/.netrc"
+        )
     lines = errors.strip().splitlines() or ["pip gave no reason"]
     errors_of_pip = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
     return errors_of_pip[0].removeprefix("ERROR: ")

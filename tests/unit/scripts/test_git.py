@@ -50,3 +50,16 @@ def test_a_folder_without_a_checkout_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UserError, match="this is not a git checkout"):
         require_clean_tree(tmp_path)
+
+
+def test_a_checkout_of_another_user_is_an_error_with_git_s_remedy(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git then answers nothing, which looked like a checkout without commits and files."""
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    remedy = f"git config --global --add safe.directory {checkout}"
+    for use in (revision, require_clean_tree):
+        with pytest.raises(UserError, match=f"belongs to another user: `{remedy}`"):
+            use(checkout)

@@ -8,8 +8,10 @@ import pytest
 from docker.errors import DockerException
 
 from scripts.docker import bootstrap, client
+from scripts.docker.endpoint import Endpoint
 from scripts.errors import UserError
 
+HOST = Endpoint("tcp://h:1", "DOCKER_HOST=tcp://h:1", "unset DOCKER_HOST")
 WITHOUT_BUILDX = 'case "$1" in --version) echo "Docker version {version}, build x";; *) exit 1;; esac'
 WITH_BUILDX = (
     'case "$1" in buildx) echo "github.com/docker/buildx v0.1";; *) echo "Docker version 28.0.0,";; esac'
@@ -96,27 +98,27 @@ def failure(cause: BaseException) -> DockerException:
 
 
 @pytest.mark.parametrize(
-    ("cause", "environment", "has_docker", "message"),
+    ("cause", "chosen", "has_docker", "message"),
     [
-        (FileNotFoundError(2, "no"), {}, False, "Docker Engine is not installed: `sudo apt-get install"),
-        (FileNotFoundError(2, "no"), {}, True, "Docker Engine is not running: `sudo "),
-        (ConnectionRefusedError(111, "no"), {}, True, "Docker Engine is not running"),
-        (PermissionError(13, "no"), {}, True, "no permission to use Docker's socket, which belongs to"),
-        (TimeoutError("slow"), {}, True, "Docker Engine does not answer: "),
-        (ConnectionRefusedError(111, "no"), {"DOCKER_HOST": "tcp://h:1"}, True, "no Docker Engine answers at DOCKER_HOST=tcp://h:1"),
+        (FileNotFoundError(2, "no"), None, False, "Docker Engine is not installed: `sudo apt-get install"),
+        (FileNotFoundError(2, "no"), None, True, "Docker Engine is not running: `sudo "),
+        (ConnectionRefusedError(111, "no"), None, True, "Docker Engine is not running"),
+        (PermissionError(13, "no"), None, True, "no permission to use Docker's socket, which belongs to"),
+        (TimeoutError("slow"), None, True, "Docker Engine does not answer: "),
+        (ConnectionRefusedError(111, "no"), HOST, True, "no Docker Engine answers at DOCKER_HOST=tcp://h:1"),
     ],
-)  # fmt: skip
+)
 def test_the_reason_why_docker_is_unreachable_is_one_line(
-    cause: BaseException, environment: dict[str, str], has_docker: bool, message: str
+    cause: BaseException, chosen: Endpoint | None, has_docker: bool, message: str
 ) -> None:
-    line = client.explain(failure(cause), environment, has_docker)
+    line = client.explain(failure(cause), chosen, has_docker)
     assert line.startswith(message)
     assert "\n" not in line
 
 
 def test_the_reason_of_a_docker_host_s_failure_is_in_the_error() -> None:
     error = DockerException("Install paramiko package to enable ssh:// support")
-    assert "(Install paramiko package" in client.explain(error, {"DOCKER_HOST": "ssh://h"}, True)
+    assert "(Install paramiko package" in client.explain(error, HOST, True)
 
 
 @pytest.mark.parametrize("host", ["unix:///nowhere.sock", "tcp://127.0.0.1:9", "nonsense"])
@@ -163,5 +165,5 @@ def test_the_start_command_depends_on_systemd(
     systemd: bool, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(client, "SYSTEMD", tmp_path if systemd else tmp_path / "absent")
-    line = client.explain(failure(FileNotFoundError(2, "no")), {}, has_docker=True)
+    line = client.explain(failure(FileNotFoundError(2, "no")), None, has_docker=True)
     assert line.startswith(f"Docker Engine is not running: `sudo {command}`")

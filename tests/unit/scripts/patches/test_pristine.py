@@ -45,7 +45,7 @@ def test_a_download_is_checked_by_pip_and_cached(tmp_path: Path, monkeypatch: py
     script = (
         "import json, pathlib, shutil, sys\n"
         "a = sys.argv\n"
-        "assert '--require-hashes' in a and '--no-deps' in a, a\n"
+        "assert {'--require-hashes', '--no-deps', '--no-input'} <= {*a}, a\n"
         "assert pathlib.Path(a[-1]).read_text() == 'pkg==1.0 --hash=sha256:abc\\n'\n"
         f"shutil.copy({str(source)!r}, a[a.index('--dest') + 1])\n"
     )
@@ -70,6 +70,13 @@ def test_a_download_is_checked_by_pip_and_cached(tmp_path: Path, monkeypatch: py
             "ERROR: Cannot install a==1 because these package versions have conflicting dependencies.\n",
             "no index",
         ),
+        (
+            "WARNING: Retrying after connection broken by 'ProxyError('Cannot connect to proxy.'\n"
+            "ERROR: No matching distribution found for a==1\n",
+            "cannot be reached",
+        ),
+        ("ERROR: HTTPSConnectionPool(host='h', port=443): Read timed out. ReadTimeoutError\n", "be reached"),
+        ("ERROR: No matching distribution found for a==1\n", "or the index refuses the credentials"),
         ("ERROR: first\nERROR: second\n", "first"),
         ("", "gave no reason"),
     ],
