@@ -145,7 +145,8 @@ class Executor:
         settings = ("PYTHONPATH=/emulator", "XDG_CACHE_HOME=/code/cache", "PYTHONDONTWRITEBYTECODE=1")
         command = [
             *docker_command(),
-            *("run", "--rm", "--interactive", "--network=none", f"--memory={MEMORY}"),
+            # As process 1, Python would ignore the signal that ends it: hence --init.
+            *("run", "--rm", "--init", "--interactive", "--network=none", f"--memory={MEMORY}"),
             f"--label={LABEL}={owner_label()}",
             *(f"--volume={path}:{inside}" for path, inside in mounts.items()),
             *(f"--env={setting}" for setting in settings),
@@ -157,7 +158,7 @@ class Executor:
             try:
                 yield process
             except BaseException:
-                process.terminate()  # `docker run` passes it on; a label finds a container that stays
+                process.terminate()  # `docker run` passes it on
                 raise
 
 

@@ -13,6 +13,7 @@ from scripts.hip import cases, execution, inspection, recipes
 from scripts.hip.execution import CHECKOUT, NOT_SET, Outcome
 from scripts.hip.inspection import Package
 from scripts.images import rootfs
+from scripts.locking import exclusive_lock
 from scripts.matrix.load import Cell, Matrix
 from scripts.matrix.model import targets
 from scripts.testing import credit, records
@@ -125,8 +126,10 @@ def _compiled(
     packages = {name: inspection.inspect(name, wheel, gpus, providers) for name, wheel in wheels.items()}
     executed: tuple[Executed, ...] = ()
     if emulator and _has_cases(wheels):
-        executor = execution.Executor(builder, recipes.FOLDER / "executed" / toolchain, emulator, wheels)
-        executed = tuple(item for gpu in gpus for item in _executed(executor, gpu))
+        folder = recipes.FOLDER / "executed" / toolchain
+        with exclusive_lock(folder, "an execution of the same kernels"):
+            executor = execution.Executor(builder, folder, emulator, wheels)
+            executed = tuple(item for gpu in gpus for item in _executed(executor, gpu))
     return Compiled(inspection.compiler(builder), packages, executed, sources)
 
 

@@ -4,11 +4,13 @@ They differ from a build of the cell in two inputs: the builder root is that of 
 wheel made by `torch_for_rocm`. BuildKit keeps what was compiled by the digest of everything it is built from.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,6 +50,14 @@ class IncompleteError(UserError):
     def __init__(self, message: str, sources: dict[str, tuple[int, str]]) -> None:
         super().__init__(message)
         self.sources = sources
+
+
+class _Ended(NamedTuple):
+    """What a build printed, why it failed (empty if it did not), and why it did not reach other sources."""
+
+    printed: str
+    cause: str
+    limit: str
 
 
 def compiled(
@@ -102,10 +112,7 @@ def digest(matrix: Matrix, cell: Cell) -> str:
     for root in (toolchain_root(matrix, toolchain) for toolchain in proof.toolchains):
         with tempfile.TemporaryDirectory() as temporary:
             folder = lay_out(matrix, cell, torch_digest(cell, proof, root), Path(temporary, "context"))
-            files = [file for place in COMPILED for file in sorted(folder.glob(place)) if file.is_file()]
-            content = {str(path.relative_to(folder)): sha256_file(path) for path in files}
-            stages = SOURCE_STAGE.findall((folder / "Dockerfile").read_text(encoding="utf-8"))
-        everything.append([root.name, root.recipe, rootfs.roots(cell)[0].recipe, content, stages])
+            everything.append([root.name, root.recipe, rootfs.roots(cell)[0].recipe, *compiled_from(folder)])
     return sha256(msgspec.json.encode(everything, order="sorted"))
 
 
@@ -192,11 +199,14 @@ def _build(
 ) -> dict[str, tuple[int, str]]:
     """Build the stages that compile, move the wheels to ``wheels``, and return `sources.outcomes`.
 
-    A failure leaves no wheel. After ``minutes`` the build is ended. The log is that of the build that made
-    the wheels.
+    A failure leaves no wheel. After ``minutes`` the build is ended.
     """
+    log = folder.with_name(f"{folder.name}-{_key(folder, runtime, builder)[:12]}.log")
+    for other in folder.parent.glob(f"{folder.name}-*.log"):
+        if other != log:
+            other.unlink()
     config = index_config.load()
-    log, running = folder.with_suffix(".log"), folder.with_suffix(".running.log")
+    shutil.rmtree(wheels, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         secrets = write_secrets(config, Path(temporary))
         out = Path(temporary, "wheels")
@@ -212,35 +222,53 @@ def _build(
             *(f"--secret=id={name},src={path}" for name, path in secrets.items()),
             str(folder),
         ]
-        with running.open("w", encoding="utf-8") as file:
-            environment = build_environment(config.environment())
-            cause = code = None
-            try:
-                code = subprocess.run(
-                    command,
-                    env=environment,
-                    stdout=file,
-                    stderr=file,
-                    check=False,
-                    timeout=minutes and minutes * 60,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                cause = f"not compiled within {minutes:g} minutes"
-        known = _digests(wheels)
-        shutil.rmtree(wheels, ignore_errors=True)
-        if code == 0 and known == _digests(out):  # which BuildKit had, so that its log lists no source
-            running.unlink()
-        else:
-            running.replace(log)
-        text = log.read_text(encoding="utf-8") if log.exists() else ""
-        found = sources.outcomes(text, cause or "not reached")
-        if code != 0:
-            message = f"the recipes do not compile: {cause or build_log.cause(text)}"
-            message += f" (full log: {log.relative_to(ROOT)})"
+        environment = build_environment(config.environment())
+        done = _run(command, environment, log, minutes)
+        found = sources.outcomes(log.read_text(encoding="utf-8"), done.limit)
+        if not done.cause and not found:
+            print("the log of the compilation that BuildKit has is lost: compiling again", flush=True)
+            done = _run([*command, "--no-cache"], environment, log, minutes)
+            found = sources.outcomes(done.printed, done.limit)
+        if done.cause:
+            message = f"the recipes do not compile: {done.cause} (full log: {log.relative_to(ROOT)})"
             raise IncompleteError(message, found) if found else UserError(message)
+        if not found:
+            raise UserError(f"the recipes listed no source (full log: {log.relative_to(ROOT)})")
         out.rename(wheels)
     return found
 
 
-def _digests(wheels: Path) -> dict[str, str]:
-    return {wheel.name: sha256_file(wheel) for wheel in wheels.glob("*.whl")}
+def _run(command: list[str], environment: dict[str, str], log: Path, minutes: float | None) -> _Ended:
+    """Run a build and append what it prints to ``log``.
+
+    BuildKit compiles a stage once, now or in an earlier run with the same inputs: the log has all runs.
+    """
+    cause, limit, code = "", "not reached", 0
+    with log.open("a+", encoding="utf-8") as file:
+        start = file.seek(0, os.SEEK_END)
+        try:
+            code = subprocess.run(
+                command,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                check=False,
+                timeout=minutes and minutes * 60,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            cause = limit = f"not compiled within {minutes:g} minutes"
+        file.seek(start)
+        printed = file.read()
+    return _Ended(printed, cause or (build_log.cause(printed) if code else ""), limit)
+
+
+def _key(folder: Path, runtime: str, builder: str) -> str:
+    """The sha256 of what the stages that compile depend on."""
+    return sha256(msgspec.json.encode([runtime, builder, *compiled_from(folder)], order="sorted"))
+
+
+def compiled_from(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """What compiling depends on in a build context: files with their sha256, and the stages that compile."""
+    files = [file for place in COMPILED for file in sorted(folder.glob(place)) if file.is_file()]
+    content = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    return content, SOURCE_STAGE.findall((folder / "Dockerfile").read_text(encoding="utf-8"))

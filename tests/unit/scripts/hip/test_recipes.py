@@ -1,6 +1,7 @@
 """The build context of a proof: the cell's own recipes, with another compiler and another torch."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -43,42 +44,77 @@ def test_the_context_of_the_current_recipe_has_what_it_imports_and_only_its_own_
     assert stages == "COPY --from=vllm-source /wheels /\n"
 
 
+LISTED = "echo '#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o'; "
+COMPILED = "echo '#9 2.0 [1/2] Building HIP object CMakeFiles/_C.dir/csrc/one.hip.o'; "
+CACHED = "echo '#9 CACHED'; "
+WHEEL = """for word in "$@"; do case $word in --output=*) out=${word##*dest=};; esac; done
+mkdir -p "$out"; echo wheel > "$out/a-1.whl" """
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, tuple[int, str]]]:
+    """Build with a shell script in place of Docker's command; the context is one file."""
+    recipes_folder = tmp_path / "context"
+    recipes_folder.mkdir()
+    (recipes_folder / "Dockerfile").write_text("FROM a AS b\n")
+    monkeypatch.setattr(recipes, "ROOT", tmp_path)
+
+    def built(script: str) -> dict[str, tuple[int, str]]:
+        monkeypatch.setattr(recipes, "docker_command", lambda: ["bash", "-c", script, "docker"])
+        return recipes._build(recipes_folder, "runtime", "builder", tmp_path / "wheels", 0.01)
+
+    return built
+
+
 @pytest.mark.parametrize(
     ("end", "reason"), [("exit 1", "not reached"), ("exec sleep 60", "not compiled within 0.01 minutes")]
 )
 def test_a_build_that_fails_or_takes_too_long_leaves_outcomes_and_no_wheel(
-    end: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, reason: str, build: Callable[[str], dict[str, tuple[int, str]]], tmp_path: Path
 ) -> None:
-    script = f"echo '#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o'; {end}"
-    monkeypatch.setattr(recipes, "docker_command", lambda: ["sh", "-c", script])
-    monkeypatch.setattr(recipes, "ROOT", tmp_path)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "old.whl").touch()
     with pytest.raises(recipes.IncompleteError) as error:
-        recipes._build(tmp_path / "context", "runtime", "builder", wheels, 0.01)
+        build(LISTED + end)
     assert error.value.sources == {"csrc/one.hip": (0, reason)}
     assert not wheels.exists()
 
 
-def test_a_build_that_buildkit_had_already_keeps_the_sources_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_buildkit_has_compiled_before_keeps_its_sources(
+    build: Callable[[str], dict[str, tuple[int, str]]],
 ) -> None:
-    lines = ["#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o"]
-    lines += ["#9 2.0 [1/2] Building HIP object CMakeFiles/_C.dir/csrc/one.hip.o"]
-    script = r"""for word in "$@"; do case $word in --output=*) out=${word##*dest=};; esac; done
-        mkdir "$out"; echo wheel > "$out/a-1.whl"; """
-    monkeypatch.setattr(recipes, "ROOT", tmp_path)
-    for printed in (lines, ["#9 CACHED"]):
-        echo = "; ".join(f"echo '{line}'" for line in printed)
-        monkeypatch.setattr(recipes, "docker_command", lambda echo=echo: ["bash", "-c", script + echo, "x"])
-        found = recipes._build(tmp_path / "context", "runtime", "builder", tmp_path / "wheels", None)
-        assert found == {"csrc/one.hip": (1, "")}
-        (tmp_path / "context.running.log").write_text("of a build that was interrupted")
-    monkeypatch.setattr(
-        recipes, "docker_command", lambda: ["bash", "-c", script.replace("echo wheel", "echo other"), "x"]
+    """In a run that passed, and in one that failed or was ended after the stage."""
+    with pytest.raises(recipes.IncompleteError) as error:
+        build(LISTED + COMPILED + "exit 1")
+    assert error.value.sources == {"csrc/one.hip": (1, "")}
+    for _ in range(2):
+        assert build(CACHED + WHEEL) == {"csrc/one.hip": (1, "")}
+
+
+def test_of_a_source_that_was_compiled_again_the_last_outcome_counts(
+    build: Callable[[str], dict[str, tuple[int, str]]],
+) -> None:
+    build(LISTED + COMPILED + WHEEL)
+    with pytest.raises(recipes.IncompleteError) as error:
+        build(LISTED + "exit 1")
+    assert error.value.sources == {"csrc/one.hip": (0, "not reached")}
+
+
+def test_without_its_log_the_compilation_is_repeated(
+    build: Callable[[str], dict[str, tuple[int, str]]], tmp_path: Path
+) -> None:
+    """And the log of other inputs is not that of these."""
+    again = f'case " $* " in *" --no-cache "*) {LISTED}{COMPILED};; esac; {WHEEL}'
+    build(LISTED + COMPILED + WHEEL)
+    (tmp_path / "context" / "Dockerfile").write_text(
+        "FROM a AS b-source\nRUN other\nFROM scratch AS compiled\n"
     )
-    assert recipes._build(tmp_path / "context", "runtime", "builder", tmp_path / "wheels", None) == {}
+    assert build(again) == {"csrc/one.hip": (1, "")}
+    assert len(list(tmp_path.glob("context-*.log"))) == 1
+    (tmp_path / "context" / "Dockerfile").write_text("FROM c AS d-source\nFROM scratch AS compiled\n")
+    with pytest.raises(UserError, match="the recipes listed no source"):
+        build(CACHED + WHEEL)
 
 
 def test_the_digest_follows_the_recipe_and_the_toolchain(
