@@ -1,7 +1,10 @@
 """An engine whose process or node is lost: the run continues, and it is the run that nobody disturbed."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import dying_engine
@@ -13,6 +16,7 @@ from trained import SECTIONS, assert_one_policy, weights
 
 pytestmark = pytest.mark.integration
 
+ABANDONED = Path(__file__).with_name("abandoned_call.py")
 SECONDS = 500
 STEPS = 3
 PROMPTS, SAMPLES = 8, 8  # of a step; each prompt is one request with all of its samples
@@ -183,6 +187,17 @@ def test_a_run_continues_when_connections_to_its_actors_break(train):
     assert_continued(run)
     assert run.of("engine restart") == []
     assert_same(run, undisturbed(train, "separate"))
+
+
+@SECTIONS
+def test_a_restarted_engine_does_not_fall_asleep_by_a_call_to_its_former_process(tmp_path):
+    file = tmp_path / "calls"
+    variables = os.environ | {env_vars.ENGINE_RESTARTS: "1"}
+    subprocess.run([sys.executable, str(ABANDONED), str(file)], env=variables, check=True, timeout=SECONDS)
+    calls = [line.split() for line in file.read_text().splitlines()]
+    first = calls[0][0]
+    assert [method for process, method in calls if process == first] == ["wake_up", "sleep"]
+    assert {method for process, method in calls if process != first} == {"wake_up"}
 
 
 @SECTIONS

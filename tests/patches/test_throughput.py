@@ -10,7 +10,8 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 class Llm:
     async def generate(self, prompt, parameters, request_id):
         for length in (1, 5, 9):
-            yield types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[0] * length)])
+            answer = types.SimpleNamespace(token_ids=[0] * length, finish_reason=None)
+            yield types.SimpleNamespace(outputs=[answer])
 
     async def collective_rpc(self, method, args):
         return ["loaded"]

@@ -16,18 +16,17 @@ from rlhf_stack.telemetry.throughput import Meter
 
 # Methods, upstream's and ours, whose calls Ray repeats if a connection breaks. Those of a sync are not among
 # them: a restarted engine must not execute them. Neither is generation: its prompts go to other engines.
-REPEATED = {
-    "call_workers_of",
-    "init_process_group",
+REPEATED = {"call_workers_of", "init_process_group", "needs_weights", "reset_prefix_cache", "where"}
+# Ray would repeat these on a restarted engine too, at any time in the seconds after its start: one that
+# generates would fall asleep. Where engines are restarted, `roster.ask` calls a living one again.
+REPEATED_ON_ONE_PROCESS = {
     "leave_weight_group",
-    "needs_weights",
     "pause_generation",
-    "reset_prefix_cache",
     "resume_generation",
     "sleep",
     "wake_up",
-    "where",
 }
+ABORTED = "abort"  # vLLM's reason for the end of an answer
 PROCESS = uuid.uuid4().hex  # of this process: a restarted engine has another
 
 
@@ -80,7 +79,8 @@ class AsyncEngineMixin(_EngineState):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in REPEATED:
+        repeats = REPEATED if env_vars.engine_restarts() else REPEATED | REPEATED_ON_ONE_PROCESS
+        for name in repeats:
             if hasattr(cls, name):
                 setattr(cls, name, repeated(getattr(cls, name)))
 
@@ -147,10 +147,14 @@ class AsyncEngineMixin(_EngineState):
         """Yield the outputs of one vLLM request and count their tokens.
 
         Each has ``weight_versions``: that with which the request began, and that of the output.
+        `RuntimeError` if vLLM has ended the request early, as when the engine falls asleep meanwhile: the
+        trainer would take the truncated answer.
         """
         first = self.weight_version
         with self._ending_with_engine():
             async for output in self._throughput_meter().measured(outputs):
+                if any(answer.finish_reason == ABORTED for answer in output.outputs):
+                    raise RuntimeError("vLLM aborted an answer: its engine was put to sleep, or paused")
                 output.weight_versions = first, self.weight_version
                 yield output
         self._mixed += first != self.weight_version

@@ -58,9 +58,30 @@ def test_an_engine_that_was_restarted_after_a_sync_still_lacks_its_weights(
     assert received.called == has
 
 
-def test_ray_repeats_calls_of_upstreams_methods_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = MagicMock(side_effect=lambda **_: lambda function: function)
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(method=method))
+@pytest.mark.parametrize(
+    ("restarts", "repeated"),
+    [
+        ("0", {"sleep", "where", "leave_weight_group", "needs_weights", "call_workers_of"}),
+        ("1", {"where", "needs_weights", "call_workers_of"}),
+    ],
+)
+def test_ray_repeats_calls_of_upstreams_methods_and_ours(
+    restarts: str, repeated: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where engines are restarted, not those that a restarted engine must not execute."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, restarts)
+    names = set[str]()
+
+    def of_ray(max_task_retries: int) -> Any:
+        assert max_task_retries == -1
+
+        def decorated(function: Any) -> Any:
+            names.add(function.__name__)
+            return function
+
+        return decorated
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(method=of_ray))
 
     class Engine(actor.AsyncEngineMixin):
         async def sleep(self) -> None:
@@ -69,9 +90,7 @@ def test_ray_repeats_calls_of_upstreams_methods_and_ours(monkeypatch: pytest.Mon
         async def generate_responses(self) -> None:
             """Not repeated."""
 
-    assert method.call_count == len(
-        {"sleep", "where", "leave_weight_group", "needs_weights", "call_workers_of"}
-    )
+    assert names == repeated
 
     class OfRay(Engine):
         """As Ray makes one of each actor's class."""
@@ -204,7 +223,7 @@ def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted
         for version in syncs:
             if version:
                 reports.append(await mixin.receive_weights([], 1, "full", version=version))
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])])
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0], finish_reason=None)])
 
     async def run() -> tuple[list[tuple[int, int]], list[int]]:
         mixin, reports, last = actor.AsyncEngineMixin(), list[Any](), []
@@ -218,6 +237,22 @@ def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted
         return last, [report["mixed"] for report in reports]
 
     assert asyncio.run(run()) == ([(0, 0), (0, 1), (1, 1)], [0, 1, 0])
+
+
+def test_an_answer_that_vllm_has_aborted_is_an_error() -> None:
+    """As it does when the engine falls asleep: the trainer would take the tokens until then."""
+
+    async def outputs() -> Any:
+        for reason in (None, "abort"):
+            answer = SimpleNamespace(token_ids=[1], finish_reason=reason)
+            yield SimpleNamespace(prompt_token_ids=[1], outputs=[answer])
+
+    async def run() -> None:
+        async for output in actor.AsyncEngineMixin().measured(outputs()):
+            assert output.outputs[0].finish_reason is None
+
+    with pytest.raises(RuntimeError, match="vLLM aborted an answer: its engine was put to sleep"):
+        asyncio.run(run())
 
 
 def test_an_error_of_a_former_sync_group_does_not_count() -> None:
