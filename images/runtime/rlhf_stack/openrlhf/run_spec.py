@@ -91,7 +91,12 @@ class Run:
     @property
     def can_sleep(self) -> bool:
         """Whether the trainer may sleep: at ZeRO stage 3 DeepSpeed moves the state of its own Adam alone."""
-        return self.has_fused_adam or self.zero.offload or self.zero.stage < 3
+        return self.zero.offload or (self.has_movable_state and (self.has_fused_adam or self.zero.stage < 3))
+
+    @property
+    def has_movable_state(self) -> bool:
+        """Whether DeepSpeed's optimizer has ``offload_states``: of ZeRO, not those of 16 bits (0.19.6)."""
+        return self.zero.stage > (1 if self.zero.fp32_gradients else 0)
 
     @property
     def rank_batch(self) -> int:
@@ -126,6 +131,12 @@ def run_of(release: str, values: Any) -> Run:
     except PlacementError as error:
         raise UserError(str(error)) from None
     _check_ranks(run)
+    if run.trainer_sleeps and not run.zero.offload and not run.has_movable_state:
+        gradients = " and --ds.grad_accum_dtype fp32" if run.zero.fp32_gradients else ""
+        raise UserError(
+            f"--ds.enable_sleep: with --ds.zero_stage {run.zero.stage}{gradients} DeepSpeed's optimizer "
+            "cannot move its state to the host: give --ds.zero_stage 2, or leave --ds.enable_sleep out"
+        )
     return run
 
 

@@ -171,3 +171,21 @@ def test_lora_is_accepted_where_its_weights_are_merged() -> None:
     assert run_of("0.5.1", flat(lora_rank=8)).lora == 8
     with pytest.raises(UserError, match="LoRA does not work with --load_in_4bit"):
         run_of("0.5.1", flat(lora_rank=8, load_in_4bit=True))
+
+
+@pytest.mark.parametrize(
+    ("stage", "gradients", "named"),
+    [(0, None, "0"), (0, "fp32", "0 and --ds.grad_accum_dtype fp32"), (1, "fp32", "1 and --ds.grad_accum")],
+)
+def test_a_trainer_sleeps_only_with_an_optimizer_that_can_move(
+    stage: int, gradients: str | None, named: str
+) -> None:
+    """DeepSpeed 0.19.6: ``BF16_Optimizer`` and ``FP16_Optimizer`` have no ``offload_states``."""
+    sleeping = {"ds__enable_sleep": True, "ds__zero_stage": stage, "ds__grad_accum_dtype": gradients}
+    sleeping |= {"ds__adam_offload": False}
+    with pytest.raises(UserError, match=f"^--ds.enable_sleep: with --ds.zero_stage {named}.* give --ds.zero"):
+        run_of("0.11.2", sections(**sleeping))
+    assert not run_of("0.11.2", sections(**(sleeping | {"ds__enable_sleep": False}))).can_sleep
+    for change in ({"ds__zero_stage": 2}, {"ds__zero_stage": 1, "ds__grad_accum_dtype": None}):
+        assert run_of("0.11.2", sections(**(sleeping | change))).can_sleep
+    assert run_of("0.11.2", sections(**(sleeping | {"ds__adam_offload": True}))).can_sleep
