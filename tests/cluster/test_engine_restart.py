@@ -27,6 +27,7 @@ LAYOUT = (
 )
 ASYNC = ("--train.async_enable",)
 ZERO3 = ("--actor.num_gpus_per_node", "2", "--ds.zero_stage", "3")
+TP2 = ("--vllm.tensor_parallel_size", "2")
 HYBRID = (
     *("--actor.num_nodes", "1", "--actor.num_gpus_per_node", "2"),
     *("--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "1"),
@@ -73,7 +74,7 @@ UNDISTURBED = {}  # what was learned, and the divergence, by layout
 
 def undisturbed(train, layout, more=()):
     if (layout, more) not in UNDISTURBED:
-        gpus = (3,) if more == ZERO3 else (2,)
+        gpus = (3,) if more in (ZERO3, TP2) else (2,)
         run = train(layout, gpus, STEPS, SECONDS, *changed(layout, 1, more), **{env_vars.REPEATABLE: "1"})
         assert run.code == 0, run.log
         UNDISTURBED[layout, more] = learned(run), divergence(run)
@@ -106,6 +107,7 @@ def assert_continued(run, is_async=False):
         ("separate", (1, 1, 1, 1), 2, (), "node", "generation"),
         ("separate", (1, 2), 2, (), "core", "sync"),
         ("separate", (2, 2), 2, ZERO3, "core", "sync"),
+        ("separate", (1, 4), 2, TP2, "core", "sync"),
         ("separate", (1, 2), 2, (), "actor", "start"),
         ("separate", (1, 1, 1, 1), 2, (), "node", "start"),
         ("separate", (1, 2), 2, (), "core", "join"),
@@ -119,6 +121,7 @@ def assert_continued(run, is_async=False):
         "a node, and another one has room",
         "in a sync",
         "in a sync with ZeRO-3",
+        "in a sync of engines with two workers",
         "while it starts",
         "its node while it starts, and another one has room",
         "while it joins the first weight-sync group",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rlhf_stack.cli import commands
+from rlhf_stack.cli.job_output import discard
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.config import env_vars, image
@@ -50,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _unexpected(words: Sequence[str], error: Exception) -> int:
     """Report an error that no command explains: of the output, of a file, or a defect of this program."""
     if isinstance(error, BrokenPipeError):  # the reader, such as `head`, closed the pipe
-        _discard_output()
+        discard("stdout")
         return BROKEN_PIPE
     if isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS:
-        _discard_output()
+        discard("stdout")
         return _failed((), f"the output could not be written: {error.strerror}", NO_OUTPUT)
     if os.environ.get(env_vars.TRACEBACK):
         raise error
@@ -99,14 +100,9 @@ def _failed(words: Sequence[str], message: str, code: int, prefix: str = "error:
         if "--json" in _own(words) and sys.stdout is not None:
             print_json("error", 1, error=line, code=code)
             sys.stdout.flush()
-    print(run_log.line_of(line, prefix), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(run_log.line_of(line, prefix), file=sys.stderr)
     return code
-
-
-def _discard_output() -> None:
-    """Let the interpreter flush what is left of the output at its end without another error."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _current_name(arguments: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
 from types import FrameType
 from typing import Any, NoReturn
@@ -101,13 +101,18 @@ class Supervision:
         the job server does not confirm that, the state is kept, so that the same command follows the job.
         """
         supervisor = Supervisor(self._cluster, checkpoints_of, self._limits, self._state, write)
-        may_run = False
+        may_run = True  # also after an error that nobody expects
         try:
-            return supervisor.supervise()
+            ended = supervisor.supervise()
+            may_run = False
+            return ended
         except HeadSilentError:
-            may_run = True
+            raise
+        except UserError:
+            may_run = False
             raise
         except (KeyboardInterrupt, TerminatedError):
+            may_run = False
             if job := self._state.job:
                 may_run = True  # also if another signal ends the wait
                 try:
@@ -259,4 +264,5 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
     table = Table(*COLUMNS)
     for row in rows:
         table.add_row(*map(escape, row))
-    Console(stderr=True, highlight=False).print(table)
+    with suppress(OSError):
+        Console(stderr=True, highlight=False).print(table)

@@ -58,6 +58,8 @@ def connected(address: str = "auto", show_workers: bool = False) -> Iterator[Non
         connect(address, show_workers)
         try:
             yield
+        except getattr(ray.exceptions, "RpcError", ()) as error:  # of a head that does not answer for a while
+            raise UserError(f"Ray's head does not answer: {summarize_ray_error(error)}") from error
         finally:
             ray.shutdown()
             _handle_sigterm(handler)

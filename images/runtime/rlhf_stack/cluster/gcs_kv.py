@@ -16,14 +16,18 @@ from rlhf_stack.telemetry import run_log
 
 NAMESPACE = b"rlhf_stack"
 TIMEOUT_SECONDS = 10.0
+PATIENT_SECONDS = 60.0  # of what a run cannot do without, as long as Ray itself waits for its head
 
 _warned = threading.Event()  # this process logged that the GCS did not answer
 
 
-def put_record(key: str, record: dict[str, Any]) -> None:
-    """Store ``record`` (JSON values) at ``key``, replacing any previous record."""
+def put_record(key: str, record: dict[str, Any], seconds: float = TIMEOUT_SECONDS) -> None:
+    """Store ``record`` (JSON values) at ``key``, replacing any previous record.
+
+    Raises Ray's error if the GCS does not answer within ``seconds``.
+    """
     value = json.dumps(record).encode()
-    _client().internal_kv_put(key.encode(), value, True, NAMESPACE, timeout=TIMEOUT_SECONDS)
+    _client().internal_kv_put(key.encode(), value, True, NAMESPACE, timeout=seconds)
 
 
 def report_record(key: str, record: dict[str, Any]) -> None:
@@ -58,11 +62,14 @@ def add_record(key: str, record: dict[str, Any]) -> bool:
     return bool(_client().internal_kv_put(key.encode(), value, False, NAMESPACE, timeout=TIMEOUT_SECONDS))
 
 
-def list_records(prefix: str) -> list[dict[str, Any]]:
-    """Return the records whose keys begin with ``prefix``, ordered by key."""
+def list_records(prefix: str, seconds: float = TIMEOUT_SECONDS) -> list[dict[str, Any]]:
+    """Return the records whose keys begin with ``prefix``, ordered by key.
+
+    Raises Ray's error if the GCS does not answer a request within ``seconds``.
+    """
     client = _client()
-    keys = sorted(client.internal_kv_keys(prefix.encode(), NAMESPACE, timeout=TIMEOUT_SECONDS))
-    return [json.loads(client.internal_kv_get(key, NAMESPACE, timeout=TIMEOUT_SECONDS)) for key in keys]
+    keys = sorted(client.internal_kv_keys(prefix.encode(), NAMESPACE, timeout=seconds))
+    return [json.loads(client.internal_kv_get(key, NAMESPACE, timeout=seconds)) for key in keys]
 
 
 def _client() -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,13 @@ from rlhf_stack.cluster.answer_once import repeated
 from rlhf_stack.compat.determinism import ATTEMPT, BASE, RequestSeeds
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import restarted
-from rlhf_stack.engine.worker_extension import own_node
+from rlhf_stack.engine.worker_extension import failure_in, own_node
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.telemetry.throughput import Meter
 
 # Methods, upstream's and ours, whose calls Ray repeats if a connection breaks. Those of a sync are not among
 # them: a restarted engine must not execute them. Neither is generation: its prompts go to other engines.
-REPEATED = {"call_workers_of", "init_process_group", "needs_weights", "reset_prefix_cache", "where"}
+REPEATED = {"call_workers_of", "forget_former_weights", "init_process_group", "needs_weights", "where"}
 # Ray would repeat these on a restarted engine too, at any time in the seconds after its start: one that
 # generates would fall asleep. Where engines are restarted, `roster.ask` calls a living one again.
 REPEATED_ON_ONE_PROCESS = {
@@ -26,7 +26,9 @@ REPEATED_ON_ONE_PROCESS = {
     "sleep",
     "wake_up",
 }
+UPSTREAMS = ("pause_generation", "reset_prefix_cache", "resume_generation", "sleep", "wake_up")
 ABORTED = "abort"  # vLLM's reason for the end of an answer
+ENDING = "_rlhf_stack_ending"  # an attribute of a decorated method
 PROCESS = uuid.uuid4().hex  # of this process: a restarted engine has another
 
 
@@ -80,6 +82,9 @@ class AsyncEngineMixin(_EngineState):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         repeats = REPEATED if env_vars.engine_restarts() else REPEATED | REPEATED_ON_ONE_PROCESS
+        for name in UPSTREAMS:
+            if hasattr(cls, name):
+                setattr(cls, name, _ending_with_engine(getattr(cls, name)))
         for name in repeats:
             if hasattr(cls, name):
                 setattr(cls, name, repeated(getattr(cls, name)))
@@ -117,6 +122,17 @@ class AsyncEngineMixin(_EngineState):
             restarted.weights_received()
         return self.weight_version, self._last_mixed
 
+    async def forget_former_weights(self, prefixes: bool) -> None:
+        """Drop what vLLM keeps of computations with the weights before a sync: embeddings of images.
+
+        With ``prefixes`` also keys and values of prompts. A request in progress that holds some, such as one
+        whose trainer has lost the connection and asked again, computes them again.
+        """
+        with self._ending_with_engine():
+            if prefixes and not await self.llm.reset_prefix_cache():
+                await self.llm.reset_prefix_cache(reset_running_requests=True)
+            await self.llm.reset_encoder_cache()
+
     async def leave_weight_group(self) -> None:
         """Leave the sync group, which is formed again; the error of its last sync no longer counts."""
         self._sync_error = None
@@ -148,8 +164,11 @@ class AsyncEngineMixin(_EngineState):
 
         Each has ``weight_versions``: that with which the request began, and that of the output.
         `RuntimeError` if vLLM has ended the request early, as when the engine falls asleep meanwhile: the
-        trainer would take the truncated answer.
+        trainer would take the truncated answer. `NeedsWeightsError` if this process has replaced the one that
+        the trainer has chosen.
         """
+        if restarted.needs_weights():
+            raise restarted.NeedsWeightsError("this engine was restarted and lacks the trainer's weights")
         first = self.weight_version
         with self._ending_with_engine():
             async for output in self._throughput_meter().measured(outputs):
@@ -177,9 +196,14 @@ class AsyncEngineMixin(_EngineState):
         return work
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of `WorkerMixin` in each worker of this engine; return the results by rank."""
+        """Call a method of `WorkerMixin` in each worker of this engine; return the results by rank.
+
+        Raises the error of the first rank that has one, once all ranks have answered.
+        """
         with self._ending_with_engine():
-            results: list[Any] = await self.llm.collective_rpc(method, args=arguments)
+            results: list[Any] = await self.llm.collective_rpc("answer", args=(method, *arguments))
+            if (failure := failure_in(results)) is not None:
+                raise failure
         return results
 
     async def call_workers_of(self, process: str, method: str, *arguments: Any) -> list[Any]:
@@ -207,6 +231,23 @@ class AsyncEngineMixin(_EngineState):
     async def where(self) -> list[dict[str, Any]]:
         """Return `WorkerMixin.where` of each worker; child processes of this actor are on its node."""
         return [own_node() | worker for worker in await self.call_workers("where")]
+
+
+def _ending_with_engine(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+    """Decorate one of upstream's methods of an engine: see `AsyncEngineMixin._ending_with_engine`.
+
+    A method that is decorated already is returned: Ray makes a subclass of an actor's class.
+    """
+    if hasattr(method, ENDING):
+        return method
+
+    @functools.wraps(method)
+    async def ending(engine: AsyncEngineMixin, *arguments: Any, **options: Any) -> Any:
+        with engine._ending_with_engine():
+            return await method(engine, *arguments, **options)
+
+    setattr(ending, ENDING, True)
+    return ending
 
 
 class BlockingEngineMixin(_EngineState):

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_stack.cluster import actor_registry
 from rlhf_stack.compat.determinism import next_attempt, seed_prompt
 from rlhf_stack.engine import request_balancer, roster
+from rlhf_stack.engine.restarted import NeedsWeightsError
 from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events, run_log
 
@@ -54,15 +55,16 @@ def answers_of(reference: Any) -> list[Any]:
     """Return the answers that `request_answers` requested.
 
     If their engine is lost and restarted, has moved, or was unreachable for a while, or if its node was lost
-    with the answers, its unanswered prompts go to usable engines first. Raises Ray's error if the engine
-    stays dead, and the engine's own error.
+    with the answers, its unanswered prompts go to usable engines first. So do those that reached it after its
+    restart. Raises Ray's error if the engine stays dead, and the engine's own error.
     """
     request = _requests[reference]
     while True:
         try:
             answers: list[Any] = ray.get(request.answers)
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-            is_restarted = isinstance(error, ray.exceptions.ActorUnavailableError) or _is_answer_lost(error)
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, NeedsWeightsError) as error:
+            unavailable = ray.exceptions.ActorUnavailableError, NeedsWeightsError
+            is_restarted = isinstance(error, unavailable) or _is_answer_lost(error)
             if not (is_restarted or roster.has_moved(request.index, request.engine)):
                 raise
             _move_prompts(request, error)
@@ -77,6 +79,8 @@ def _move_prompts(lost: Request, error: Exception) -> None:
     moved = [lost, *(one for one in _failed(same) if one is not lost)]
     if _is_answer_lost(error):
         why = f"an answer of {actor_registry.describe_callee(lost.answers)} was lost with its node"
+    elif isinstance(error, NeedsWeightsError):
+        why = f"engine {lost.index} was restarted and lacks the trainer's weights"
     else:
         why = actor_registry.describe_lost_actor(error)
     run_log.warning(f"{why}; {len(moved)} prompts without an answer are generated again")
@@ -102,7 +106,7 @@ def _failed(requests: Sequence[Request]) -> Iterable[Request]:
         if one.answers in done:
             try:
                 ray.get(one.answers)
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, NeedsWeightsError):
                 yield one
             except ray.exceptions.ObjectLostError as error:
                 if _is_answer_lost(error):

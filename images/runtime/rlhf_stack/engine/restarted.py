@@ -33,6 +33,10 @@ class Restart:
     begun: float
 
 
+class NeedsWeightsError(RuntimeError):
+    """A restarted engine was asked for an answer before it has the trainer's weights."""
+
+
 _pending: list[Restart] = []  # the restart of this process, until it has received weights
 
 
@@ -43,7 +47,8 @@ def begin(job: str, engine: int, sleeps: bool = False) -> None:
     trainer calls it where it would wake the engine up. Ray ends this process if the run ends before.
     """
     restart = Restart(job, engine, 1 + _restarts(job, engine), time.time())
-    gcs_kv.put_record(f"{_key(job)}{engine}", {"engine": engine, "restarts": restart.number})
+    record = {"engine": engine, "restarts": restart.number}
+    gcs_kv.put_record(f"{_key(job)}{engine}", record, gcs_kv.PATIENT_SECONDS)
     _pending.append(restart)
     pause = backoff(restart.number)
     events.emit("engine restart", engine=engine, restarts=restart.number, backoff=pause)
@@ -77,7 +82,8 @@ def backoff(number: int) -> float:
 
 def counts(job: str) -> dict[int, int]:
     """Return how often each engine of Ray job ``job`` was restarted, by its index."""
-    return {int(record["engine"]): int(record["restarts"]) for record in gcs_kv.list_records(_key(job))}
+    records = gcs_kv.list_records(_key(job), gcs_kv.PATIENT_SECONDS)
+    return {int(record["engine"]): int(record["restarts"]) for record in records}
 
 
 def needs_weights() -> bool:
@@ -155,11 +161,12 @@ def permit(engine: int) -> None:
     """Let the restarted ``engine`` of this job start now, if it waits in `begin`."""
     job = str(ray.get_runtime_context().get_job_id())
     if (number := _restarts(job, engine)) and not _is_permitted(job, engine, number):
-        gcs_kv.put_record(f"{_PERMITS}/{job}/{engine}", {"engine": engine, "restarts": number})
+        record = {"engine": engine, "restarts": number}
+        gcs_kv.put_record(f"{_PERMITS}/{job}/{engine}", record, gcs_kv.PATIENT_SECONDS)
 
 
 def _is_permitted(job: str, engine: int, number: int) -> bool:
-    permits = gcs_kv.list_records(f"{_PERMITS}/{job}/")
+    permits = gcs_kv.list_records(f"{_PERMITS}/{job}/", gcs_kv.PATIENT_SECONDS)
     return any(permit["engine"] == engine and permit["restarts"] >= number for permit in permits)
 
 

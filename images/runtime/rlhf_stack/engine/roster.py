@@ -147,9 +147,18 @@ def engine_results(
     """Return the results of upstream's calls of ``method``, ``references``, without those of lost engines."""
     if not env_vars.engine_restarts():
         return wait_for_engine_results(references, method)
-    return of(engines).ask(
-        lambda engine: getattr(engine, method).remote(*arguments, **options), method, references
-    )
+
+    def call(engine: Any) -> Any:
+        return getattr(engine, method).remote(*arguments, **options)
+
+    called = list(engines)
+    team = of(engines)
+    if team.engines != called:  # the roster was made now: an engine was replaced before this process knew it
+        references = [
+            reference if engine == before else call(engine)
+            for engine, before, reference in zip(team.engines, called, references, strict=True)
+        ]
+    return team.ask(call, method, references)
 
 
 def has_moved(index: int, handle: Any) -> bool:

@@ -3,15 +3,17 @@
 import importlib
 import os
 import socket
+import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.engine import startup
 from rlhf_stack.lazy import ray, torch
-from rlhf_stack.sync import digest, weight_layout
+from rlhf_stack.sync import SyncError, digest, weight_layout
 from rlhf_stack.sync.receiving import receive
 
+FAILURE = "rlhf_stack_failure"  # the key of an answer that is an error: its type, if no `SyncError`, and text
 WORKERS = {"cuda": ("vllm.worker.worker", "Worker"), "cpu": ("vllm.worker.cpu_worker", "CPUWorker")}
 
 
@@ -33,6 +35,15 @@ def own_node() -> dict[str, Any]:
     return {"node": ray.util.get_node_ip_address(), "node_id": ray.get_runtime_context().get_node_id()}
 
 
+def failure_in(answers: Sequence[Any]) -> Exception | None:
+    """Return the first error among the answers of the ranks to `WorkerMixin.answer`, None without one."""
+    for answer in answers:
+        if isinstance(answer, dict) and FAILURE in answer:
+            name, text = answer[FAILURE]
+            return RuntimeError(f"{name}: {text}") if name else SyncError(text)
+    return None
+
+
 class WorkerMixin:
     """A base of a vLLM worker, with the model in ``self.model_runner``."""
 
@@ -41,6 +52,20 @@ class WorkerMixin:
     _model_update_group: Any
     _weight_layout: weight_layout.Layout
     _rearranged: dict[str, set[str]]
+
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of this worker, or its error as `failure_in` finds it.
+
+        vLLM 0.29 takes the answers of the ranks one after the other and stops at the first error: the next
+        call would get the answers of the other ranks to this one.
+        """
+        try:
+            return getattr(self, method)(*arguments)
+        except Exception as error:
+            if not isinstance(error, SyncError):
+                traceback.print_exc()
+            name = "" if isinstance(error, SyncError) else type(error).__name__
+            return {FAILURE: [name, str(error)]}
 
     def where(self) -> dict[str, Any]:
         """Return rank in the engine, GPU, host name and process id, and the node if this is a Ray actor."""

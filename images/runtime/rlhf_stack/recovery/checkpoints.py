@@ -24,7 +24,6 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 CONVERT = "convert the checkpoint by `python -m deepspeed.checkpoint.ds_to_universal` (see docs/faults.md)"
 UNIVERSAL_FLAG = "--ds.use_universal_ckpt"
 ASIDE = "incomplete"
-METRIC = "metric.json"  # CKPT_METRIC_FILENAME of OpenRLHF 0.11.2
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,16 @@ class Checkpoints:
             if not step:
                 moved += [_set_aside(self._of(role))] if self._of(role).is_dir() else []
                 continue
+            latest = self._of(role) / LATEST
+            if (
+                _named_by(latest) != name
+            ):  # before what it names is moved; a full disk may have no room for it
+                unfinished = latest.with_name(f"{LATEST}.unfinished")
+                unfinished.write_text(name, encoding="ascii")
+                unfinished.rename(latest)
             for tag, later in self._tags(role).items():
                 if later > step and _written(tag, max) >= since:
                     moved.append(_set_aside(tag))
-            unfinished = self._of(role) / f"{LATEST}.unfinished"
-            unfinished.write_text(name, encoding="ascii")
-            unfinished.rename(self._of(role) / LATEST)
         return moved
 
     def convert(self, step: int, since: float) -> None:
@@ -95,6 +98,11 @@ class Checkpoints:
                 continue
             latest = self._of(role) / LATEST
             tag = _named_by(latest)
+            if tag and not (self._of(role) / tag).is_dir():
+                found.append(
+                    f"{latest} names {tag}, which does not exist: {self._if_interrupted()}leave out "
+                    f"{self.load_flag} and start from a saved model"
+                )
             files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
             saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
             if saved and saved != ranks:
@@ -143,7 +151,7 @@ class Checkpoints:
             {
                 (step, tag.name)
                 for tag, step in self._tags(role).items()
-                if self._is_complete(role, tag) and _written(tag, min) >= since
+                if self._is_complete(role, tag, since)
             }
             for role in self.ranks
         ]
@@ -154,13 +162,18 @@ class Checkpoints:
         found = self._of(role).iterdir() if self._of(role).is_dir() else ()
         return {tag: int(match[1]) for tag in found if (match := TAG.fullmatch(tag.name))}
 
-    def _is_complete(self, role: str, tag: Path) -> bool:
-        """Whether a checkpoint has the files of every rank, each written to its end."""
-        ranks, files = self.ranks[role], [file for file in tag.iterdir() if file.suffix == ".pt"]
+    def _is_complete(self, role: str, tag: Path, since: float) -> bool:
+        """Whether a checkpoint has the files of every rank, each written after ``since`` and to its end."""
+        ranks = self.ranks[role]
         model = (SHARDED_MODEL, ranks) if self.stage == 3 else (MODEL, self.tensor_parallel)
         expected = [model, *([(OPTIMIZER, ranks)] if self.stage else [])]
-        counts = [sum(bool(name.fullmatch(file.name)) for file in files) for name, _ in expected]
-        return counts == [count for _, count in expected] and all(map(zipfile.is_zipfile, files))
+        try:
+            files = [file for file in tag.iterdir() if file.suffix == ".pt"]
+            counts = [sum(bool(name.fullmatch(file.name)) for file in files) for name, _ in expected]
+            is_whole = counts == [count for _, count in expected] and all(map(zipfile.is_zipfile, files))
+            return is_whole and _written(tag, min) >= since
+        except FileNotFoundError:  # a rank that is ending has removed it meanwhile
+            return False
 
 
 def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
@@ -211,6 +224,6 @@ def _set_aside(path: Path) -> Path:
     while (aside := path.with_name(f"{ASIDE}-{path.name}-{number}")).exists():
         number += 1
     path.rename(aside)
-    (aside / METRIC).unlink(missing_ok=True)
+    (aside / universal.METRIC).unlink(missing_ok=True)
     os.utime(aside, (0, 0))
     return aside

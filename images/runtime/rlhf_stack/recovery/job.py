@@ -21,6 +21,7 @@ LOST = 122  # exit code: the connection to the running job was lost
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 STOP_SECONDS = 60.0
 SILENT_SECONDS = 60.0  # without output, after which the job server is asked for the job's state
+SUBMIT_SECONDS = 600.0  # for a submission, which uploads the working directory
 ANSWER_SECONDS = 15.0  # of the job server: Ray's client itself has no time limit
 LOST_SECONDS = 30.0  # without an answer, after which the head counts as lost, or is reported as silent
 ACCEPT_SECONDS = 5.0  # in which the job server accepts a submission that a signal interrupted here
@@ -61,8 +62,9 @@ def submit(
 
     client = None
     try:
-        client = _client(address)()  # asks for the server's version
-        client.submit_job(entrypoint=shlex.join(words), submission_id=job, runtime_env=dict(environment))
+        client = _within(SUBMIT_SECONDS, _client(address))  # asks for the server's version
+        request = partial(client.submit_job, entrypoint=shlex.join(words), submission_id=job)
+        _within(SUBMIT_SECONDS, partial(request, runtime_env=dict(environment)))
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if client is None or not _has_job(address, job, seconds):
             raise UserError(f"Ray's job server at {address}: {summarize_ray_error(error)}") from None

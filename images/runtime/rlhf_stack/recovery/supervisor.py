@@ -5,8 +5,8 @@ The cluster is behind `Cluster`, so that the loop is tested without one.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -167,6 +167,7 @@ class Supervisor:
         `TakenOverError` before it changes anything of a run that has another supervisor by now.
         """
         state = self.state
+        self._adopt()
         self._cluster.remember(state.to_json())  # takes over from the one before, which may be alive
         if not state.nodes:
             self._keep(self._cluster.clean())
@@ -186,6 +187,19 @@ class Supervisor:
                     raise lost_head
                 return ended
             self._prepare()
+
+    def _adopt(self) -> None:
+        """Continue from what another supervisor has submitted since the state of this one was read."""
+        kept: dict[str, Any] | None = None
+        with suppress(Exception):  # as in `is_taken_over`
+            kept = self._cluster.recall()
+        if not kept or "words" not in kept:
+            return
+        found, state = read_state(kept), self.state
+        if (found.job, len(found.attempts)) != (state.job, len(state.attempts)):
+            vars(state).update(vars(found) | {"owner": state.owner})
+            self._run, self._checkpoints = self._describe(state.words)
+            messages.info(f"this run was submitted meanwhile: {state.job or 'no job runs now'}")
 
     def _submit(self) -> None:
         """Submit the run; again while the job server of a restarted head does not take jobs yet.
@@ -292,7 +306,9 @@ class Supervisor:
     def _select(self, saved: int) -> None:
         self._check_owner()
         if saved or (self._checkpoints.loads and not self._checkpoints.universal):
-            for path in self._checkpoints.select(saved, self.state.began):
+            with _readable(self._checkpoints):
+                moved = self._checkpoints.select(saved, self.state.began)
+            for path in moved:
                 messages.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
@@ -428,7 +444,18 @@ def _kept(problem: HeadSilentError) -> HeadSilentError:
 
 def last_saved(checkpoints: Checkpoints, state: State) -> int:
     """Return the last step from which a run can continue, 0 if there is none."""
-    return max(checkpoints.complete_steps(state.began) | {state.converted})
+    with _readable(checkpoints):
+        return max(checkpoints.complete_steps(state.began) | {state.converted})
+
+
+@contextmanager
+def _readable(checkpoints: Checkpoints) -> Iterator[None]:
+    """Raise `GivenUpError` for an error of the file system that has the checkpoints."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or checkpoints.folder
+        raise GivenUpError(f"the checkpoint to continue from: {where}: {error.strerror or error}") from None
 
 
 def words_to_continue(checkpoints: Checkpoints, state: State, saved: int) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_stack.errors import UserError
 from rlhf_stack.telemetry.run_log import messages
 
+METRIC = "metric.json"  # CKPT_METRIC_FILENAME of OpenRLHF 0.11.2
 CONVERTER = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state")
 
 
@@ -33,3 +34,5 @@ def convert(folders: Iterable[Path], name: str) -> None:
         if done.returncode:
             last = (done.stdout.strip().splitlines() or ["no output"])[-1]
             raise UserError(f"{tag} cannot be converted for another number of ranks: {last}")
+        if (metric := tag / METRIC).is_file():  # upstream removes a folder without one first
+            shutil.copyfile(metric, converted / METRIC)

@@ -135,11 +135,19 @@ def sends_weights(method: Callable[[Any], None]) -> Callable[[Any], None]:
                 return
             devices.empty_cache()
             _send(trainer)
-            if dist.get_rank() == 0 and getattr(arguments.vllm, "enable_prefix_caching", False):
-                resets = [engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines]
-                wait_for_engine_results(resets, "the engines to reset their prefix caches")
+            if dist.get_rank() == 0:
+                _forget_former_weights(trainer)
             devices.empty_cache()
             dist.barrier()
             devices.synchronize()
 
     return synced
+
+
+def _forget_former_weights(trainer: Any) -> None:
+    """Let the engines drop what they keep of computations with the former weights."""
+    arguments = trainer.strategy.args
+    prefixes = bool(getattr(arguments.vllm, "enable_prefix_caching", False))
+    if prefixes or getattr(arguments.data, "max_images_per_prompt", 0):
+        dropped = [engine.forget_former_weights.remote(prefixes) for engine in trainer.vllm_engines]
+        wait_for_engine_results(dropped, "the engines to reset their caches")

@@ -6,6 +6,7 @@ standard output, as do those of every logger below ``rlhf_stack``. The messages 
 formats, on standard error.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -52,8 +53,9 @@ class _Lines(logging.Handler):
         self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record."""
-        print(self.format(record), file=getattr(sys, self._stream), flush=True)
+        """Print the record, unless nobody reads it any more, or the disk is full: the run goes on."""
+        with contextlib.suppress(OSError):
+            print(self.format(record), file=getattr(sys, self._stream), flush=True)
 
 
 @functools.cache

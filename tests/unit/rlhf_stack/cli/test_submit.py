@@ -1,7 +1,9 @@
 """rlhf_stack.cli.commands.submit: the runtime environment of a job."""
 
+import errno
 import json
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.commands import submit
 from rlhf_stack.cli.commands.submit import runtime_env
+from rlhf_stack.cli.job_output import JobOutput
 from rlhf_stack.cli.main import main
 from rlhf_stack.compat import attention_provider
 from rlhf_stack.config import env_vars, image
@@ -411,6 +414,54 @@ def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
     cluster.return_value.remember.assert_not_called()
     expected = "job raysubmit_1 may still run: ray job stop --address http://head:8265 raysubmit_1 stops it"
     assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
+
+
+@pytest.mark.usefixtures("messages_as_before")
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_supervised_run_goes_on_when_nobody_reads_its_output(
+    stream: str,
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `submit ... 2>&1 | tee log` after Ctrl-C, which ends tee first."""
+    closed = MagicMock(**{"write.side_effect": BrokenPipeError(errno.EPIPE, "Broken pipe")})
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        monkeypatch.setattr(sys, stream, closed)
+        supervisor._write("a line of the job\n")
+        raise KeyboardInterrupt
+
+    stop = supervise(loop)
+    assert main(["submit", "--restarts", "1", "--", "train"]) == 130
+    stop.assert_called_once()
+    closed.write.assert_called()
+
+
+@pytest.mark.usefixtures("messages_as_before")
+def test_a_run_that_is_not_supervised_is_left_when_nobody_reads_its_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = MagicMock(**{"write.side_effect": BrokenPipeError(errno.EPIPE, "Broken pipe")})
+    monkeypatch.setattr(sys, "stdout", closed)
+    with pytest.raises(BrokenPipeError):
+        JobOutput("stdout", is_supervised=False)("a line")
+
+
+def test_an_error_that_nobody_expects_leaves_the_job_to_the_same_command(
+    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its state, the same command would submit the run a second time beside the job."""
+
+    def loop(supervisor: Supervisor) -> Ended:
+        supervisor.state.job = "raysubmit_1"
+        raise LookupError("a defect")
+
+    supervise(loop)
+    cluster = MagicMock(**{"return_value.recall.return_value": None})
+    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    assert main(["submit", "--restarts", "1", "--", "train"]) == 70
+    cluster.return_value.remember.assert_not_called()
 
 
 @pytest.mark.usefixtures("messages_as_before")

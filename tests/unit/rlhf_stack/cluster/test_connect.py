@@ -2,11 +2,12 @@
 
 import signal
 import sys
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cluster.connect import connect, connected
+from rlhf_stack.errors import UserError
 
 
 def test_sigterm_reaches_the_handler_of_this_process_during_and_after_a_connection(
@@ -35,3 +36,19 @@ def test_sigterm_reaches_the_handler_of_this_process_during_and_after_a_connecti
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == ["own", "own", "own"]
+
+
+@pytest.mark.parametrize("has_class", [True, False])
+def test_a_head_that_does_not_answer_for_a_while_is_an_error_and_no_defect(
+    has_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor waits for such a head; Ray's own error would end it."""
+    error = type("RpcError", (Exception,), {})
+    exceptions = SimpleNamespace(**({"RpcError": error} if has_class else {}), RayError=Exception)
+    ray = MagicMock(exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x" * 40)
+    expected = UserError if has_class else error
+    with pytest.raises(expected, match="Deadline Exceeded"), connected():
+        raise error("Deadline Exceeded\nstack")
+    ray.shutdown.assert_called_once()

@@ -1,6 +1,7 @@
 """Mixins of engine actors and workers for vLLM 0.4, whose engine is a blocking ``vllm.LLM``."""
 
 import asyncio
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -58,11 +59,14 @@ def test_an_engine_that_was_restarted_after_a_sync_still_lacks_its_weights(
     assert received.called == has
 
 
+QUERIES = {"where", "needs_weights", "call_workers_of", "forget_former_weights"}
+
+
 @pytest.mark.parametrize(
     ("restarts", "repeated"),
     [
-        ("0", {"sleep", "where", "leave_weight_group", "needs_weights", "call_workers_of"}),
-        ("1", {"where", "needs_weights", "call_workers_of"}),
+        ("0", {*QUERIES, "sleep", "leave_weight_group"}),
+        ("1", QUERIES),
     ],
 )
 def test_ray_repeats_calls_of_upstreams_methods_and_ours(
@@ -237,6 +241,101 @@ def test_an_answer_that_a_weight_sync_interrupts_has_two_versions_and_is_counted
         return last, [report["mixed"] for report in reports]
 
     assert asyncio.run(run()) == ([(0, 0), (0, 1), (1, 1)], [0, 1, 0])
+
+
+def test_an_engine_whose_process_has_died_ends_when_it_is_put_to_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray restarts the actor then; the error of vLLM would end the run."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(restarted, "end_process", MagicMock(side_effect=SystemExit))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(method=lambda **_: lambda function: function))
+
+    class Engine(actor.AsyncEngineMixin):
+        def __init__(self) -> None:
+            self.llm = SimpleNamespace(errored=True)
+
+        async def sleep(self, level: int = 1) -> None:
+            raise ValueError(f"EngineDeadError {level}")
+
+    class OfRay(Engine):
+        """As Ray makes one of each actor's class."""
+
+    assert OfRay.sleep is Engine.sleep
+    with pytest.raises(SystemExit):
+        asyncio.run(OfRay().sleep(level=2))
+    alive = Engine()
+    alive.llm.errored = False
+    with pytest.raises(ValueError, match="EngineDeadError 1"):
+        asyncio.run(alive.sleep())
+
+
+def test_the_errors_of_workers_are_raised_once_all_have_answered() -> None:
+    """vLLM stops at the first error: the next call got the other ranks' answers to this one."""
+
+    class Worker(worker_extension.WorkerMixin):
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def receive(self, what: str) -> str:
+            if self.error:
+                raise self.error
+            return what
+
+    async def call(*errors: Exception | None) -> Any:
+        async def collective_rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
+            return [getattr(Worker(error), method)(*args) for error in errors]
+
+        mixin = actor.AsyncEngineMixin()
+        mixin.llm = SimpleNamespace(collective_rpc=collective_rpc, errored=False)
+        return await mixin.call_workers("receive", "weights")
+
+    assert asyncio.run(call(None, None)) == ["weights", "weights"]
+    with pytest.raises(SyncError, match="rank 2 does not answer"):
+        asyncio.run(call(None, SyncError("rank 2 does not answer"), KeyError("x")))
+    with pytest.raises(RuntimeError, match="KeyError: 'x'"):
+        asyncio.run(call(KeyError("x"), None))
+
+
+def test_a_restarted_engine_without_weights_refuses_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarted, "needs_weights", lambda: True)
+
+    async def run() -> None:
+        async for _ in actor.AsyncEngineMixin().measured(MagicMock()):
+            pytest.fail("it has answered")
+
+    with pytest.raises(restarted.NeedsWeightsError, match="lacks the trainer's weights") as raised:
+        asyncio.run(run())
+    assert isinstance(pickle.loads(pickle.dumps(raised.value)), restarted.NeedsWeightsError)  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "is_reset", "calls"),
+    [
+        (False, True, ["images"]),
+        (True, True, ["prefixes", "images"]),
+        (True, False, ["prefixes", "all", "images"]),
+    ],
+)
+def test_a_cache_that_a_running_request_holds_is_dropped_too(
+    prefixes: bool, is_reset: bool, calls: list[str]
+) -> None:
+    """vLLM returns False then, which upstream ignores: keys and values of the former weights were used."""
+    made: list[str] = []
+
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> bool:
+        made.append("all" if reset_running_requests else "prefixes")
+        return is_reset
+
+    async def reset_encoder_cache() -> None:
+        made.append("images")
+
+    mixin = actor.AsyncEngineMixin()
+    mixin.llm = SimpleNamespace(
+        reset_prefix_cache=reset_prefix_cache, reset_encoder_cache=reset_encoder_cache
+    )
+    asyncio.run(mixin.forget_former_weights(prefixes))
+    assert made == calls
 
 
 def test_an_answer_that_vllm_has_aborted_is_an_error() -> None:

@@ -34,9 +34,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake.get_runtime_context.return_value.get_job_id.return_value = "job"
     stored: dict[str, dict[str, Any]] = {}
     monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(gcs_kv, "put_record", stored.__setitem__)
+    monkeypatch.setattr(gcs_kv, "put_record", lambda key, record, *_: stored.update({key: record}))
     monkeypatch.setattr(
-        gcs_kv, "list_records", lambda key: [stored[one] for one in sorted(stored) if one.startswith(key)]
+        gcs_kv, "list_records", lambda key, *_: [stored[one] for one in sorted(stored) if one.startswith(key)]
     )
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "2")
     return fake

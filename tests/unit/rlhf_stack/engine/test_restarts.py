@@ -78,9 +78,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     stored: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(gcs_kv, "put_record", stored.__setitem__)
+    monkeypatch.setattr(gcs_kv, "put_record", lambda key, record, *_: stored.update({key: record}))
     monkeypatch.setattr(
-        gcs_kv, "list_records", lambda key: [stored[one] for one in stored if one.startswith(key)]
+        gcs_kv, "list_records", lambda key, *_: [stored[one] for one in stored if one.startswith(key)]
     )
     monkeypatch.setattr(report, "set_metric", MagicMock())
     monkeypatch.setattr(time, "sleep", MagicMock())
@@ -211,7 +211,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
     monkeypatch.setattr(roster, "_rosters", {})
     monkeypatch.setattr(recipes, "load", lambda _: None)
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: [])
-    monkeypatch.setattr(gcs_kv, "list_records", lambda _: [])
+    monkeypatch.setattr(gcs_kv, "list_records", lambda *_: [])
     monkeypatch.setattr(actor_registry, "describe_callee", lambda _: "engine")
     noted: set[str] = set()
 
@@ -382,10 +382,16 @@ def test_a_loss_is_one_event_of_all_processes_and_syncs(
     emitted.assert_called_once()
 
 
+# As Ray raises what an actor has raised.
+NeedsWeightsOfRay = type("RayTaskError(NeedsWeightsError)", (restarted.NeedsWeightsError,), {})
+
+
 @pytest.mark.parametrize(
     ("error", "other"),
     [
         (UnavailableError, UnavailableError),
+        (NeedsWeightsOfRay, UnavailableError),
+        (UnavailableError, NeedsWeightsOfRay),
         (LostAnswerError, UnavailableError),
         (UnavailableError, LostAnswerError),
         (UnrecoverableError, LostAnswerError),
@@ -591,7 +597,9 @@ def test_rank_0_does_not_wait_for_an_engine_whose_node_is_lost_after_its_start(
     """Nor as long as the process that creates the engines waits for a place."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setenv(env_vars.AUTOSCALE, "1")
-    monkeypatch.setattr(gcs_kv, "list_records", lambda key: [records[one] for one in records if one == key])
+    monkeypatch.setattr(
+        gcs_kv, "list_records", lambda key, *_: [records[one] for one in records if one == key]
+    )
     lost, left, new = (engine(__ray_ready__=True, needs_weights=False) for _ in range(3))
     created = [lost, left]
     monkeypatch.setattr(
@@ -1062,6 +1070,21 @@ def test_the_list_that_other_processes_get_has_every_engine(
     assert restarts.engine_results(engines, references, "sleep", (), {}) == [None]
     assert engines == ([lost, other] if here else [other])
     assert wait.called == here
+
+
+def test_a_call_to_an_engine_that_was_replaced_before_goes_to_the_new_one(
+    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first use of a list in a process, such as that of the trainer in asynchronous training."""
+    monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
+    monkeypatch.setattr(roster, "is_group_deferred", lambda: False)
+    former, other, new = engine(pause=LostError("dead")), engine(pause="other"), engine(pause="new")
+    monkeypatch.setattr(recipes, "current", lambda index, handle: new if index == 0 else handle)
+    states[id(former)] = "DEAD"
+    engines = [former, other]
+    references = [one.pause.remote() for one in engines]
+    assert roster.engine_results(engines, references, "pause", (), {}) == ["new", "other"]
+    assert engines == [new, other]
 
 
 def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(

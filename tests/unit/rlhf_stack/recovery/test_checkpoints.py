@@ -1,12 +1,15 @@
 """rlhf_stack.recovery.checkpoints: which checkpoints are complete, and what the next attempt loads."""
 
+import errno
 import os
 import shutil
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.errors import UserError
@@ -230,6 +233,37 @@ def test_what_an_earlier_run_left_is_neither_loaded_nor_moved(tmp_path: Path) ->
     assert own.complete_steps(0.0) == {5, 50}
 
 
+def test_a_full_disk_does_not_prevent_the_choice_of_the_latest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "actor", 4)
+    own = checkpoints(tmp_path)
+    next(save(tmp_path, "actor", 9).glob("*optim_states.pt")).unlink()
+    (tmp_path / "_actor" / "latest").write_text("global_step4")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", MagicMock(side_effect=full))
+    assert [path.name for path in own.select(4, BEGAN)] == ["incomplete-global_step9-1"]
+    assert latest(tmp_path, "actor") == "global_step4"
+
+
+def test_a_latest_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed would end the run on an assertion, after all models were loaded."""
+    save(tmp_path, "actor", 4)
+    (tmp_path / "_actor" / "latest").write_text("global_step9")
+    (found,) = replace(checkpoints(tmp_path), loads=True).obstacles()
+    assert "latest names global_step9, which does not exist: if its save was interrupted, write" in found
+    assert "global_step4, which is complete" in found
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a rank of a job that is ending removes an old one."""
+    save(tmp_path, "actor", 4)
+    monkeypatch.setattr(zipfile, "is_zipfile", MagicMock(side_effect=FileNotFoundError))
+    assert checkpoints(tmp_path).complete_steps(BEGAN) == set()
+
+
 def test_without_a_complete_checkpoint_no_run_finds_a_folder_to_load(tmp_path: Path) -> None:
     tag = save(tmp_path, "actor", 1)
     next(tag.glob("*optim_states.pt")).unlink()
@@ -259,6 +293,10 @@ def test_checkpoints_are_converted_by_deepspeed_for_each_role(
     monkeypatch.setattr(universal, "CONVERTER", (sys.executable, str(program)))
     checkpoints(tmp_path, actor=2, critic=2).convert(4, BEGAN)
     assert [list(one.iterdir()) for one in sorted(tmp_path.glob("_*/global_step4_universal"))] == [[], []]
+    (tmp_path / "_actor" / "global_step4" / "metric.json").write_text("{}")
+    checkpoints(tmp_path, actor=2).convert(4, BEGAN)
+    kept = tmp_path / "_actor" / "global_step4_universal" / "metric.json"
+    assert kept.is_file(), "OpenRLHF removes a checkpoint without one first"
     program.write_text("print('a line'); raise SystemExit('no universal information')")
     with pytest.raises(UserError, match=r"_actor/global_step4 cannot be converted .*: no universal info"):
         checkpoints(tmp_path, actor=2).convert(4, BEGAN)

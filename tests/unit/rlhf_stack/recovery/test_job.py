@@ -103,6 +103,22 @@ class Requests:
         requests.get(f"{self.address}/api/jobs/", timeout=5).raise_for_status()
 
 
+def test_a_submission_that_is_not_answered_ends(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve([], ["RUNNING"])
+    monkeypatch.setattr(job, "SUBMIT_SECONDS", 0.05)
+
+    class Paused:
+        def __init__(self, address: str) -> None:
+            """As the client of a head that is paused: the kernel accepts connections."""
+            threading.Event().wait(60)
+
+    monkeypatch.setattr(sys.modules["ray.job_submission"], "JobSubmissionClient", Paused)
+    with pytest.raises(UserError, match="job server at http://head:8265: no answer within 0 s"):
+        job.submit("http://head:8265", "job1", ["train"], {}, 0.1)
+
+
 @pytest.mark.usefixtures("behind_proxy")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_job_is_submitted_without_a_proxy(

@@ -1,11 +1,12 @@
 """rlhf_stack.recovery.supervisor: the loop, on a cluster made of lists."""
 
+import errno
 import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from rlhf_stack.errors import UserError
@@ -24,6 +25,9 @@ from rlhf_stack.recovery.supervisor import (
     read_state,
 )
 from rlhf_stack.telemetry import run_log
+
+if TYPE_CHECKING:
+    from rlhf_stack.recovery.checkpoints import Checkpoints
 
 
 def nodes(answering: str, silent: str = "") -> Nodes:
@@ -179,7 +183,7 @@ def test_the_job_server_of_a_restarted_head_takes_jobs_later_than_it_answers() -
     ended, _, saved = supervise(cluster, [4, 9], Limits(3))
     assert (ended.status, cluster.refusals) == ("SUCCEEDED", 0)
     assert saved.selected == [4, 4], "and what ranks wrote until they were removed is set aside"
-    cluster.submitted, cluster.refusals = [(WORDS, [])], 10**6
+    cluster.submitted, cluster.refusals, cluster.remembered = [(WORDS, [])], 10**6, []
     with pytest.raises(UserError, match="No available agent"):
         supervise(cluster, [4], Limits(3))
 
@@ -578,6 +582,26 @@ def test_a_second_command_takes_over_before_the_first_has_submitted_its_job() ->
     with pytest.raises(TakenOverError):
         supervise(cluster, [4], Limits(3), owned("first"))
     assert cluster.submitted == []
+
+
+def test_a_job_that_another_command_has_submitted_while_this_one_planned_is_followed() -> None:
+    """It would run twice: both commands found no run when they started."""
+    first, second = Faulty(["silent"]), Faulty(["ok"])
+    with pytest.raises(HeadSilentError):
+        supervise(first, [4], Limits(3), owned("first"))
+    second.remembered = first.remembered[-1:]
+    ended, state, _ = supervise(second, [9], Limits(3), owned("second"))
+    assert (ended.job, second.submitted, state.owner) == ("job1", [], "second")
+
+
+def test_an_error_of_the_file_system_with_the_checkpoints_names_it() -> None:
+    class Gone(Saved):
+        def complete_steps(self, since: float) -> set[int]:
+            raise OSError(errno.ESTALE, "Stale file handle", "/ckpt/_actor")
+
+    state = State(list(WORDS), 0.0)
+    with pytest.raises(GivenUpError, match="continue from: /ckpt/_actor: Stale file handle"):
+        supervisor.last_saved(cast("Checkpoints", Gone([])), state)
 
 
 def test_a_head_that_does_not_answer_takes_no_run_over() -> None:

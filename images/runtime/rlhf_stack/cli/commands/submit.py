@@ -52,7 +52,6 @@ of nodes, causes, waited: seconds before it, changed: what differs from the atte
 import argparse
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -60,6 +59,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_stack.cli import run_options, supervised
+from rlhf_stack.cli.job_output import JobOutput
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import (
     gibibytes,
@@ -174,9 +174,6 @@ def _run(options: argparse.Namespace) -> int:
     def environment() -> dict[str, Any]:
         return runtime_env(os.environ, options.env, options.working_dir)
 
-    def write(text: str) -> None:
-        print(text, end="", file=sys.stderr if options.json else sys.stdout, flush=True)
-
     if not options.restarts:
         refuse_without_effect(options, ("min_nodes", "node_wait"), "without --restarts")
     # Before anything starts: `UserError` for a variable without a value, or with an invalid one.
@@ -185,7 +182,8 @@ def _run(options: argparse.Namespace) -> int:
     _warn_of_secrets(variables, words)
     for text in replaced_by_profile(os.environ, variables):
         messages.info(text)
-    is_supervised = options.restarts or options.grace
+    is_supervised = bool(options.restarts or options.grace)
+    write = JobOutput("stderr" if options.json else "stdout", is_supervised)
     supervision = _supervision(options, words, environment) if is_supervised else None
     follows = supervision is not None and supervision.follows_a_job
     problems = [] if follows else _problems_after_wait(options, words, variables)
