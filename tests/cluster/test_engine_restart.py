@@ -131,7 +131,10 @@ def assert_continued(run, is_async=False):
     ],
 )
 def test_a_run_continues_with_an_engine_that_was_lost(train, layout, gpus, count, more, process, phase):
-    run = train(layout, gpus, STEPS, SECONDS, *changed(layout, count, more), **dying(process, phase))
+    variables = dying(process, phase)
+    if more == TP2:  # several buckets, so that both workers of the other engine wait for the lost one
+        variables |= {env_vars.SYNC_BUCKET: "0.03"}
+    run = train(layout, gpus, STEPS, SECONDS, *changed(layout, count, more), **variables)
     assert_continued(run, is_async=more == ASYNC)
     (restart,), (restored,) = run.of("engine restart"), run.of("engine restored")
     assert (restart["engine"], restart["restarts"], restored["engine"]) == (0, 1, 0)
