@@ -148,6 +148,6 @@ def _forget_former_weights(trainer: Any) -> None:
     """Let the engines drop what they keep of computations with the former weights."""
     arguments = trainer.strategy.args
     prefixes = bool(getattr(arguments.vllm, "enable_prefix_caching", False))
-    if prefixes or getattr(arguments.data, "max_images_per_prompt", 0):
+    if prefixes or getattr(arguments.data, "max_images_per_prompt", None):
         dropped = [engine.forget_former_weights.remote(prefixes) for engine in trainer.vllm_engines]
         wait_for_engine_results(dropped, "the engines to reset their caches")
