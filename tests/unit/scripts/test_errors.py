@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 
 import pytest
 
@@ -22,6 +23,7 @@ def test_an_error_of_the_system_is_one_line(
     error: OSError, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
 
     def fail() -> int:
         raise error
