@@ -49,13 +49,13 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 def _failed(error: OSError) -> int:
     """Report an error of a file or of the output, and return the exit code."""
-    if isinstance(error, BrokenPipeError) or (error.filename is None and error.errno in OUTPUT_ERRORS):
+    of_output = error.filename is None and error.errno in OUTPUT_ERRORS
+    if isinstance(error, BrokenPipeError) or of_output:
         with contextlib.suppress(OSError, ValueError):  # otherwise the interpreter's own flush fails again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
     written = error.filename2 or error.filename  # of a copy the second one
-    of_output = error.errno in OUTPUT_ERRORS
     where = written or ("the output could not be written" if of_output else "a system call failed")
     if error.errno == errno.ENOSPC and written:
         where = f"no space left on the disk of {written}"

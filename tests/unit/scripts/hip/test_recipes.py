@@ -44,6 +44,7 @@ def test_the_context_of_the_current_recipe_has_what_it_imports_and_only_its_own_
     assert stages == "COPY --from=vllm-source /wheels /\n"
 
 
+Build = Callable[[str], dict[str, tuple[int, str]]]  # by a shell script, to `sources.outcomes`
 LISTED = "echo '#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o'; "
 COMPILED = "echo '#9 2.0 [1/2] Building HIP object CMakeFiles/_C.dir/csrc/one.hip.o'; "
 CACHED = "echo '#9 CACHED'; "
@@ -52,16 +53,16 @@ mkdir -p "$out"; echo wheel > "$out/a-1.whl" """
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, tuple[int, str]]]:
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     """Build with a shell script in place of Docker's command; the context is one file."""
-    recipes_folder = tmp_path / "context"
-    recipes_folder.mkdir()
-    (recipes_folder / "Dockerfile").write_text("FROM a AS b\n")
+    context_folder = tmp_path / "context"
+    context_folder.mkdir()
+    (context_folder / "Dockerfile").write_text("FROM a AS b\n")
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
 
     def built(script: str) -> dict[str, tuple[int, str]]:
         monkeypatch.setattr(recipes, "docker_command", lambda: ["bash", "-c", script, "docker"])
-        return recipes._build(recipes_folder, "runtime", "builder", tmp_path / "wheels", 0.01)
+        return recipes._build(context_folder, "runtime", "builder", tmp_path / "wheels", 0.01)
 
     return built
 
@@ -70,7 +71,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], di
     ("end", "reason"), [("exit 1", "not reached"), ("exec sleep 60", "not compiled within 0.01 minutes")]
 )
 def test_a_build_that_fails_or_takes_too_long_leaves_outcomes_and_no_wheel(
-    end: str, reason: str, build: Callable[[str], dict[str, tuple[int, str]]], tmp_path: Path
+    end: str, reason: str, build: Build, tmp_path: Path
 ) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -82,7 +83,7 @@ def test_a_build_that_fails_or_takes_too_long_leaves_outcomes_and_no_wheel(
 
 
 def test_what_buildkit_has_compiled_before_keeps_its_sources(
-    build: Callable[[str], dict[str, tuple[int, str]]],
+    build: Build,
 ) -> None:
     """In a run that passed, and in one that failed or was ended after the stage."""
     with pytest.raises(recipes.IncompleteError) as error:
@@ -93,7 +94,7 @@ def test_what_buildkit_has_compiled_before_keeps_its_sources(
 
 
 def test_of_a_source_that_was_compiled_again_the_last_outcome_counts(
-    build: Callable[[str], dict[str, tuple[int, str]]],
+    build: Build,
 ) -> None:
     build(LISTED + COMPILED + WHEEL)
     with pytest.raises(recipes.IncompleteError) as error:
@@ -101,9 +102,7 @@ def test_of_a_source_that_was_compiled_again_the_last_outcome_counts(
     assert error.value.sources == {"csrc/one.hip": (0, "not reached")}
 
 
-def test_without_its_log_the_compilation_is_repeated(
-    build: Callable[[str], dict[str, tuple[int, str]]], tmp_path: Path
-) -> None:
+def test_without_its_log_the_compilation_is_repeated(build: Build, tmp_path: Path) -> None:
     """And the log of other inputs is not that of these."""
     again = f'case " $* " in *" --no-cache "*) {LISTED}{COMPILED};; esac; {WHEEL}'
     build(LISTED + COMPILED + WHEEL)
