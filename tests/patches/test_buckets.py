@@ -45,7 +45,7 @@ def engine():
 class Trainer(ActorPPOTrainer):
     def __init__(self):
         layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(5)])
-        sections = {name: types.SimpleNamespace() for name in ("vllm", "ds")}
+        sections = {name: types.SimpleNamespace() for name in ("vllm", "ds", "data")}
         arguments = types.SimpleNamespace(zero_stage=2, **sections)
         arguments.ds.zero_stage, arguments.ds.tensor_parallel_size = 2, 1
         self.actor = types.SimpleNamespace(model=types.SimpleNamespace(module=layers))
