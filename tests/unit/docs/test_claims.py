@@ -84,8 +84,8 @@ def test_defaults_of_variables(name: str, value: object, monkeypatch: pytest.Mon
         f"if their mean difference exceeds {probabilities.TOLERANCE:g} nats",
         f"more than {encoding.SLOW_SECONDS:g} s at less than {encoding.SLOW_RATE:g} GB/s",
         "a random port between {} and {}".format(*ports.RAY_DEFAULT_RANGE),
-        {0.1: "A link of known speed must reach a tenth of it"}[model.SPEED_SHARE],
-        {2: "if every node has twice as much left"}[encoding.ROOM],
+        {0.1: "If the speed of a link is known, the link must reach 10 % of it"}[model.SPEED_SHARE],
+        {2: "each node of engines have twice as much left"}[encoding.ROOM],
     ],
 )
 def test_constants(text: str) -> None:
