@@ -106,15 +106,13 @@ class Supervision:
             ended = supervisor.supervise()
             may_run = False
             return ended
-        except HeadSilentError:
-            raise
-        except UserError:
-            may_run = False
+        except UserError as error:
+            may_run = isinstance(error, HeadSilentError)
             raise
         except (KeyboardInterrupt, TerminatedError):
-            may_run = False
-            if job := self._state.job:
-                may_run = True  # also if another signal ends the wait
+            job = self._state.job
+            may_run = bool(job)  # also if another signal ends the wait
+            if job:
                 try:
                     may_run = not self._stop(job)
                 finally:

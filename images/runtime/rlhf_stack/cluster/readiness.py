@@ -17,11 +17,15 @@ from typing import Any
 from rlhf_stack.cluster import auth_token
 from rlhf_stack.cluster.connect import connect, off_stdout
 from rlhf_stack.cluster.direct import open_directly
+from rlhf_stack.cluster.host import endpoint
+from rlhf_stack.cluster.start_command import LOOPBACK
 from rlhf_stack.errors import UserError
 from rlhf_stack.lazy import ray
 
 POLL_SECONDS = 0.2
-DASHBOARD = "http://127.0.0.1:8265"
+DASHBOARD_PORT = 8265
+DASHBOARD = f"http://{LOOPBACK}:{DASHBOARD_PORT}"
+EVERY_ADDRESS = ("0.0.0.0", "::")
 TOKEN_REQUIRED = (401, 403)  # HTTP codes of a server that is up
 
 
@@ -89,23 +93,32 @@ def _connect() -> str:
     return ""
 
 
-def _dashboard() -> str:
+def job_server(dashboard: str) -> str:
+    """Return the URL, for this machine, of the job server whose dashboard listens on the host ``dashboard``."""
+    return DASHBOARD if dashboard in EVERY_ADDRESS else f"http://{endpoint(dashboard, DASHBOARD_PORT)}"
+
+
+def _answers(server: str) -> str:
     try:
-        with open_directly(f"{DASHBOARD}/api/jobs/", 5.0):
+        with open_directly(f"{server}/api/jobs/", 5.0):
             return ""
     except urllib.error.HTTPError as error:
-        return "" if error.code in TOKEN_REQUIRED else f"Ray's job server at {DASHBOARD} fails ({error})"
+        return "" if error.code in TOKEN_REQUIRED else f"Ray's job server at {server} fails ({error})"
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        return f"Ray's job server at {DASHBOARD} does not answer ({error})"
+        return f"Ray's job server at {server} does not answer ({error})"
 
 
 def wait_for_nodes(
-    nodes: int, gpus: float, timeout: float, jobs: bool = True, check: Callable[[], None] = lambda: None
+    nodes: int,
+    gpus: float,
+    timeout: float,
+    server: str | None = DASHBOARD,
+    check: Callable[[], None] = lambda: None,
 ) -> list[RayNode]:
-    """Wait until ``nodes`` nodes with ``gpus`` GPUs have joined and, if ``jobs``, jobs can be submitted.
+    """Wait until ``nodes`` nodes with ``gpus`` GPUs have joined and jobs can be submitted to ``server``.
 
-    ``jobs`` works on the head only. ``check`` is called at each poll and may raise to end the wait. Raises
-    `NotReadyError` after ``timeout`` seconds.
+    ``server`` is the address of Ray's job server, None if it is not awaited. ``check`` is called at each poll
+    and may raise to end the wait. Raises `NotReadyError` after ``timeout`` seconds.
     """
 
     def connection() -> str:
@@ -121,8 +134,8 @@ def wait_for_nodes(
         _poll(deadline, connection)
         try:
             _poll(deadline, members)
-            if jobs:
-                _poll(deadline, _dashboard)
+            if server:
+                _poll(deadline, lambda: _answers(server))
             return parse_nodes(ray.nodes())
         finally:
             ray.shutdown()

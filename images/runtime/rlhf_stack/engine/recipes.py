@@ -16,6 +16,8 @@ from rlhf_stack.placement import PlacementError, driver_cpus, reserve_engines
 from rlhf_stack.placement.reservation import pinned_addresses, release
 from rlhf_stack.telemetry import run_log
 
+# At a time in an engine: above the number of its prompts, as calls that follow them are answered meanwhile.
+MOST_CALLS = 100_000
 LOSSES_OF_A_NODE = 2  # after which no engine moves to it if there is another place
 
 _recorded: set[int] = set()
@@ -158,6 +160,7 @@ def replace(index: int, former: Any, wait: bool = True) -> Any | None:
         num_gpus=gpus,
         scheduling_strategy=strategy,
         max_restarts=left - 1,  # this is one of them
+        max_concurrency=MOST_CALLS,
     )
     former_group = entry["group"]
     entry |= {"moved": True, "group": group.id.hex(), "addresses": pinned_addresses(group, bundles)}

@@ -21,6 +21,7 @@ from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
 from rlhf_stack.engine.gpu_contention import track_collectives
 from rlhf_stack.engine.prompt_requests import answers_of, request_answers
+from rlhf_stack.engine.recipes import MOST_CALLS
 from rlhf_stack.engine.recipes import record as record_engine
 from rlhf_stack.engine.request_balancer import assign_prompts
 from rlhf_stack.engine.restarts import (

@@ -131,6 +131,14 @@ def installed_trainer(
     return (found.name, found.arguments) if is_installed else None
 
 
+def run_variables(words: Sequence[str]) -> list[str]:
+    """Return the NAME=VALUE of ``env`` before train_ppo_ray; Ray starts its actors without them."""
+    found = program_of(words)
+    if found is None or found.name != PROGRAMS[0]:
+        return []
+    return [word for word in found.launcher if VARIABLE.fullmatch(word)]
+
+
 def unread_program(words: Sequence[str]) -> str | None:
     """Return the program of OpenRLHF that ``words`` name where no program is read, None without one."""
     found = program_of(words)

@@ -71,11 +71,11 @@ def join(trainer: Any) -> None:
         world = 1 + facts[0][2] * size
         if rank == 0:
             endpoints = [facts[sender][:2] for sender in senders[1:]]
-            references = [
-                call("join_weight_sources", endpoints, 1 + index * size, world)
-                for index, call in enumerate(engine_calls(trainer.vllm_engines))
-            ]
             try:
+                references = [
+                    call("join_weight_sources", endpoints, 1 + index * size, world)
+                    for index, call in enumerate(engine_calls(trainer.vllm_engines))
+                ]
                 wait_for_engine_results(references, WHAT)
             except (SyncError, PeerError) as error:
                 for node, port in endpoints:

@@ -113,6 +113,35 @@ def test_a_token_that_ray_ignores_is_a_warning(
     assert bool(errors) == bool(name)
 
 
+@pytest.mark.parametrize(
+    ("options", "server"),
+    [
+        (["--head"], "http://127.0.0.1:8265"),
+        (["--head", "--dashboard-host", "10.0.0.3"], "http://10.0.0.3:8265"),
+        (["--join", "127.0.0.1"], None),
+    ],
+)
+def test_the_job_server_is_awaited_where_it_listens(
+    options: list[str],
+    server: str | None,
+    ray: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the head's own address for the dashboard, `start --expect-nodes` ended Ray after its timeout."""
+    waited: list[Any] = []
+
+    def wait(*given: Any) -> None:
+        waited.extend(given)
+        raise readiness.NotReadyError("seen")
+
+    ray(0)
+    monkeypatch.setattr(readiness, "wait_for_nodes", wait)
+    monkeypatch.setattr(start, "wait_for_port", lambda *_: None)
+    words = [word for word in WORDS if word != "--head"]
+    assert main([*words, *options, "--expect-nodes", "2"]) == 1
+    assert waited[3] == server
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_wait_for_nodes(
     number: int,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -129,6 +130,47 @@ def test_a_folder_that_does_not_exist_is_an_error(folder: str) -> None:
 def test_a_variable_with_two_values_is_an_error() -> None:
     with pytest.raises(UserError, match="--env A is given twice"):
         runtime_env(HERE, ["A=1", "B=1", "A=2"])
+
+
+RUN = ["env", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=1", "CUDA_VISIBLE_DEVICES=0", "python", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "expected"),
+    [
+        ([], "openrlhf.cli.train_ppo_ray", {"NCCL_DEBUG": "INFO", "RLHF_STACK_VERIFY_SYNC": "1"}),
+        (["--env", "A=1"], "a.train_ppo_ray", {"A": "1", "NCCL_DEBUG": "INFO", "RLHF_STACK_VERIFY_SYNC": "1"}),
+        ([], "openrlhf.cli.train_sft", {}),  # it starts no actors
+    ],
+)
+def test_variables_of_the_command_of_a_run_reach_its_actors(
+    options: list[str],
+    program: str,
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ray starts them with the environment of their machine and the job's, not that of its driver."""
+    submitted: list[dict[str, str]] = []
+
+    def once(address: str, words: list[str], environment: dict[str, dict[str, str]], write: object) -> Ended:
+        submitted.append(environment["env_vars"])
+        return Ended("j", "SUCCEEDED", 0)
+
+    for name in [name for name in os.environ if name.startswith("RLHF_STACK_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(submit, "_once", once)
+    monkeypatch.setattr(submit, "_problems_after_wait", lambda *_: [])
+    assert main(["submit", *options, "--", *RUN, program]) == 0
+    assert submitted == [expected]
+    warned = "CUDA_VISIBLE_DEVICES in the command has no effect" in capsys.readouterr().err
+    assert warned == bool(expected)
+
+
+def test_a_variable_of_the_command_and_of_the_job_is_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--env", "NCCL_DEBUG=WARN", "--", *RUN, "openrlhf.cli.train_ppo_ray"]
+    assert main(words) == submit.WRONG_USAGE
+    assert "--env NCCL_DEBUG is given twice, or also by env in the command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

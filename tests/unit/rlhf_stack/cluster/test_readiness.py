@@ -42,11 +42,23 @@ def test_missing_nodes_and_gpus_are_counted() -> None:
 
 
 @pytest.mark.usefixtures("behind_proxy")
-def test_the_job_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_server_is_asked_without_a_proxy() -> None:
     """`start --expect-nodes` ended Ray."""
     with serving(200) as port:
-        monkeypatch.setattr(readiness, "DASHBOARD", f"http://127.0.0.1:{port}")
-        assert readiness._dashboard() == ""
+        assert readiness._answers(f"http://127.0.0.1:{port}") == ""
     with serving(500) as port:
-        monkeypatch.setattr(readiness, "DASHBOARD", f"http://127.0.0.1:{port}")
-        assert "HTTP Error 500" in readiness._dashboard()
+        assert "HTTP Error 500" in readiness._answers(f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("dashboard", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8265"),
+        ("0.0.0.0", "http://127.0.0.1:8265"),
+        ("::", "http://127.0.0.1:8265"),
+        ("10.0.0.3", "http://10.0.0.3:8265"),
+        ("fd00::3", "http://[fd00::3]:8265"),
+    ],
+)
+def test_the_job_server_listens_where_the_dashboard_does(dashboard: str, url: str) -> None:
+    assert readiness.job_server(dashboard) == url

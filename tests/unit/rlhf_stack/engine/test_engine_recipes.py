@@ -150,7 +150,8 @@ def test_a_replacement_has_the_restarts_that_the_engine_has_left(
             recipes.replace(0, "former")
     else:
         recipes.replace(0, "former")
-        assert upstream.RolloutRayActor.options.call_args.kwargs["max_restarts"] == left
+        given = upstream.RolloutRayActor.options.call_args.kwargs
+        assert (given["max_restarts"], given["max_concurrency"]) == (left, recipes.MOST_CALLS)
 
 
 def nodes(**alive: bool) -> list[dict[str, Any]]:

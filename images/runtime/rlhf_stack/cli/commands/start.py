@@ -225,9 +225,10 @@ def _wait_for_nodes(options: argparse.Namespace, child: "subprocess.Popen[bytes]
     if options.expect_nodes is None:
         return
     messages.info(f"waiting up to {options.timeout:g} s for {options.expect_nodes} nodes")
+    server = readiness.job_server(options.dashboard_host or LOOPBACK) if options.head else None
     try:
         readiness.wait_for_nodes(
-            options.expect_nodes, options.expect_gpus or 0.0, options.timeout, options.head, check
+            options.expect_nodes, options.expect_gpus or 0.0, options.timeout, server, check
         )
     except readiness.NotReadyError as error:
         kept = "" if options.block else "; Ray is still running on this machine, until ray stop ends it"
