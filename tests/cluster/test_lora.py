@@ -13,7 +13,7 @@ from ranks import WORLD, Ranks
 from reloaded import BASE, CONFIGURATIONS
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import SyncError
-from rlhf_stack.sync.engine_parameters import engine_parameters, parameter_spec
+from rlhf_stack.sync.engine_parameters import engine_parameters, parameter_spec, values
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.verify import synced_parameters
@@ -72,6 +72,22 @@ def test_names_and_values_are_those_of_the_merged_model():
     for name in changed:
         before = base[f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"]
         assert not torch.equal(found[name], before), "an adapter that was ignored"
+
+
+def test_a_fused_parameter_is_merged_once_for_all_of_its_experts():
+    """A merge for each of 128 experts held 128 copies of all of them."""
+    name, options = CONFIGURATIONS["qwen3_moe"]
+    plain = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**BASE | options))
+    model = with_adapters(plain)
+    sent = dict(enumerate(synced_parameters(trainer(model))))
+    expected = {index: each.value() for index, each in sent.items()}
+    merges = []
+    for layer in {id(each.layer): each.layer for each in sent.values() if each.layer is not None}.values():
+        own = layer.get_delta_weight
+        layer.get_delta_weight = lambda adapter, own=own: merges.append(own) or own(adapter)
+    found = values(sent)
+    assert all(torch.equal(found[index], expected[index]) for index in sent)
+    assert len(merges) == len(set(merges)) < len([each for each in sent.values() if each.layer is not None])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

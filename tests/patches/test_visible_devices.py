@@ -184,6 +184,18 @@ check("engine workers", sum(ray.get([engine.devices.remote() for engine in engin
 print("engines with tensor parallelism 1, 2 and 4 compute on the GPUs that Ray assigned")
 """
 
+ENGINE_OF_ONE_GPU = """
+import ray
+from openrlhf.trainer.ray import vllm_engine
+
+replace(ray, get_gpu_ids=lambda: ["4"])
+engine = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
+engine._configure_device_env(stub("an engine"), "uni", None, 1)
+lists = {os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
+assert lists == {"4"}, f"the variables differ: {sorted(lists)}"
+print("the engine sees GPU 4 by both variables")
+"""
+
 DETECTION = """
 from ray._private.accelerators import AMDGPUAcceleratorManager as amd
 
@@ -283,6 +295,13 @@ def test_on_rocm_7_a_local_rank_is_an_index_and_not_a_gpu_id(proves, machine, bo
     lists = dict.fromkeys(("HIP_VISIBLE_DEVICES", *["CUDA_VISIBLE_DEVICES"] * both), "6,4,1,3")
     machine("rocm", "amd_smi", **lists, **{NOSET_HIP: "1", NOSET_ROCR: "1"})
     proves(f"{NODE}\n{RANKS}", "none: GPU 6 of")
+
+
+@pytest.mark.patch("openrlhf/0.11.2/0030-set-local-rank-from-ray-gpu")
+def test_on_rocm_7_an_engine_sees_its_gpu_by_both_variables(proves, machine):
+    """On a node that HIP_VISIBLE_DEVICES restricts; vLLM compares them."""
+    machine("rocm", "amd_smi", **{"HIP_VISIBLE_DEVICES": "4,5", NOSET_HIP: "1", NOSET_ROCR: "1"})
+    proves(ENGINE_OF_ONE_GPU, "the variables differ")
 
 
 @NEW_RAY

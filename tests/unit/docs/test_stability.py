@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 
 from rlhf_stack.cli import commands
+from rlhf_stack.cluster.run_metrics import METRICS
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics import host_check
-from rlhf_stack.sync.report import METRICS
 from rlhf_stack.telemetry import step_metrics
 
 from scripts.paths import ROOT

@@ -1,5 +1,6 @@
 """The rung ``facts``: what every node of the cluster is."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,11 @@ def differences(nodes: Sequence[Mapping[str, Any]]) -> str:
     """What differs between nodes, "" if nothing does; a node without GPUs needs no driver."""
     with_gpus = [node for node in nodes if node["gpus"]]
     compared = {"driver": with_gpus, "versions": nodes, "patches": nodes}
-    found = [name for name, several in compared.items() if len({str(node[name]) for node in several}) > 1]
+    found = [
+        name
+        for name, several in compared.items()
+        if len({json.dumps(node[name], sort_keys=True) for node in several}) > 1
+    ]
     problems = [different_images(nodes)]
     if found:
         problems.append(f"nodes differ in {' and '.join(found)}: `rlhf-stack doctor` lists the differences")

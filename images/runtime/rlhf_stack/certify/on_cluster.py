@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_stack.accelerator import devices
 from rlhf_stack.certify.ladder import NotClimbedError, Place
+from rlhf_stack.cleanup import process_table
 from rlhf_stack.cluster import assigned_gpu
 from rlhf_stack.cluster.connect import connect, connected
 from rlhf_stack.cluster.host import endpoint, free_port
@@ -38,8 +39,8 @@ def cluster(address: str, fake_gpus: Sequence[int], default: Sequence[int]) -> I
         with connected(address):
             found = str(ray.get_runtime_context().gcs_address)
     except UserError:
-        if address != "auto":
-            raise
+        if address != "auto" or process_table.gcs_address(process_table.snapshot()):
+            raise  # a cluster that refuses us, or does not answer, has the GPUs
         found = ""
     if found and fake_gpus:
         raise UserError(f"--fake-gpus: a cluster is running at {found}; its GPUs are those of its nodes")

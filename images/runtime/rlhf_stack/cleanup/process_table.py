@@ -64,16 +64,16 @@ class Process:
         return " ".join(" ".join(self.command).split())
 
 
-def snapshot(proc: Path = PROC) -> list[Process]:
+def snapshot(proc: Path = PROC, everywhere: bool = False) -> list[Process]:
     """Read all visible processes, ordered by pid; those that end meanwhile or are hidden are omitted.
 
-    On a host, the processes of containers are omitted too.
+    On a host, the processes of containers are omitted too, unless ``everywhere``.
     """
     found, ours = [], _container(proc / "self")
     for folder in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
         # PermissionError: a process of another user, where /proc is mounted with hidepid.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            if _container(folder) in (ours, None):
+            if everywhere or _container(folder) in (ours, None):
                 found.append(_read(folder))
     return found
 

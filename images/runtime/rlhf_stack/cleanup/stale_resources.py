@@ -11,6 +11,7 @@ from pathlib import Path
 from rlhf_stack.cleanup import process_table, terminate
 from rlhf_stack.cleanup.process_table import Process
 
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in every container of a pod
 WORKER_MARK = "RAY_RAYLET_PID"  # set by Ray for its workers, and inherited by their children
 CLIENT_SERVER = "--runtime-env-agent-address="  # in the command of the one that `ray start` starts
 TRACKER = "multiprocessing.resource_tracker import main"  # ends after all processes that it cleans up for
@@ -106,12 +107,15 @@ def segments(now: float, folder: Path = SHM) -> list[Segment]:
 
 
 def open_segments(table: Iterable[Process], proc: Path = process_table.PROC) -> set[str] | None:
-    """The files in /dev/shm that a process has open or mapped; None if not all processes are visible.
+    """The files in /dev/shm that a process of ``table`` has open or mapped; None if some can be hidden.
 
-    They are if /dev/shm belongs to this container only, or if this is the host, and /proc hides none.
+    All are visible if /dev/shm belongs to this container only, or if this is the host, and /proc hides none;
+    ``table`` then has those of all containers. The containers of a pod share /dev/shm.
     """
-    if _hides_processes(proc) or not (
-        _shm_is_own(proc) or str((proc / "self" / "ns" / "pid").readlink()) == HOST_PIDS
+    if (
+        KUBERNETES in os.environ
+        or _hides_processes(proc)
+        or not (_shm_is_own(proc) or str((proc / "self" / "ns" / "pid").readlink()) == HOST_PIDS)
     ):
         return None
     found: set[str] = set()
@@ -148,7 +152,7 @@ def remove_segment(segment: Segment) -> bool:
         return True
     except OSError:
         return False
-    used = open_segments(process_table.snapshot())
+    used = open_segments(process_table.snapshot(everywhere=True))
     if used is None or {str(path), str(hidden)} & used:
         hidden.rename(path)
         return False

@@ -7,6 +7,7 @@ trained twice. Here a repeated call returns the result of the first one.
 
 import asyncio
 import functools
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from types import FunctionType
@@ -63,6 +64,8 @@ def execute(method: Callable[..., Any], arguments: tuple[Any, ...], options: dic
         try:
             _keep(call, (method(*arguments, **options), None))
         except Exception as error:
+            for one in (error, error.__cause__, error.__context__):
+                traceback.clear_frames(one.__traceback__ if one else None)  # they hold tensors
             _keep(call, (None, error))
             raise
         finally:

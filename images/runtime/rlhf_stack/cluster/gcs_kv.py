@@ -67,9 +67,14 @@ def list_records(prefix: str, seconds: float = TIMEOUT_SECONDS) -> list[dict[str
 
     Raises Ray's error if the GCS does not answer a request within ``seconds``.
     """
-    client = _client()
-    keys = sorted(client.internal_kv_keys(prefix.encode(), NAMESPACE, timeout=seconds))
-    return [json.loads(client.internal_kv_get(key, NAMESPACE, timeout=seconds)) for key in keys]
+    client, keys = _client(), list_keys(prefix, seconds)
+    return [json.loads(client.internal_kv_get(key.encode(), NAMESPACE, timeout=seconds)) for key in keys]
+
+
+def list_keys(prefix: str, seconds: float = TIMEOUT_SECONDS) -> list[str]:
+    """Return the keys of records that begin with ``prefix``, ordered; it raises as `list_records` does."""
+    keys = _client().internal_kv_keys(prefix.encode(), NAMESPACE, timeout=seconds)
+    return sorted(key.decode() for key in keys)
 
 
 def _client() -> Any:

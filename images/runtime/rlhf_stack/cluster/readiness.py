@@ -25,7 +25,7 @@ from rlhf_stack.lazy import ray
 POLL_SECONDS = 0.2
 DASHBOARD_PORT = 8265
 DASHBOARD = f"http://{LOOPBACK}:{DASHBOARD_PORT}"
-EVERY_ADDRESS = ("0.0.0.0", "::")
+EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104  (compared, never bound)
 TOKEN_REQUIRED = (401, 403)  # HTTP codes of a server that is up
 
 
@@ -94,7 +94,7 @@ def _connect() -> str:
 
 
 def job_server(dashboard: str) -> str:
-    """Return the URL, for this machine, of the job server whose dashboard listens on the host ``dashboard``."""
+    """Return the URL, for this machine, of the job server of a dashboard that listens on ``dashboard``."""
     return DASHBOARD if dashboard in EVERY_ADDRESS else f"http://{endpoint(dashboard, DASHBOARD_PORT)}"
 
 

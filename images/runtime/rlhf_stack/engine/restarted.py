@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
-from rlhf_stack.cluster import gcs_kv
+from rlhf_stack.cluster import gcs_kv, run_metrics
 from rlhf_stack.lazy import ray
-from rlhf_stack.sync import report
 from rlhf_stack.telemetry import events, run_log
 
 BACKOFF_SECONDS = 5.0  # before the second restart of an engine, twice as long before each further one
@@ -52,7 +51,7 @@ def begin(job: str, engine: int, sleeps: bool = False) -> None:
     _pending.append(restart)
     pause = backoff(restart.number)
     events.emit("engine restart", engine=engine, restarts=restart.number, backoff=pause)
-    report.set_metric("rlhf_stack_engine_restarts", restart.number, str(engine))
+    run_metrics.publish({("rlhf_stack_engine_restarts", str(engine)): restart.number})
     run_log.warning(
         f"engine {engine} was lost: restart {restart.number}" + (f", after {pause:.0f} s" if pause else "")
     )
@@ -109,7 +108,7 @@ def weights_received() -> None:
         detected=detected,
         process_seconds=of_process,
     )
-    report.set_metric("rlhf_stack_engine_restart_seconds", seconds, str(restart.engine))
+    run_metrics.publish({("rlhf_stack_engine_restart_seconds", str(restart.engine)): seconds})
     run_log.info(
         f"engine {restart.engine} has the trainer's weights {seconds:.0f} s after its loss was detected, "
         f"{of_process:.0f} s after its process was started again"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from rlhf_stack.cluster import actor_registry, answer_once
+from rlhf_stack.cluster import actor_registry, answer_once, run_metrics
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
@@ -25,7 +25,6 @@ from rlhf_stack.sync import (
     wait_for_engine_start,
     wait_for_sync,
 )
-from rlhf_stack.sync import report as sync_report
 from rlhf_stack.sync.trainer import uses_ray_collectives
 from rlhf_stack.telemetry import events, run_log
 
@@ -325,7 +324,7 @@ def _recover(team: Roster, actor_group: Any, is_group_broken: bool) -> None:
         seconds=seconds,
         detected=time.time() - (time.monotonic() - detected),
     )
-    sync_report.set_metric("rlhf_stack_recovery_seconds", sum(_lost_seconds), "run")
+    run_metrics.publish({("rlhf_stack_recovery_seconds", "run"): sum(_lost_seconds)})
 
 
 def _form_group(team: Roster, actor_group: Any) -> bool:

@@ -32,6 +32,7 @@ from rlhf_stack.engine.startup import TRANSFER_BACKEND
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync import SyncError, create_group, same_gpu
 from rlhf_stack.sync.group import WeightGroup
+from rlhf_stack.sync.nccl import StreamGroup
 from rlhf_stack.sync.reads import Reads
 from rlhf_stack.sync.receiving import receive
 
@@ -158,6 +159,9 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         """End an update that failed: layers that are not complete keep the weights from before it."""
         self.reads = None  # what the loader has read of a sync that failed is unknown
         self.reload.abort(self.model_config)
+        for group in self.groups:
+            if isinstance(group, StreamGroup):
+                group.close()  # `empty_cache` would wait for its broadcasts; the next sync has a new group
         devices.empty_cache()
 
     def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from rlhf_stack.accelerator.devices import (
     synchronize,
     torch_device,
 )
+from rlhf_stack.accelerator.devices import environment_for as environment_for_gpus
 from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_errors
 from rlhf_stack.cluster.answer_once import AnswersOnce, repeats_calls
 from rlhf_stack.cluster.assigned_gpu import local_rank

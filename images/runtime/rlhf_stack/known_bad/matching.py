@@ -34,8 +34,8 @@ RETRIED = re.compile(
     r"try(?:(?<=\b[Ww]ill retry)\b|ing(?:(?<=\b[Rr]etrying)(?<!after retrying)\b|"
     r"(?<=\btrying) (?:(?:port )?\d|(?:again|another)\b)))"
 )
-# What huggingface_hub logs of each attempt; an error that it raises in the end has a line without it.
-ATTEMPT = re.compile("thrown while requesting")
+# What huggingface_hub, torch's store and wandb log of an attempt; an error in the end has a line without it.
+ATTEMPT = re.compile("thrown while requesting|client socket has failed to connect|entering retry loop")
 # What Ray logs on each node and in each worker if its metrics agent does not run.
 UNNEEDED = re.compile("Metrics will not be exported")
 # What Ray prints at the end of a job: what it waited for before, and processes that it lost, are overcome.
@@ -111,7 +111,7 @@ def explain(
     end = _line_start(text, last) if last and unmatched else 0
     seen, succeeded = [], _success(text)
     for row, hit in hits:
-        waited = (row.kind, row.severity) == ("hang", WARNING) and hit.end() < succeeded
+        waited = row.kind == "hang" and hit.end() < succeeded
         overcome = (start := _line_start(text, hit)) in retried or waited
         overcome = overcome and (last is None or last.start() < start)
         overcome = overcome and (row.consequence or start not in ignored)

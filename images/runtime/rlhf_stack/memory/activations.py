@@ -53,7 +53,8 @@ def training_peak(shape: Shape, work: Pass) -> int:
         shape, work
     )
     recomputed = _layer(shape, work) if work.checkpointing else 0
-    gradient = work.tokens * BYTES_16BIT * (2 * shape.mlp_width + shape.hidden)
+    in_mlp = max(2 * shape.mlp_width + shape.routed, 2 * shape.routed)
+    gradient = work.tokens * BYTES_16BIT * (in_mlp + shape.hidden)
     return saved_activations(shape, work) + max(head, recomputed + gradient - _head(shape, work))
 
 
@@ -64,7 +65,8 @@ def forward_peak(shape: Shape, work: Pass) -> int:
         head = logits * 3 * BYTES_16BIT
     else:
         head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _normalizer(shape, work))
-    layer = work.tokens * BYTES_16BIT * (3 * shape.mlp_width + 4 * shape.hidden)
+    in_mlp = max(3 * shape.mlp_width, 3 * shape.routed) + shape.routed
+    layer = work.tokens * BYTES_16BIT * (in_mlp + 4 * shape.hidden)
     return max(head, layer + _scores(shape, work))
 
 
@@ -86,13 +88,13 @@ def _norm(shape: Shape, work: Pass) -> int:
 
 
 def _layer(shape: Shape, work: Pass) -> int:
-    """The saved tensors of one layer."""
+    """The saved tensors of one layer; experts save their inputs and outputs, one for each use of a token."""
     tokens, queries, keys = work.tokens, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * (_norm(shape, work) + _boundary(shape, work))
     attention = BYTES_16BIT * tokens * (2 * queries + 2 * keys) + BYTES_32BIT * tokens * shape.heads
     if shape.head_norm:
         attention += (BYTES_32BIT + BYTES_16BIT) * tokens * (queries + keys)
-    mlp = BYTES_16BIT * tokens * 4 * shape.mlp_width
+    mlp = BYTES_16BIT * tokens * (4 * shape.mlp_width + 2 * shape.routed)
     return norms + attention + mlp + _scores(shape, work)
 
 

@@ -113,6 +113,16 @@ class Shape:
         """Intermediate activations per token and layer."""
         return self.intermediate * (self.active if self.experts else 1)
 
+    @property
+    def routed(self) -> int:
+        """Elements of the hidden states that the experts of a layer get per token; 0 for a dense model."""
+        return self.hidden * self.active if self.experts else 0
+
+    @property
+    def expert_block(self) -> int:
+        """Parameters of all experts of a layer; 0 for a dense model."""
+        return 3 * self.hidden * self.intermediate * self.experts
+
 
 def read_shape(path: Path) -> Shape:
     """Read the shape from a model folder or a config.json; `ShapeError` if it cannot be determined."""

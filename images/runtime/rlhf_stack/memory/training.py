@@ -56,14 +56,17 @@ def shard_size(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def model_states(parameters: int, zero: Zero, trained: int | None = None) -> ModelStates:
-    """The states of a model with ``parameters``, of which ``trained`` are trained: None all, 0 none."""
+def model_states(parameters: int, zero: Zero, trained: int | None = None, block: int = 0) -> ModelStates:
+    """The states of a model with ``parameters``, of which ``trained`` are trained: None all, 0 none.
+
+    ``block``: parameters of the experts of a layer, which ZeRO-3 gathers together; 0 for a dense model.
+    """
     trained = parameters if trained is None else trained
-    weights = _weights(parameters, zero)
+    weights, live = _weights(parameters, zero), _live(parameters, zero, block)
     if not trained:
         if zero.offload_weights:
-            return ModelStates(buffers=min(BYTES_16BIT * parameters, BYTES_16BIT * LIVE), host=weights)
-        return ModelStates(weights, buffers=_live(parameters, zero))
+            return ModelStates(buffers=live, host=weights)
+        return ModelStates(weights, buffers=live)
     if zero.stage == 0:
         return ModelStates(
             weights, BYTES_16BIT * trained, BYTES_32BIT * trained * (1 + MOMENTS), 0, BYTES_32BIT * trained
@@ -75,7 +78,9 @@ def model_states(parameters: int, zero: Zero, trained: int | None = None) -> Mod
     # Of DeepSpeed's BF16_Optimizer: gradients in 32 bits too, neither sharded nor copied for a step.
     summed = BYTES_32BIT * trained if zero.stage == 1 and zero.fp32_gradients and not zero.offload else 0
     bucket = BYTES_16BIT * BUCKET * (2 if zero.overlap and zero.stage < 3 else 1)
-    buffers = bucket + _live(parameters, zero)
+    buffers = bucket + live
+    if zero.stage == 3 and block > BUCKET and trained == parameters:
+        buffers += BYTES_16BIT * block  # their gradients, which the bucket cannot take
     if zero.offload:
         on_gpu = 0 if zero.stage == 3 else gradients
         return ModelStates(weights, on_gpu, 0, buffers, 0, optimizer + (BYTES_32BIT + BYTES_16BIT) * own)
@@ -90,6 +95,6 @@ def _weights(parameters: int, zero: Zero) -> int:
     return BYTES_16BIT * (shard_size(parameters, zero.ranks) + secondary)
 
 
-def _live(parameters: int, zero: Zero) -> int:
-    """Bytes of the weights that ZeRO-3 gathers at a time."""
-    return BYTES_16BIT * min(parameters, LIVE) if zero.stage == 3 else 0
+def _live(parameters: int, zero: Zero, block: int) -> int:
+    """Bytes of the weights that ZeRO-3 gathers at a time: its limit does not divide a ``block``."""
+    return BYTES_16BIT * max(min(parameters, LIVE), block) if zero.stage == 3 else 0

@@ -14,6 +14,7 @@ from rlhf_stack.placement.model import ENGINES, Group, PlacementError, Request
 
 ACTOR, REF, CRITIC, REWARD = "actor", "ref", "critic", "reward"
 PPO, SFT, DPO = "train_ppo_ray", "train_sft", "train_dpo"
+MUON = "muon"
 VLLM_0_4_UTILIZATION = 0.9  # vLLM's default; OpenRLHF 0.5 has no flag for it
 
 
@@ -47,7 +48,8 @@ class Run:
     chosen and rejected answers are compared. ``can_offload``: the installed DeepSpeed can run the optimiser
     on the CPU, ``has_fused_adam``: it has an Adam of its own on the GPU.
     ``sync_backend`` is that of the weight sync: nccl, gloo or auto. ``packed``: a row of the trainer has
-    several samples. ``weight_decay`` is the largest of the trained roles.
+    several samples. ``weight_decay`` is the largest of the trained roles. ``muon``: one of them has the
+    optimiser Muon.
     """
 
     release: str
@@ -82,6 +84,7 @@ class Run:
     sync_backend: str = "nccl"
     packed: bool = False
     weight_decay: float = 0.0
+    muon: bool = False
 
     @property
     def flat(self) -> bool:
@@ -97,6 +100,21 @@ class Run:
     def has_movable_state(self) -> bool:
         """Whether DeepSpeed's optimizer has ``offload_states``: of ZeRO, not those of 16 bits (0.19.6)."""
         return self.zero.stage > (1 if self.zero.fp32_gradients else 0)
+
+    @property
+    def obstacle_to_stage_3(self) -> str:
+        """Why the run would end at its start with ZeRO stage 3; "" if it would not."""
+        if self.tensor_parallel > 1 and not self.quantized:
+            return (
+                "transformers loads no weights for --ds.tensor_parallel_size > 1 (NotImplementedError): give "
+                "--ds.zero_stage 2, or leave --ds.tensor_parallel_size out"
+            )
+        if self.muon:
+            return (
+                "DeepSpeed refuses Muon with the reduce-scatter that OpenRLHF requests for it: give "
+                "--ds.zero_stage 2, or the optimiser adam"
+            )
+        return ""
 
     @property
     def rank_batch(self) -> int:
@@ -131,6 +149,7 @@ def run_of(release: str, values: Any) -> Run:
     except PlacementError as error:
         raise UserError(str(error)) from None
     _check_ranks(run)
+    _check_stage(run)
     if run.trainer_sleeps and not run.zero.offload and not run.has_movable_state:
         gradients = " and --ds.grad_accum_dtype fp32" if run.zero.fp32_gradients else ""
         raise UserError(
@@ -138,6 +157,11 @@ def run_of(release: str, values: Any) -> Run:
             "cannot move its state to the host: give --ds.zero_stage 2, or leave --ds.enable_sleep out"
         )
     return run
+
+
+def _check_stage(run: Run) -> None:
+    if run.zero.stage == 3 and (obstacle := run.obstacle_to_stage_3):
+        raise UserError(f"--ds.zero_stage 3: {obstacle}")
 
 
 def _check_ranks(run: Run) -> None:
@@ -214,7 +238,13 @@ def _sections(release: str, args: Any) -> Run:
         sync_backend=sync.requested_backend(args),
         packed=getattr(args.ds, "packing_samples", False) or dynamic,
         weight_decay=max(getattr(args, role.name).adam.weight_decay for role in roles if role.trained),
+        muon=any(_has_muon(getattr(args, role.name)) for role in roles if role.trained),
     )
+
+
+def _has_muon(section: Any) -> bool:
+    """Report whether the arguments of a role, or of a trainer, request Muon: releases before 0.11 cannot."""
+    return getattr(section, "optim", "adam") == MUON
 
 
 def _role(name: str, group: str, own: Any, model: str, offloaded: bool) -> Role:
@@ -273,6 +303,7 @@ def trainer_run(release: str, program: str, values: Any, nodes: int, gpus: int) 
     roles = tuple(replace(role, ranks=group.size) for role in found.roles)
     run = replace(found, roles=roles, request=Request((group,)))
     _check_ranks(run)
+    _check_stage(run)
     return run
 
 
@@ -316,6 +347,7 @@ def _trainer(release: str, program: str, args: Any) -> Run:
         quantized=getattr(args.ds, "load_in_4bit", False),
         packed=getattr(args.ds, "packing_samples", False),
         pairs=1 if program == SFT else 2,
+        muon=_has_muon(args),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlhf_stack.memory import Shape
 from rlhf_stack.openrlhf.run_spec import ACTOR, CRITIC, PPO, REF, REWARD, Run
 from rlhf_stack.placement.model import Engines, Group
-from rlhf_stack.planning.assessment import Assessment, assess, optimizer_step
+from rlhf_stack.planning.assessment import Assessment, assess, batch_steps
 from rlhf_stack.planning.cluster_spec import Machine
 
 LOWEST_UTILIZATION = 0.3
@@ -209,7 +209,8 @@ def _changes(run: Run) -> Iterator[Change]:
         reason = "fewer tokens at a time in the rollout"
         yield from change("rollout_tokens", reason, replace(run, rollout_tokens=half), half)
     sharded = replace(run, zero=replace(run.zero, stage=3))
-    if run.zero.stage < 3 and (sharded.can_sleep or not run.trainer_sleeps):
+    possible = not run.obstacle_to_stage_3 and (sharded.can_sleep or not run.trainer_sleeps)
+    if run.zero.stage < 3 and possible:
         reason = "weights are sharded over the ranks and gathered layer by layer"
         yield from change("stage", reason, sharded, 3)
     if run.can_offload and not run.zero.offload:
@@ -293,9 +294,7 @@ def _colocated(run: Run, one: str, other: str) -> Run | None:
 
 def _accepted_batch(run: Run) -> int:
     """The batch nearest to the requested one that DeepSpeed accepts."""
-    if run.tokens is not None:
-        return run.batch
-    step = math.lcm(*(optimizer_step(run, role) for role in run.roles if role.trained))
+    step = math.lcm(*batch_steps(run).values())
     return max(step, round(run.batch / step) * step)
 
 

@@ -42,7 +42,7 @@ class PlannedNode:
     """A machine with its GPUs and the host resources that the run needs.
 
     ``memory_running`` and ``memory_loading`` are bytes of host memory: during the run, and while the weights
-    are loaded.
+    are loaded. ``memory_saving`` is added to the former while the model is saved.
     """
 
     machine: Machine
@@ -50,11 +50,12 @@ class PlannedNode:
     cpus_needed: float = 0.0
     memory_running: int = 0
     memory_loading: int = 0
+    memory_saving: int = 0
 
     @property
     def memory_needed(self) -> int:
         """Peak bytes of host memory."""
-        return max(self.memory_running, self.memory_loading)
+        return max(self.memory_running + self.memory_saving, self.memory_loading)
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ def _fill(
             loads.setdefault(id(gpu), []).append(per_role[role.name])
             nodes[index].memory_running += per_role[role.name].host
             nodes[index].memory_loading += PROCESS + per_role[role.name].loading
+            nodes[index].memory_saving += _saved(run, role, rank) * per_role[role.name].parameters
     engines = run.request.engines
     taken: dict[int, KvCache] = {}
     for number, of_engine in enumerate(placed.engines):
@@ -213,6 +215,18 @@ def _fill(
         node.cpus_needed = float(len(used))
         for gpu in used:
             _count(run, gpu, loads.get(id(gpu), []), taken.get(id(gpu)))
+
+
+def _saved(run: Run, role: Role, rank: int) -> int:
+    """Bytes per parameter that a rank holds on its host while OpenRLHF saves the model: all weights, or 0.
+
+    Rank 0 gathers them; releases with sections copy unsharded ones on every rank. The critic is not saved
+    without ``--critic.save_value_network``.
+    """
+    if not role.trained or role.name == CRITIC:
+        return 0
+    gathers = run.flat or run.zero.stage == 3 or run.tensor_parallel > 1
+    return 0 if gathers and rank else BYTES_16BIT
 
 
 def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | None) -> None:
@@ -300,19 +314,30 @@ def _too_small(nodes: Sequence[PlannedNode]) -> list[str]:
 def _mismatches(run: Run) -> list[str]:
     """Check the ranks of each role, of which DeepSpeed complains only after the start."""
     found = list(undivided(run))
-    for role in run.roles:
-        step = optimizer_step(run, role)
-        if role.trained and run.tokens is None and run.batch % step:
+    for name, step in batch_steps(run).items():
+        if run.batch % step:
             found.append(
                 f"DeepSpeed refuses a batch of {run.batch}: it must be a multiple of {step}, the micro batch "
-                f"of {run.train_batch} on all data-parallel ranks of {role.name}"
+                f"of {run.train_batch} on all data-parallel ranks of {name}"
             )
     return found
 
 
-def optimizer_step(run: Run, role: Role) -> int:
-    """Sequences of one training step of a role on all its ranks."""
-    return run.train_batch * role.ranks // (run.ring * run.tensor_parallel)
+def batch_steps(run: Run) -> dict[str, int]:
+    """Sequences of a micro batch on all ranks, which must divide the batch, of each role that needs it.
+
+    OpenRLHF gives DeepSpeed both numbers for every model but one that is trained with dynamic batches.
+    """
+    return {
+        role.name: _micro_batches(run, role)
+        for role in run.roles
+        if not role.trained or run.tokens is None or (role.name == ACTOR and run.ema)
+    }
+
+
+def _micro_batches(run: Run, role: Role) -> int:
+    ring = 1 if run.flat and not role.trained else run.ring  # of which 0.5.1 takes no account there
+    return max(1, run.train_batch * role.ranks // (ring * run.tensor_parallel))
 
 
 def _mismatches_of_engines(run: Run, shapes: Mapping[str, Shape]) -> list[str]:

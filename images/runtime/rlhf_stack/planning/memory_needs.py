@@ -30,7 +30,7 @@ class Need:
 
     ``activations`` and ``buffers`` exist during a pass, ``step`` during an optimiser step. ``asleep`` is held
     on the GPU while the role does not train; ``host`` and ``loading`` are on the host, ``loading`` only until
-    the weights are on the GPU.
+    the weights are on the GPU. At ZeRO stage 3 every rank then has the experts of all layers.
     """
 
     role: str
@@ -62,7 +62,9 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
     own = shard_size(parameters, run.tensor_parallel)
     trained = _trained(run, role, shape, own)
     zero = run.zero_of(role)
-    found = model_states(own, zero, trained)
+    block = 0 if run.flat else shape.expert_block  # transformers 4 has a parameter for each expert
+    stacked = min(own, shape.layers * block)
+    found = model_states(own, zero, trained, block)
     stored = quantized_bytes(shape, parameters) if run.quantized else BYTES_16BIT * parameters
     weights, host = found.weights * stored // (BYTES_16BIT * parameters), found.host
     if role.name == ACTOR and run.ema:
@@ -81,7 +83,7 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
         step=found.step,
         asleep=weights + found.gradients + found.optimizer - sleeping,
         host=PROCESS + host + sleeping,
-        loading=BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own),
+        loading=BYTES_16BIT * (shard_size(own, zero.ranks) + stacked if zero.stage == 3 else own),
     )
 
 
@@ -106,27 +108,45 @@ def engine_cache(run: Run, shapes: Mapping[str, Shape], gpu_memory: int) -> KvCa
 
 
 def _trained(run: Run, role: Role, shape: Shape, own: int) -> int:
-    """The trained parameters of a rank: all, none, or the LoRA adapters of every linear layer."""
+    """The trained parameters of a rank: all, none, or the LoRA adapters of every linear layer.
+
+    For experts in one parameter, of transformers 5, PEFT doubles the rank of gate and up together.
+    """
     if not role.trained:
         return 0
     if not run.lora:
         return own
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
-    sides += 3 * (shape.hidden + shape.intermediate) * max(1, shape.experts)
+    outer = 5 if shape.experts and not run.flat else 3
+    sides += (3 * shape.hidden + outer * shape.intermediate) * max(1, shape.experts)
     return shard_size(run.lora * sides * shape.layers, run.tensor_parallel)
 
 
 def _activations(run: Run, role: Role, shape: Shape) -> int:
-    rollout = _pass(run, role, run.rollout_batch, run.rollout_tokens)
+    rollout = _pass(run, role, run.rollout_batch, _rollout_tokens(run))
     inference = forward_peak(shape, rollout)
     if not role.trained:
         return inference
     return max(inference, training_peak(shape, _pass(run, role, run.train_batch, run.tokens)))
 
 
+def _rollout_tokens(run: Run) -> int | None:
+    """The tokens of the largest micro batch of a dynamic rollout, None if it is not dynamic.
+
+    OpenRLHF rounds the number of micro batches down to a multiple of the actor's data-parallel ranks: with 8
+    ranks, 15 micro batches become 8.
+    """
+    if run.rollout_tokens is None:
+        return None
+    actor = next(role for role in run.roles if role.name == ACTOR)
+    ranks = max(1, actor.ranks // (run.ring * run.tensor_parallel))
+    return run.rollout_tokens * (2 * ranks - 1) // ranks
+
+
 def _pass(run: Run, role: Role, sequences: int, tokens: int | None) -> Pass:
-    length = run.length if tokens is None else max(run.length, tokens * run.ring)
+    together = run.ring * run.tensor_parallel  # by which OpenRLHF multiplies the limit of a GPU
+    length = run.length if tokens is None else max(run.length, tokens * together)
     return Pass(
         sequences=sequences * run.pairs if tokens is None else 1,
         length=length,

@@ -58,7 +58,7 @@ def tune(run: Run, machines: Sequence[Machine], shapes: Mapping[str, Shape]) -> 
     if found is None:
         last = list(_candidates(start))[-1]
         return Tuned(last, (), problems(last))
-    for name in ("train_batch", "rollout_batch"):
+    for name in ("train_batch", "rollout_batch") if run.tokens is None else ():
         while (size := 2 * getattr(found, name)) <= min(LARGEST_BATCH, found.rank_batch):
             larger = replace(found, **{name: size})
             if problems(larger):
@@ -99,12 +99,15 @@ def _without(words: Sequence[str], name: str) -> list[str]:
 
 
 def _candidates(run: Run) -> Iterator[Run]:
-    """Variants of the run with batch size 1, from the fastest to the one that needs least memory."""
+    """Variants of the run, from the fastest to the one that needs least memory: with micro batches of 1.
+
+    Dynamic batches are of tokens, and their micro batches stay as requested.
+    """
     shared = run.request.engines is not None and run.request.engines.shares is not None
-    small = replace(run, train_batch=1, rollout_batch=1)
-    stage = max(2, run.zero.stage)
-    levels = [(stage, False, False), (stage, True, False), (3, True, False)]
-    levels += [(3, True, True)] if run.can_offload else []
+    small = replace(run, train_batch=1, rollout_batch=1) if run.tokens is None else run
+    stage, highest = max(2, run.zero.stage), 2 if run.obstacle_to_stage_3 else 3
+    levels = [(stage, False, False), (stage, True, False), (highest, True, False)]
+    levels += [(highest, True, True)] if run.can_offload else []
     for level, checkpointing, offload in dict.fromkeys(levels):
         zero = replace(small.zero, stage=level, offload=offload)
         changed = replace(small, zero=zero, checkpointing=checkpointing)
@@ -124,14 +127,15 @@ def _candidates(run: Run) -> Iterator[Run]:
 
 def _settings(before: Run, after: Run) -> Iterator[Setting]:
     """The chosen settings, including those that the command line already has."""
-    yield Setting(
-        flag(after, "train_batch", after.train_batch),
-        f"the largest number of sequences of {after.length} tokens that fits in a training step",
-    )
-    yield Setting(
-        flag(after, "rollout_batch", after.rollout_batch),
-        "the largest number that fits in the computation of log-probabilities",
-    )
+    if after.tokens is None:
+        yield Setting(
+            flag(after, "train_batch", after.train_batch),
+            f"the largest number of sequences of {after.length} tokens that fits in a training step",
+        )
+        yield Setting(
+            flag(after, "rollout_batch", after.rollout_batch),
+            "the largest number that fits in the computation of log-probabilities",
+        )
     yield Setting(flag(after, "stage", after.zero.stage), _why_stage(after))
     recompute = "activations do not fit otherwise; costs about a third more time"
     enough = "activations fit: no recomputation needed"

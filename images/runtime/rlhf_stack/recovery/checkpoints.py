@@ -66,7 +66,7 @@ class Checkpoints:
                 moved += [_set_aside(self._of(role))] if self._of(role).is_dir() else []
                 continue
             latest = self._of(role) / LATEST
-            if _named_by(latest) != name:  # before what it names is moved; a full disk may have no room for it
+            if _named_by(latest) != name:  # before what it names is moved: a full disk may refuse it
                 unfinished = latest.with_name(f"{LATEST}.unfinished")
                 unfinished.write_text(name, encoding="ascii")
                 unfinished.rename(latest)

@@ -1,7 +1,7 @@
 """The trainer's parameters as engines know them: in the checkpoint's layout, LoRA adapters of PEFT merged."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,12 +40,31 @@ class EngineParameter:
         return replace(parameter_spec(self.name, self.parameter, shape), fused=self.fused)
 
     def value(self) -> "torch.Tensor":
-        """Return what the engine must hold, as PEFT's own merge computes it."""
+        """Return what the engine must hold."""
+        return self._part(self._merged())
+
+    def _merged(self) -> "torch.Tensor":
+        """The whole parameter with the adapters, as PEFT's own merge computes it: a copy if it has any."""
         weight: torch.Tensor = self.parameter.data
         with torch.no_grad():
             for adapter in () if self.layer is None else self.layer.active_adapters:
                 weight = weight + self.layer.get_delta_weight(adapter).to(weight.dtype)
+        return weight
+
+    def _part(self, weight: "torch.Tensor") -> "torch.Tensor":
         return weight if self.region is None else self.region.of(weight)
+
+
+def values(parameters: Mapping[int, EngineParameter]) -> "dict[int, torch.Tensor]":
+    """Return the value of each of ``parameters``; what all parts of a fused one share is merged once."""
+    merged: dict[int, torch.Tensor] = {}
+    found = {}
+    for index, one in parameters.items():
+        source = id(one.parameter)
+        if source not in merged:
+            merged[source] = one._merged()
+        found[index] = one._part(merged[source])
+    return found
 
 
 def parameter_spec(name: str, parameter: Any, shape: Any = None) -> ParameterSpec:

@@ -27,14 +27,22 @@ class NcclTransfer:
     """Broadcasts on their own CUDA stream, which is polled until a deadline, as NCCL has none."""
 
     def __init__(
-        self, reached: Callable[[], bool], members: Members, failure: Callable[[RuntimeError], SyncError]
+        self,
+        reached: Callable[[], bool],
+        members: Members,
+        failure: Callable[[RuntimeError], SyncError],
+        abort: Callable[[], None],
     ) -> None:
-        self._reached, self._members, self._failure = reached, members, failure
+        self._reached, self._members, self._failure, self._abort = reached, members, failure, abort
         self._end = time.monotonic() + env_vars.sync_timeout() - env_vars.sync_grace()
 
     def finish(self) -> None:
-        """See `Transfer`."""
-        self._members.wait_for_transfer(self._done, self._failure)
+        """See `Transfer`: after an error the GPU no longer waits for the broadcasts."""
+        try:
+            self._members.wait_for_transfer(self._done, self._failure)
+        except BaseException:
+            self._abort()
+            raise
 
     def release(self) -> None:
         """Do nothing: no rank reads another rank's buffers."""
@@ -109,7 +117,9 @@ class StreamGroup:
             raise
         except RuntimeError as error:  # such as of a rank that NCCL has lost; it is published
             raise self._failure(f"{what}: {first_line(error)}", error) from error
-        return NcclTransfer(reached.query, self._members, lambda error: self._failure(what, error))
+        return NcclTransfer(
+            reached.query, self._members, lambda error: self._failure(what, error), self.close
+        )
 
     def broadcast(self, tensor: "torch.Tensor", src: int, stream: Any) -> None:
         """See `WeightGroup`."""

@@ -91,7 +91,7 @@ def _open_offered(offer: str) -> list[int]:
     try:
         for path in offered["paths"]:
             files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-            if os.pread(files[-1], 2 * TOKEN_BYTES, 0).decode() != offered["token"]:
+            if os.pread(files[-1], 2 * TOKEN_BYTES, 0) != offered["token"].encode():
                 raise OSError(f"{path} is another process's")
     except OSError:
         for file in files:

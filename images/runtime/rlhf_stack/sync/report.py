@@ -1,13 +1,4 @@
-"""Records of each weight sync: an event, a log line, Ray metrics, and a warning for each slow engine.
-
-The metrics are ``rlhf_stack_sync_seconds``, ``rlhf_stack_sync_bytes``, ``rlhf_stack_sync_sent_bytes`` and
-``rlhf_stack_sync_gigabytes_per_second`` of the last sync and ``rlhf_stack_mixed_answers`` since the previous
-one with the tag ``backend``; and with the tag
-``engine``, ``rlhf_stack_engine_tokens_per_second`` since the previous sync, ``rlhf_stack_engine_restarts``,
-and ``rlhf_stack_engine_restart_seconds`` from the last loss. ``rlhf_stack_recovery_seconds`` and
-``rlhf_stack_weight_version`` are of the run.
-Ray exports each with the prefix ``ray_``.
-"""
+"""Records of each weight sync: an event, a log line, metrics, and a warning for each slow engine."""
 
 import itertools
 import time
@@ -16,10 +7,10 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
-from rlhf_stack.cluster import actor_registry
+from rlhf_stack.cluster import actor_registry, run_metrics
 from rlhf_stack.config import env_vars
 from rlhf_stack.inputs.text import first_names
-from rlhf_stack.lazy import ray, torch
+from rlhf_stack.lazy import torch
 from rlhf_stack.sync.buckets import total_bytes
 from rlhf_stack.sync.probabilities import verify_probabilities
 from rlhf_stack.sync.regrouping import ending_together
@@ -35,23 +26,6 @@ from rlhf_stack.sync.verify import synced_parameters, verify_sync
 from rlhf_stack.telemetry import events, run_log, throughput
 
 GIGA = 1e9
-SYNC_METRICS = {
-    "rlhf_stack_sync_seconds": ("Seconds of the last weight sync.", "backend"),
-    "rlhf_stack_sync_bytes": ("Bytes of the trainer's weights in the last sync.", "backend"),
-    "rlhf_stack_sync_sent_bytes": ("Bytes sent for them: fewer if only changed elements are.", "backend"),
-    "rlhf_stack_sync_gigabytes_per_second": ("Bytes by seconds of the last weight sync, in GB/s.", "backend"),
-    "rlhf_stack_mixed_answers": ("Answers with weights of two versions since the sync before.", "backend"),
-    "rlhf_stack_engine_tokens_per_second": ("Tokens/s of an engine since the sync before.", "engine"),
-}
-RESTART_METRICS = {
-    "rlhf_stack_engine_restarts": ("How often an engine was restarted.", "engine"),
-    "rlhf_stack_engine_restart_seconds": ("Seconds from an engine's last loss to its weights.", "engine"),
-}
-RUN_METRICS = {
-    "rlhf_stack_recovery_seconds": ("Seconds in which the run has waited for lost engines.", "run"),
-    "rlhf_stack_weight_version": ("Version of the weights that all engines have.", "run"),
-}
-METRICS = {**SYNC_METRICS, **RESTART_METRICS, **RUN_METRICS}
 
 Answers = Mapping[int, Mapping[str, Any]]  # the engines' results of a sync, by engine
 
@@ -85,7 +59,7 @@ def recorded_sync(trainer: Any) -> Iterator[None]:
         rates = report_sync(index, backend, size, seconds, getattr(group, "answers", {}), sent)
         unsent = unsent_parameters(getattr(group, "answers", {}))
         version = weight_version(trainer)
-        set_metric("rlhf_stack_weight_version", version, "run")
+        run_metrics.publish({("rlhf_stack_weight_version", "run"): version})
         events.emit(
             "sync",
             index=index,
@@ -120,7 +94,7 @@ def with_recorded_sync(method: Callable[[Any], None]) -> Callable[[Any], None]:
 def report_sync(
     index: int, backend: str, size: int, seconds: float, answers: Answers, sent: int
 ) -> dict[str, Any]:
-    """Log sync ``index`` of ``size`` bytes, set its metrics, and return further fields of its event.
+    """Log sync ``index`` of ``size`` bytes, publish its metrics, and return further fields of its event.
 
     ``sent`` are its bytes on a link.
     """
@@ -131,13 +105,19 @@ def report_sync(
         + (f"; sent as {sent / 1e6:.1f} MB of changes" if sent < size else "")
         + (f"; slowest {peer['who']}, which loaded for {peer['loading']:.2f} s" if peer else "")
     )
-    set_metric("rlhf_stack_sync_seconds", seconds, backend)
-    set_metric("rlhf_stack_sync_bytes", size, backend)
-    set_metric("rlhf_stack_sync_sent_bytes", sent, backend)
-    set_metric("rlhf_stack_sync_gigabytes_per_second", rate, backend)
     mixed = sum(int(answer.get("mixed", 0)) for answer in answers.values())
-    set_metric("rlhf_stack_mixed_answers", mixed, backend)
-    _compare_engines(answers)
+    works: dict[int, throughput.Work] = {engine: answer["work"] for engine, answer in answers.items()}
+    run_metrics.publish(
+        {
+            ("rlhf_stack_sync_seconds", backend): seconds,
+            ("rlhf_stack_sync_bytes", backend): size,
+            ("rlhf_stack_sync_sent_bytes", backend): sent,
+            ("rlhf_stack_sync_gigabytes_per_second", backend): rate,
+            ("rlhf_stack_mixed_answers", backend): mixed,
+        }
+        | {("rlhf_stack_engine_tokens_per_second", str(engine)): work.rate for engine, work in works.items()}
+    )
+    _warn_of_slow_engines(works, answers)
     return {"gigabytes_per_second": rate, "slowest": peer, "mixed_answers": mixed}
 
 
@@ -167,26 +147,8 @@ def _log_unsent(names: tuple[str, ...]) -> None:
     )
 
 
-def set_metric(name: str, value: float, tag: str) -> None:
-    """Set one of `METRICS` if this process is connected to Ray, which exports it."""
-    if ray.is_initialized():
-        gauge = _gauge(name)
-        gauge.set(value, tags={METRICS[name][1]: tag})
-
-
-@cache
-def _gauge(name: str) -> Any:
-    from ray.util.metrics import Gauge
-
-    text, tag = METRICS[name]
-    return Gauge(name, description=text, tag_keys=(tag,))
-
-
-def _compare_engines(answers: Answers) -> None:
-    """Set each engine's metric, and warn of engines that are much slower than the others."""
-    works: dict[int, throughput.Work] = {index: answer["work"] for index, answer in answers.items()}
-    for index, work in works.items():
-        set_metric("rlhf_stack_engine_tokens_per_second", work.rate, str(index))
+def _warn_of_slow_engines(works: Mapping[int, throughput.Work], answers: Answers) -> None:
+    """Warn of engines that are much slower than the others."""
     for index in throughput.slow_engines(works):
         workers = ", ".join(rank["who"] for rank in answers[index]["ranks"])
         rates = ", ".join(f"{work.rate:.0f}" for work in works.values())

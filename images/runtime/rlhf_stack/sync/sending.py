@@ -1,9 +1,10 @@
 """The trainer's side of a sync: a bucket is packed while the previous one is in flight."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from rlhf_stack.cluster.actor_registry import PeerError
@@ -14,10 +15,11 @@ from rlhf_stack.sync.actor_waits import raise_engine_error, wait_for_engine_resu
 from rlhf_stack.sync.buckets import Bucket, Share, linked_buckets, plan_buckets, total_bytes
 from rlhf_stack.sync.changed import ChangedSender, kept_memory
 from rlhf_stack.sync.encoding import CHANGED
-from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters
+from rlhf_stack.sync.engine_parameters import EngineParameter, engine_parameters, values
 from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import SLOTS, Transfer, WeightGroup
 from rlhf_stack.sync.kept import Kept
+from rlhf_stack.sync.nccl import StreamGroup
 from rlhf_stack.sync.packing import Packer
 from rlhf_stack.sync.trainer import (
     engine_indices,
@@ -66,19 +68,23 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> int:
                 for engine in trainer.vllm_engines
             ]
         failure: SyncError | PeerError | None = None
+
+        def attempt(step: Callable[[], None]) -> None:
+            nonlocal failure
+            try:
+                if failure is None:
+                    step()
+            except (SyncError, PeerError) as error:
+                if not is_sharded(trainer):
+                    raise
+                failure = error  # this rank gathers with the other ranks to the end
+
         for linked in linked_buckets(buckets, specs):
+            if is_sharded(trainer) and isinstance(group, StreamGroup):
+                attempt(sender.finish)  # DeepSpeed's gather waits for all work of the GPU, without a deadline
             with _gathered(trainer, sent, linked):
                 own = [(number, bucket) for number, bucket in linked if share.has(number)]
-                if failure is None:
-                    values = {index: sent[index].value() for index in _indices(own)}
-                    try:
-                        for number, bucket in own:
-                            tensors = [values[span.index] for span in bucket.spans]
-                            sender.send(number // share.count, bucket, tensors)
-                    except (SyncError, PeerError) as error:
-                        if not is_sharded(trainer):
-                            raise
-                        failure = error  # this rank gathers with the other ranks to the end
+                attempt(partial(_send_linked, sender, share.count, own, sent))
         if failure is not None:
             raise failure
         sender.finish()
@@ -87,6 +93,18 @@ def send(trainer: Any, parameters: Sequence[tuple[str, Any]]) -> int:
             group.answers = dict(zip(engine_indices(trainer), results, strict=True))
         group.encodings.ended(content, time.monotonic() - start, sender.sent)
     return sender.sent
+
+
+def _send_linked(
+    sender: "BucketSender | ChangedSender",
+    sources: int,
+    linked: Sequence[tuple[int, Bucket]],
+    sent: Sequence[EngineParameter],
+) -> None:
+    """Send ``linked`` buckets, numbered among those of all ``sources``, of parameters in ``sent``."""
+    found = values({index: sent[index] for index in _indices(linked)})
+    for number, bucket in linked:
+        sender.send(number // sources, bucket, [found[span.index] for span in bucket.spans])
 
 
 def _encoding(group: WeightGroup | None, share: Share, content: Sequence[Any], size: int) -> str:

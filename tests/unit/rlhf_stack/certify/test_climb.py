@@ -202,6 +202,13 @@ def test_only_nodes_with_gpus_need_the_same_driver(head: dict[str, Any], problem
     assert facts.differences([of_head, node, node]).partition(":")[0] == problem
 
 
+def test_versions_in_another_order_are_the_same() -> None:
+    """The order is that of a folder, which differs between file systems."""
+    same = {"gpus": 8, "driver": "580.0", "patches": [], "inputs": "aa", "address": "a"}
+    orders = ({"ray": "1", "torch": "2"}, {"torch": "2", "ray": "1"})
+    assert facts.differences([same | {"versions": versions} for versions in orders]) == ""
+
+
 @pytest.mark.parametrize(
     ("digests", "problem"),
     [

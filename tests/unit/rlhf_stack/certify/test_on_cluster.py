@@ -2,10 +2,12 @@
 
 from contextlib import nullcontext
 from itertools import chain, repeat
+from typing import NoReturn
 
 import pytest
 from rlhf_stack.certify import on_cluster
 from rlhf_stack.certify.ladder import NotClimbedError, Place
+from rlhf_stack.errors import UserError
 from rlhf_stack.placement import FreeNode
 
 PLACE = Place("", "/nowhere", small=False)
@@ -18,6 +20,22 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cluster, "connected", lambda *_, **__: nullcontext())
     monkeypatch.setattr(on_cluster, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(on_cluster, "RELEASE_SECONDS", 0.05)
+
+
+def test_a_cluster_that_refuses_us_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the GPUs of this machine: its token may be in another user's home."""
+
+    def refuse(_: str) -> NoReturn:
+        raise UserError("the token is wrong")
+
+    monkeypatch.setattr(on_cluster, "connected", refuse)
+    monkeypatch.setattr(on_cluster, "_own", lambda _: nullcontext("our own"))
+    monkeypatch.setattr(on_cluster.process_table, "gcs_address", lambda _: "10.0.0.2:6379")
+    with pytest.raises(UserError, match="the token is wrong"), on_cluster.cluster("auto", [], []):
+        pass
+    monkeypatch.setattr(on_cluster.process_table, "gcs_address", lambda _: None)
+    with on_cluster.cluster("auto", [], []) as found:
+        assert found == "our own"
 
 
 def test_a_rung_waits_for_the_gpus_of_processes_that_have_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:

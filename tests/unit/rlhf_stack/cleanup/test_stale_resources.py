@@ -139,13 +139,32 @@ def test_a_segment_is_a_file_that_is_still_there(tmp_path: Path, monkeypatch: py
     assert [Path(one.path).name for one in stale_resources.segments(0.0, tmp_path)] == ["psm_1"]
 
 
-def test_in_a_container_with_shared_shm_open_segments_are_unknown(tmp_path: Path) -> None:
+def test_in_a_container_with_shared_shm_open_segments_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tmp_path / "self"
     (own / "ns").mkdir(parents=True)
     (own / "ns" / "pid").symlink_to("pid:[4026532553]")
     for source, known in (("shm", True), ("tmpfs", False)):
         (own / "mountinfo").write_text(f"338 304 0:91 / /dev/shm rw,nosuid - tmpfs {source} rw\n")
         assert (stale_resources.open_segments([], tmp_path) is not None) == known
+    (own / "mountinfo").write_text("338 304 0:91 / /dev/shm rw,nosuid - tmpfs shm rw\n")
+    monkeypatch.setenv(stale_resources.KUBERNETES, "10.96.0.1")
+    assert stale_resources.open_segments([], tmp_path) is None  # a pod's containers share it
+
+
+def test_on_a_host_processes_of_containers_are_read_too(tmp_path: Path) -> None:
+    """One can have a segment open that the host's /dev/shm has (`docker run --ipc=host`)."""
+    for pid, container in ((5, "pid:[1]"), (6, "pid:[2]")):
+        folder = tmp_path / str(pid)
+        (folder / "ns").mkdir(parents=True)
+        (folder / "ns" / "pid").symlink_to(container)
+        (folder / "stat").write_text(f"{pid} (a) S 1 {'0 ' * 17}77 0\n")
+        (folder / "cmdline").write_bytes(b"a\0")
+        (folder / "environ").write_bytes(b"")
+    (tmp_path / "self").symlink_to(tmp_path / "5")
+    assert [one.pid for one in process_table.snapshot(tmp_path)] == [5]
+    assert [one.pid for one in process_table.snapshot(tmp_path, everywhere=True)] == [5, 6]
 
 
 def sleeping(code: str = "") -> "subprocess.Popen[str]":
@@ -192,7 +211,9 @@ def test_a_segment_that_is_only_mapped_is_in_use_and_never_removed(
     monkeypatch.setattr(
         process_table,
         "snapshot",
-        lambda proc=process_table.PROC: [p for p in snapshot(proc) if p.pid in mine],
+        lambda proc=process_table.PROC, everywhere=False: [
+            p for p in snapshot(proc, everywhere) if p.pid in mine
+        ],
     )
     one = next(one for one in stale_resources.segments(0.0) if one.path == str(segment))
     links = {str(link.readlink()) for link in Path(f"/proc/{child.pid}/fd").iterdir()}

@@ -10,7 +10,7 @@ import pytest
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.commands import top
 from rlhf_stack.cli.main import main
-from rlhf_stack.cluster import auth_token, connect, readiness
+from rlhf_stack.cluster import auth_token, connect, readiness, run_metrics
 from rlhf_stack.diagnostics.doctor import cluster, comparison
 from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.preemption import Answer
@@ -50,6 +50,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "x" * 40)
     monkeypatch.setattr(connect, "wait_for_port", lambda *_: None)
     monkeypatch.setattr(process_table, "snapshot", lambda *_: [])
+    monkeypatch.setattr(run_metrics, "published", list)
     monkeypatch.setattr(process_table, "gcs_address", lambda _: "10.0.0.2:6379")
     return fake
 
@@ -106,7 +107,7 @@ def test_the_refreshed_state_is_on_the_standard_output(
 def test_the_wait_for_nodes_leaves_the_standard_output_to_its_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(readiness, "_dashboard", lambda: "")
+    monkeypatch.setattr(readiness, "_answers", lambda _: "")
     monkeypatch.setattr(sys, "argv", ["readiness", "--nodes", "0", "--gpus", "0"])
     assert readiness.main() == 0
     output = capsys.readouterr()

@@ -113,6 +113,17 @@ def test_a_token_that_ray_ignores_is_a_warning(
     assert bool(errors) == bool(name)
 
 
+def test_without_a_token_ray_starts_without_one(
+    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where a token exists every command but this one needs it."""
+    ray(0)
+    monkeypatch.setenv(auth_token.MODE, "token")
+    assert main(WORDS) == 0
+    assert json.loads(capfd.readouterr().out)["token"] is False
+    assert auth_token.MODE not in os.environ
+
+
 @pytest.mark.parametrize(
     ("options", "server"),
     [

@@ -139,7 +139,11 @@ RUN = ["env", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=1", "CUDA_VISIBLE_DEVIC
     ("options", "program", "expected"),
     [
         ([], "openrlhf.cli.train_ppo_ray", {"NCCL_DEBUG": "INFO", "RLHF_STACK_VERIFY_SYNC": "1"}),
-        (["--env", "A=1"], "a.train_ppo_ray", {"A": "1", "NCCL_DEBUG": "INFO", "RLHF_STACK_VERIFY_SYNC": "1"}),
+        (
+            ["--env", "A=1"],
+            "a.train_ppo_ray",
+            {"A": "1", "NCCL_DEBUG": "INFO", "RLHF_STACK_VERIFY_SYNC": "1"},
+        ),
         ([], "openrlhf.cli.train_sft", {}),  # it starts no actors
     ],
 )

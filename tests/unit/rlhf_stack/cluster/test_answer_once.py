@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -52,6 +53,26 @@ def test_a_repeated_call_has_the_outcome_of_the_first(ray: MagicMock) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="after 7 steps"):
             rank.fail()
+
+
+def test_a_failed_call_keeps_no_memory(ray: MagicMock) -> None:
+    """Its error is kept, and its frames would keep the tensors of a sync."""
+
+    class Tensor:
+        pass
+
+    held: list[weakref.ref[Tensor]] = []
+
+    def send() -> None:
+        gathered = Tensor()
+        held.append(weakref.ref(gathered))
+        raise ValueError(f"not sent: {id(gathered)}")
+
+    call(ray, "a")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not sent"):
+            answer_once.execute(send, (), {})
+    assert held[0]() is None
 
 
 def test_the_outcomes_of_old_calls_are_dropped(ray: MagicMock) -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rlhf_stack.accelerator import rocm
+from rlhf_stack.cleanup.process_table import Process
 from rlhf_stack.cli.main import main
 from rlhf_stack.config import env_vars, image
 from rlhf_stack.diagnostics import host_check
@@ -63,6 +64,8 @@ AMD = CUDA | {"accelerator": "rocm"}
 REPEATED = {"ROCR_VISIBLE_DEVICES": "0,0,1", "HIP_VISIBLE_DEVICES": "0,1"}
 ONE, TWO = Library("trainer", "/a", "2.20.5+cuda12.4", "aa"), Library("engine", "/b", "2.18.1+cuda12.1", "bb")
 
+NEWER = Library("engine", "/b", "2.27.3+cuda13.0", "bb")  # which does not start with NCCL_CUMEM_ENABLE=0
+
 
 def node(**changes: Any) -> NodeFacts:
     return dataclasses.replace(HEALTHY, **changes)
@@ -100,6 +103,7 @@ def test_a_healthy_node_passes_every_check() -> None:
         ({"missing_library": "/no/librccl.so", "expected_missing": True}, [("nccl", "note")]),
         ({"libraries": (ONE, TWO)}, [("nccl", "warning")]),
         ({"libraries": (ONE, TWO), "variables": {"NCCL_CUMEM_ENABLE": "0"}}, [("nccl", "note")]),
+        ({"libraries": (ONE, NEWER), "variables": {"NCCL_CUMEM_ENABLE": "0"}}, [("nccl", "warning")]),
         ({"libraries": (ONE, dataclasses.replace(ONE, user="engine"))}, []),
         ({"libraries": (ONE, dataclasses.replace(ONE, user="engine", build_id="cc"))}, [("nccl", "warning")]),
         ({"shm_total": 64 << 20, "resources": {}}, [("ports", "warning"), ("shm", "warning")]),
@@ -172,6 +176,26 @@ def answer(address: str, clock_offset: float = 0.0, **changes: Any) -> NodeAnswe
 
 def raylet(**variables: str) -> tuple[RayProcess, ...]:
     return (RayProcess("raylet", 1, "raylet", variables),)
+
+
+def test_a_task_of_ray_reports_the_gpus_that_its_node_sees() -> None:
+    """Ray hides them from a task that requests none."""
+    task = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}
+    own = Process(os.getpid(), 7, 0, "S", 0, ("ray::_facts",), task)
+    for visible in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+        node_process = Process(7, 1, 0, "S", 0, ("/ray/raylet/raylet",), visible)
+        assert collect.node_variables([node_process, own], task) == visible | {"NCCL_DEBUG": "INFO"}
+    assert collect.node_variables([own], task) == {"NCCL_DEBUG": "INFO"}
+    shell = dataclasses.replace(own, command=("python",), variables={})
+    assert collect.node_variables([shell], task) == task
+
+
+def test_processes_without_the_variables_of_a_job_are_not_compared() -> None:
+    """Doctor's own task, workers that wait for a job, and the actor of Ray that starts a job's driver."""
+    lines = ("ray::PPOTrainer.fit", "ray::IDLE", "ray::JobSupervisor.run", "ray::_facts")
+    pids = (11, 12, 13, os.getpid())
+    table = [Process(pid, 7, 0, "S", 0, (line,), {}) for pid, line in zip(pids, lines, strict=True)]
+    assert [one.name for one in collect._ray_processes(table)] == ["ray::PPOTrainer.fit"]
 
 
 def test_equal_nodes_have_no_findings() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rlhf_stack.cli.commands import top
 from rlhf_stack.cli.main import main
+from rlhf_stack.cluster.run_metrics import METRICS
 from rlhf_stack.diagnostics.monitor import metrics, state
 from rlhf_stack.diagnostics.monitor.metrics import Sample
-from rlhf_stack.sync.report import METRICS
 
 from scripts.paths import ROOT
 from tests.unit.stub_server import serving
@@ -60,6 +61,30 @@ def test_samples_have_their_tags_and_their_node() -> None:
         300.0,
     )
     assert len(SAMPLES) == 9
+
+
+def test_events_of_a_former_attempt_do_not_count() -> None:
+    """`submit --restarts` continues with fewer engines in the same folder of events."""
+    former = [
+        {"event": "phase", "name": "started"},
+        {"event": "step", "step": 200, "reward": 0.9},
+        {"event": "engine", "engine": 3, "ranks": []},
+        {"event": "engine restart", "engine": 3, "restarts": 2},
+        {"event": "recovered", "seconds": 300.0},
+    ]
+    assert state.run_state([*former, *EVENTS], SAMPLES, GROUPS) == state.run_state(EVENTS, SAMPLES, GROUPS)
+    now = state.run_state([*former, {"event": "phase", "name": "started"}], [], {})
+    assert (now.phase, now.step, now.engines, now.lost_seconds) == ("started", None, (), 0.0)
+
+
+def test_samples_of_gpus_are_kept_between_two_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    scraped = [[SAMPLES[3], SAMPLES[0]], []]
+    monkeypatch.setattr(top.metrics, "scrape", lambda *_: scraped.pop(0))
+    monkeypatch.setattr(top, "SCRAPE_PAUSE_SECONDS", 0.0)
+    gpus = top.GpuSamples()
+    assert [gpus.now([("10.0.0.2", 1)]) for _ in range(2)] == [[SAMPLES[3]]] * 2
+    monkeypatch.setattr(top.metrics, "scrape", lambda *_: [])
+    assert gpus.now([("10.0.0.3", 1)]) == []
 
 
 def test_the_state_of_a_run() -> None:

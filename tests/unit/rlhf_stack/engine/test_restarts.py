@@ -13,13 +13,13 @@ from unittest.mock import MagicMock
 import pytest
 from rlhf_stack.cleanup import process_table, stale_resources, terminate
 from rlhf_stack.cleanup.process_table import Process
-from rlhf_stack.cluster import actor_registry, gcs_kv
+from rlhf_stack.cluster import actor_registry, gcs_kv, run_metrics
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import prompt_requests, recipes, request_balancer, restarted, restarts, roster, startup
 from rlhf_stack.engine.startup import StartError
-from rlhf_stack.sync import SyncError, actor_trainer, report
+from rlhf_stack.sync import SyncError, actor_trainer
 from rlhf_stack.telemetry import events
 
 
@@ -82,7 +82,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(
         gcs_kv, "list_records", lambda key, *_: [stored[one] for one in stored if one.startswith(key)]
     )
-    monkeypatch.setattr(report, "set_metric", MagicMock())
+    monkeypatch.setattr(run_metrics, "publish", MagicMock())
     monkeypatch.setattr(time, "sleep", MagicMock())
     monkeypatch.setattr(restarted, "_pending", [])
     return stored
@@ -145,9 +145,9 @@ def test_a_restarted_engine_lacks_weights_until_it_has_received_them(
 def test_a_restart_sets_the_metrics_of_restarts(records: dict[str, dict[str, Any]]) -> None:
     restarted.begin("job", 1)
     restarted.weights_received()
-    calls = [call.args for call in report.set_metric.call_args_list]  # type: ignore[attr-defined]
-    assert {(name, tag) for name, _, tag in calls} == {(name, "1") for name in report.RESTART_METRICS}
-    assert calls[0] == ("rlhf_stack_engine_restarts", 1, "1")
+    published = [call.args[0] for call in run_metrics.publish.call_args_list]  # type: ignore[attr-defined]
+    assert {key for values in published for key in values} == {(n, "1") for n in run_metrics.RESTART_METRICS}
+    assert published[0] == {("rlhf_stack_engine_restarts", "1"): 1}
 
 
 @pytest.mark.parametrize(("detected", "seconds"), [(100.0, 60.0), (130.0, 35.0), (None, 35.0)])
@@ -840,7 +840,7 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
 def test_a_recovery_is_measured_without_an_engine_that_an_earlier_one_left_out(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "set_metric", MagicMock())
+    monkeypatch.setattr(run_metrics, "publish", MagicMock())
     emitted = MagicMock()
     monkeypatch.setattr(events, "emit", emitted)
     monkeypatch.setattr(restarts, "_form_group", lambda *_: True)
@@ -861,7 +861,7 @@ def test_a_recovery_is_measured_without_an_engine_that_an_earlier_one_left_out(
 def test_engines_are_counted_after_all_lost_ones_that_can_are_back(
     ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, is_back: bool
 ) -> None:
-    monkeypatch.setattr(report, "set_metric", MagicMock())
+    monkeypatch.setattr(run_metrics, "publish", MagicMock())
     emitted = MagicMock()
     monkeypatch.setattr(events, "emit", emitted)
     monkeypatch.setattr(recipes, "lost_nodes", lambda index: [f"10.0.0.{index}"])

@@ -316,6 +316,31 @@ def test_what_a_job_waited_for_that_succeeded_is_a_note(text: str, severities: l
     assert [one.severity for one in known_bad.explain(ROWS, text)] == severities
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO shm_broadcast.py:542] No available shared memory broadcast block found in 60 seconds.\n",
+        "The following resource request cannot be scheduled right now: {'GPU': 1.0}.\n",
+        "The client socket has failed to connect to [node1]:29500 (errno: 111 - Connection refused).\n",
+        "wandb: Network error (ConnectTimeout), entering retry loop.\n",
+    ],
+)
+def test_what_a_job_that_succeeded_overcame_is_a_note(line: str) -> None:
+    (found,) = known_bad.explain(ROWS, line + "step 1\n" + SUCCEEDED)
+    assert found.severity == "note"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "BlockingIOError: [Errno 11] write could not complete without blocking\n",
+        "warning: No `requires-python` value found in the workspace.\n",
+    ],
+)
+def test_similar_messages_have_no_row(line: str) -> None:
+    assert not {one.id for one in known_bad.explain(ROWS, line)} & {"process-limit", "python-too-old"}
+
+
 def test_a_worker_that_a_job_lost_before_it_succeeded_is_no_error() -> None:
     assert known_bad.last_error(DIED + SUCCEEDED) is None
     assert known_bad.last_error(SUCCEEDED + DIED)

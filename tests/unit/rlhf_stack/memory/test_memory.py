@@ -476,3 +476,35 @@ def test_bytes_saved_by_llama_8b_computed_by_hand() -> None:
     work = Pass(sequences=1, length=1024, checkpointing=True)
     expected = 33 * 8_388_608 + 1024 * (6 * 4096 + 4) + 525_336_576
     assert saved_activations(shape_from_config(LLAMA), work) == expected
+
+
+def test_bytes_saved_by_experts_computed_by_hand() -> None:
+    """A token has 8 of them, each with an input and an output of 4096, and 4 tensors of 1536."""
+    work = Pass(sequences=1, length=1024)
+    experts = shape_from_config(QWEN3_235B)
+    dense = replace(experts, experts=0, active=0, intermediate=1)
+    more = saved_activations(experts, work) - saved_activations(dense, work)
+    assert more == 94 * 2 * 1024 * (8 * (4 * 1536 + 2 * 4096) - 4)
+
+
+def test_a_pass_without_gradients_has_the_outputs_of_experts_in_three_orders() -> None:
+    """And their inputs; scaled by their weights, and sorted as the tokens."""
+    work = Pass(sequences=1, length=1024, value_head=True)
+    assert forward_peak(shape_from_config(QWEN3_235B), work) == 2 * 1024 * (8 * 4 * 4096 + 4 * 4096)
+
+
+def test_stage_3_gathers_the_experts_of_a_layer_together() -> None:
+    """Of Qwen3-235B-A22B: 2,415,919,104 parameters, more than DeepSpeed's limits of either kind."""
+    shape, zero = shape_from_config(QWEN3_235B), Zero(3, 64)
+    block = 128 * 3 * 1536 * 4096
+    assert shape.expert_block == block
+    parted, whole = (model_states(shape.total, zero, None, size) for size in (0, block))
+    assert (parted.buffers, whole.buffers) == (3_000_000_000, 1_000_000_000 + 4 * block)
+    assert replace(whole, buffers=0) == replace(parted, buffers=0)
+    untrained = model_states(shape.total, zero, 0, block)
+    assert untrained.buffers == 2 * block
+    adapters = model_states(shape.total, zero, 10_000_000, block)
+    assert adapters.buffers == 1_000_000_000 + 2 * block, "experts have no gradients"
+    assert model_states(shape.total, replace(zero, stage=2), None, block).buffers == 1_000_000_000
+    small = model_states(shape.total, zero, None, 400_000_000)
+    assert small == parted

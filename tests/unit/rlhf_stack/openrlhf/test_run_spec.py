@@ -110,7 +110,7 @@ def test_untrained_model_is_sharded_at_stage_3_only() -> None:
 
 
 def test_tensor_parallel_ranks_do_not_shard_the_optimizer_again() -> None:
-    run = run_of("0.11.2", sections(ds__tensor_parallel_size=2))
+    run = run_of("0.11.2", sections(ds__tensor_parallel_size=2, ds__zero_stage=2))
     assert run.zero_of(run.roles[0]).ranks == 4
     assert run.request.tp_sp_size == 2
 
@@ -136,6 +136,28 @@ def test_the_group_of_a_second_copy_of_the_weights_divides_the_ranks(
         run_of("0.11.2", sections(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ds__tensor_parallel_size": 2}, "transformers loads no weights for --ds.tensor_parallel_size > 1"),
+        ({"actor__optim": "muon"}, "DeepSpeed refuses Muon"),
+        ({"critic__optim": "muon"}, "DeepSpeed refuses Muon"),
+    ],
+    ids=str,
+)
+def test_what_cannot_start_at_stage_3_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=f"--ds.zero_stage 3: {reason}.*: give --ds.zero_stage 2, or"):
+        run_of("0.11.2", sections(**changes))
+    below = run_of("0.11.2", sections(**changes, ds__zero_stage=2))
+    assert below.obstacle_to_stage_3
+    assert not run_of("0.11.2", sections(actor__optim="adam")).obstacle_to_stage_3
+
+
+def test_weights_of_4_bits_are_loaded_otherwise_at_stage_3() -> None:
+    split = sections(ds__tensor_parallel_size=2, ds__load_in_4bit=True)
+    assert run_of("0.11.2", split).tensor_parallel == 2
+
+
 def test_rank_batch_is_at_most_the_batch_of_a_step() -> None:
     assert run_of("0.11.2", sections()).rank_batch == 16
     assert run_of("0.11.2", sections(train__batch_size=4)).rank_batch == 1
@@ -145,7 +167,7 @@ def test_rank_batch_is_at_most_the_batch_of_a_step() -> None:
     ("changes", "reason"),
     [
         ({"ds__load_in_4bit": True}, "--ds.load_in_4bit"),
-        ({"ds__tensor_parallel_size": 2}, "--ds.tensor_parallel_size > 1"),
+        ({"ds__tensor_parallel_size": 2, "ds__zero_stage": 2}, "--ds.tensor_parallel_size > 1"),
         ({"vllm__sync_with_ray": True}, "--vllm.sync_with_ray"),
     ],
 )

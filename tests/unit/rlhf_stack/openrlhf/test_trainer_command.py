@@ -180,6 +180,15 @@ def test_each_trainer_has_its_roles_on_all_gpus() -> None:
     assert trainer_run("0.11.2", "train_dpo", sections(), 2, 8).pairs == 2
 
 
+def test_muon_is_refused_at_stage_3_for_trainers_too() -> None:
+    values = sections()
+    values.optim = "muon"
+    assert trainer_run("0.11.2", "train_sft", values, 2, 8).muon
+    values.ds.zero_stage = 3
+    with pytest.raises(UserError, match="DeepSpeed refuses Muon"):
+        trainer_run("0.11.2", "train_sft", values, 2, 8)
+
+
 @pytest.mark.parametrize(("batch", "refused"), [(128, False), (96, False), (127, True), (16, True)])
 def test_a_batch_that_deepspeed_refuses_is_a_problem(batch: int, refused: bool) -> None:
     values = sections()

@@ -24,7 +24,7 @@ from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, d
 from rlhf_stack.planning.advice import symmetric_layout
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
-from rlhf_stack.planning.memory_needs import CONTEXT
+from rlhf_stack.planning.memory_needs import CONTEXT, need
 from rlhf_stack.planning.tuning import ALLOCATOR, FLASH, apply_settings, tune
 from rlhf_stack.planning.upstream_placement import upstream_layout
 
@@ -901,3 +901,139 @@ def test_the_largest_cluster_is_planned_in_seconds() -> None:
     assert len(upstream_layout(free, wide.request, ("actor", ENGINES)).engines) == 10_000
     assert symmetric_layout(planned, machines, SHAPES) is None
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, ["ref"]),
+        ({"tokens": 8192, "rollout_tokens": 8192}, ["ref"]),
+        ({"batch": 96}, []),
+        ({"batch": 100}, ["actor", "ref"]),
+        ({"batch": 100, "tokens": 8192, "rollout_tokens": 8192}, ["ref"]),
+        ({"batch": 100, "tokens": 8192, "rollout_tokens": 8192, "ema": True}, ["actor", "ref"]),
+        ({"batch": 100, "release": "0.5.1"}, ["actor", "ref"]),
+    ],
+    ids=str,
+)
+def test_models_that_are_not_trained_divide_the_batch_too(
+    changes: dict[str, Any], refused: list[str]
+) -> None:
+    """128 is not a multiple of 6: the reference model ended with DeepSpeed's assertion, after the start."""
+    planned = apart(engines=Engines(2, 1), **changes)
+    groups = (Group("actor", 1, 8), Group("ref", 1, 6))
+    roles = (planned.roles[0], replace(planned.roles[1], ranks=6))
+    planned = replace(planned, roles=roles, request=replace(planned.request, groups=groups))
+    found = assess(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    ends = [problem.rsplit(" ", 1)[1] for problem in found.problems]
+    assert ends == refused, found.problems
+    repaired = [run.batch for flags, _, run in advice._changes(planned) if "batch_size" in flags[0]]
+    assert all(batch % 6 == 0 for batch in repaired if refused)
+    assert bool(repaired) == bool(refused)
+
+
+def test_the_ranks_of_a_ring_are_no_ranks_of_their_own_unless_a_flat_release_evaluates() -> None:
+    """OpenRLHF 0.5.1 multiplies the batch of a trained model by the ring, and not that of another."""
+    planned = run(ring=2, batch=4)
+    machines = uniform_machines(2, 8, 80, 64, 2000)
+    assert not assess(planned, machines, SHAPES).problems
+    (problem,) = assess(replace(planned, release="0.5.1"), machines, SHAPES).problems
+    assert problem.endswith("a multiple of 8, the micro batch of 1 on all data-parallel ranks of ref")
+
+
+def test_tuning_leaves_the_micro_batches_of_dynamic_batches() -> None:
+    """DeepSpeed compares them with the batch of models that are not trained; nothing else uses them."""
+    planned = run(tokens=8192, rollout_tokens=8192, train_batch=2, rollout_batch=4, batch=1024)
+    tuned = tune(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    assert tuned.fits
+    assert (tuned.run.train_batch, tuned.run.rollout_batch) == (2, 4)
+    assert not any("micro_batch" in setting.text for setting in tuned.settings)
+
+
+@pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"muon": True}], ids=str)
+def test_stage_3_is_not_proposed_where_the_run_would_end_at_its_start(changes: dict[str, Any]) -> None:
+    machines = uniform_machines(2, 8, 32, 64, 2000)
+    planned = run("big", **changes)
+    assert not [flags for flags, _, _ in advice._changes(planned) if "--ds.zero_stage 3" in flags]
+    assert [flags for flags, _, _ in advice._changes(run("big")) if "--ds.zero_stage 3" in flags]
+    tuned = tune(planned, machines, SHAPES)
+    assert tuned.run.zero.stage == 2
+
+
+def test_tensor_parallel_ranks_have_all_tokens_of_a_dynamic_batch() -> None:
+    """OpenRLHF multiplies the tokens of a GPU by both; only the ranks of a ring divide a sequence."""
+    few, ring, parallel = (
+        need(planned, planned.roles[0], SMALL).activations
+        for planned in (run(tokens=8192), run(tokens=8192, ring=2), run(tokens=8192, tensor_parallel=2))
+    )
+    assert ring == few
+    assert parallel == need(run(tokens=16384), run().roles[0], SMALL).activations > few
+
+
+def test_a_dynamic_rollout_has_up_to_twice_the_tokens() -> None:
+    """With 8 ranks 15 micro batches become 8."""
+    ref = run().roles[1]
+    dynamic = need(run(tokens=8192, rollout_tokens=8192), ref, SMALL).activations
+    one = run(actor=1, tokens=8192, rollout_tokens=8192)
+    assert need(one, one.roles[1], SMALL).activations * 15 == dynamic * 8
+
+
+QWEN3_30B = parse_shape(
+    "layers:48,hidden:2048,intermediate:768,heads:32,kv_heads:4,head_dim:128,vocabulary:151936,experts:128,active:8"
+)
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+
+
+@pytest.mark.parametrize(
+    ("stage", "release", "stacked"), [(3, "0.11.2", EXPERTS), (2, "0.11.2", 0), (3, "0.5.1", 0)]
+)
+def test_every_rank_stacks_the_experts_of_the_whole_model_at_stage_3(
+    stage: int, release: str, stacked: int
+) -> None:
+    """Transformers converts them on each host before ZeRO-3 shares them: 54 GiB of Qwen3-30B-A3B per rank."""
+    planned = run(zero=Zero(stage, 1), release=release)
+    weights = QWEN3_30B.total // (8 if stage == 3 else 1)
+    for role in planned.roles:
+        assert need(planned, role, QWEN3_30B).loading == pytest.approx(2 * (weights + stacked), abs=2)
+
+
+def test_a_plan_counts_experts_that_are_gathered_whole() -> None:
+    """Gradients of 603,979,776 parameters, more than a bucket of 500 million."""
+    actor = need(run(zero=Zero(3, 1)), run().roles[0], QWEN3_30B)
+    assert actor.buffers == 2 * (500_000_000 + 1_000_000_000 + 128 * 3 * 2048 * 768)
+    flat = need(run(zero=Zero(3, 1), release="0.5.1"), run().roles[0], QWEN3_30B)
+    assert flat.buffers == 2 * (500_000_000 + 1_000_000_000)
+
+
+def test_adapters_of_experts_in_one_parameter_have_twice_the_rank_for_gate_and_up() -> None:
+    """PEFT 0.21 finds them by name for `all-linear`: 8 x 128 x (3 x 2048 + 5 x 768) in a layer."""
+    actor = run().roles[0]
+    new, old = (
+        need(run(lora=8, zero=Zero(0, 1), release=release), actor, QWEN3_30B).gradients
+        for release in ("0.11.2", "0.5.1")
+    )
+    assert new - old == 2 * 8 * 48 * 128 * 2 * 768
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({}, [0, 8]),
+        ({"tensor_parallel": 2}, [0, 1]),
+        ({"zero": Zero(3, 1)}, [0, 1]),
+        ({"release": "0.5.1"}, [0, 1]),
+    ],
+    ids=str,
+)
+def test_saving_needs_host_memory(changes: dict[str, Any], copies: list[int]) -> None:
+    """Rank 0 gathers the weights; those that are not sharded OpenRLHF 0.11.2 copies on every rank."""
+    found = assess(run("big", **changes), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    assert sorted(node.memory_saving for node in found.nodes) == [2 * QWEN_7B.total * each for each in copies]
+    for node in found.nodes:
+        assert node.memory_needed >= node.memory_running + node.memory_saving
+
+
+def test_the_critic_is_not_saved_without_its_flag() -> None:
+    planned = apart("critic", "reward", engines=Engines(2, 1))
+    found = assess(planned, uniform_machines(3, 8, 80, 64, 2000), SHAPES)
+    assert not any(node.memory_saving for node in found.nodes)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rlhf_stack import sync
 from rlhf_stack.accelerator import devices
+from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.config import env_vars
 from rlhf_stack.sync import backend_selection, gloo, nccl, same_gpu
 from rlhf_stack.sync.buckets import LARGE, ParameterSpec, plan_buckets
@@ -253,6 +254,26 @@ def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu) 
     assert "rank 1 on 127.0.0.1: ZeroDivisionError: the loader" in sender
     assert "another rank failed first" in sender
     assert loader == "the loader"
+
+
+@ANY_ORDER
+def test_a_lost_engine_aborts_the_broadcast_for_which_the_gpu_waits(hanging: Gpu) -> None:
+    """DeepSpeed's next gather waits for all work of the GPU, without a deadline."""
+
+    def lost() -> None:
+        raise PeerError("engine 0 is dead")
+
+    def run(rank: int) -> None:
+        group = sync.create_group(HOST, PORT, rank, 2, rank, "nccl")
+        if rank:
+            group.close()
+            return
+        with pytest.raises(PeerError, match="engine 0 is dead"), group.syncing(lost):
+            group.start([empty(8, np.dtype("uint8"), "cuda:0")], "a bucket").finish()
+        devices.synchronize()
+
+    assert both(hanging, run) == [None, None]
+    assert [each.aborts for each in hanging.communicators] == [1, 1]
 
 
 @ANY_ORDER

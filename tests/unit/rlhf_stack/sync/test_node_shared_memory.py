@@ -34,6 +34,12 @@ def test_another_process_with_the_same_pid_is_rejected(offered: list[int]) -> No
     assert len(list(Path("/proc/self/fd").iterdir())) == before, "opened files are closed"
 
 
+def test_a_file_of_another_container_need_not_be_text(offered: list[int]) -> None:
+    offer = node_shared_memory._offer(offered)
+    os.pwrite(offered[-1], bytes([0xFF]) * 32, 0)
+    assert node_shared_memory._open_offered(offer) == []
+
+
 def test_a_missing_process_shares_nothing(offered: list[int]) -> None:
     offer = json.loads(node_shared_memory._offer(offered))
     missing = [path.replace(str(os.getpid()), "4194305") for path in offer["paths"]]

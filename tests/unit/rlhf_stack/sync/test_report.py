@@ -1,28 +1,19 @@
 """Records of a sync: its log line, metrics, and warnings of slow engines."""
 
-import sys
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
+from rlhf_stack.cluster import run_metrics
 from rlhf_stack.sync import report
 from rlhf_stack.telemetry.throughput import Work
 
 
 @pytest.fixture(autouse=True)
-def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, MagicMock]:
-    """Replace Ray's gauges; return the created ones by name."""
-    created: dict[str, MagicMock] = {}
-
-    def gauge(name: str, **_: object) -> MagicMock:
-        return created.setdefault(name, MagicMock())
-
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Gauge=gauge))
-    report._gauge.cache_clear()
-    return created
+def published(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], float]:
+    """The metrics that are published, by name and tag."""
+    values: dict[tuple[str, str], float] = {}
+    monkeypatch.setattr(run_metrics, "publish", values.update)
+    return values
 
 
 def answer(engine: int, seconds: list[float], work: Work) -> dict[str, Any]:
@@ -34,7 +25,7 @@ def answer(engine: int, seconds: list[float], work: Work) -> dict[str, Any]:
 
 
 def test_a_sync_is_a_log_line_with_its_slowest_worker(
-    capsys: pytest.CaptureFixture[str], gauges: dict[str, MagicMock]
+    capsys: pytest.CaptureFixture[str], published: dict[tuple[str, str], float]
 ) -> None:
     fine = Work(6000, 2.0)
     answers = {0: answer(0, [0.4, 0.3], fine), 2: answer(1, [0.45, 0.2], fine)}
@@ -46,10 +37,10 @@ def test_a_sync_is_a_log_line_with_its_slowest_worker(
         "rlhf_stack: weight sync 3 over gloo: 1000.0 MB in 0.50 s, 2.00 GB/s; sent as 20.0 MB of changes; "
         "slowest rank 3 on 10.0.0.2, which loaded for 0.10 s"
     )
-    assert set(gauges) == set(report.SYNC_METRICS)
-    gauges["rlhf_stack_sync_seconds"].set.assert_called_once_with(0.5, tags={"backend": "gloo"})
-    gauges["rlhf_stack_sync_sent_bytes"].set.assert_called_once_with(20_000_000, tags={"backend": "gloo"})
-    gauges["rlhf_stack_engine_tokens_per_second"].set.assert_called_with(3000.0, tags={"engine": "2"})
+    assert {name for name, _ in published} == set(run_metrics.SYNC_METRICS)
+    assert published["rlhf_stack_sync_seconds", "gloo"] == 0.5
+    assert published["rlhf_stack_sync_sent_bytes", "gloo"] == 20_000_000
+    assert published["rlhf_stack_engine_tokens_per_second", "2"] == 3000.0
 
 
 def test_a_sync_without_answers_is_a_log_line_too(capsys: pytest.CaptureFixture[str]) -> None:

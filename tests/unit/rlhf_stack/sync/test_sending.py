@@ -11,6 +11,7 @@ import pytest
 from rlhf_stack.cluster.actor_registry import PeerError
 from rlhf_stack.sync import same_gpu, sending
 from rlhf_stack.sync.encoding import Encodings
+from rlhf_stack.sync.errors import SyncError
 from rlhf_stack.sync.group import Watch
 
 
@@ -34,6 +35,46 @@ def test_the_memory_that_is_left_is_the_least_of_all_nodes(monkeypatch: pytest.M
     assert sending.least_memory_left(answers) == 4
     here[0] = 3
     assert sending.least_memory_left(answers) == 3
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_in_flight_over_nccl_while_shards_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """DeepSpeed's gather waits for all work of the GPU, so that no deadline of a broadcast would hold."""
+    calls: list[str] = []
+
+    @contextmanager
+    def gather(_: Any, __: Any, linked: Sequence[tuple[int, Any]]) -> Iterator[None]:
+        calls.append(f"gather {linked[0][0]}")
+        yield
+
+    def finish() -> None:
+        calls.append("finish")
+        if fails and "send 0" in calls:
+            raise SyncError("bucket 1 of 2 is late")
+
+    sender = MagicMock()
+    sender.finish.side_effect = finish
+    sender.send.side_effect = lambda number, *_: calls.append(f"send {number}")
+    buckets = [SimpleNamespace(spans=[])] * 2
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1, raising=False)
+    monkeypatch.setattr(sending, "engine_parameters", lambda *_: [])
+    monkeypatch.setattr(sending, "plan_buckets", lambda *_: buckets)
+    monkeypatch.setattr(sending, "linked_buckets", lambda buckets, _: [[each] for each in enumerate(buckets)])
+    monkeypatch.setattr(sending, "_gathered", gather)
+    monkeypatch.setattr(sending, "is_sharded", lambda _: True)
+    monkeypatch.setattr(sending, "new_sender", lambda *_: sender)
+    monkeypatch.setattr(sending, "StreamGroup", Group)
+    trainer = SimpleNamespace(_model_update_group=Group(), strategy=SimpleNamespace(args=SimpleNamespace()))
+    if fails:
+        with pytest.raises(SyncError, match="bucket 1 of 2 is late"):
+            sending.send(trainer, [])
+        assert calls == ["finish", "gather 0", "send 0", "finish", "gather 1"]
+    else:
+        sending.send(trainer, [])
+        assert calls == ["finish", "gather 0", "send 0", "finish", "gather 1", "send 1", "finish"]
 
 
 @pytest.mark.usefixtures("cuda")

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _segments(least: float) -> tuple[list[stale_resources.Segment], bool]:
     """The unused segments, and whether they cannot be determined on this machine."""
-    held = stale_resources.open_segments(process_table.snapshot())
+    held = stale_resources.open_segments(process_table.snapshot(everywhere=True))
     if held is None:
         return [], True
     return stale_resources.unused_segments(

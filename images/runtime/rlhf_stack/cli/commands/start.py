@@ -117,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
         environment[auth_token.MODE] = "token"
     else:
         environment.pop(auth_token.MODE, None)
+        os.environ.pop(auth_token.MODE, None)  # set where a token exists, also with --auth none
     start_options = StartOptions(
         join=options.join,
         gpus=options.num_gpus,

@@ -184,7 +184,9 @@ def _run(options: argparse.Namespace) -> int:
     env_vars.check(variables)
     _warn_of_secrets(variables, words)
     for name in unused:
-        messages.warning(f"{name} in the command has no effect: Ray selects the GPUs; set it on the containers")
+        messages.warning(
+            f"{name} in the command has no effect: Ray selects the GPUs; set it on the containers"
+        )
     for text in replaced_by_profile(os.environ, variables):
         messages.info(text)
     is_supervised = bool(options.restarts or options.grace)

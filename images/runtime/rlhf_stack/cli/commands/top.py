@@ -1,8 +1,9 @@
 """Monitor the run of this cluster: tokens/s and restarts per engine, phase, last sync, GPU memory, groups.
 
-Trainer and engines report tokens/s and GB/s to Ray's metrics at each weight sync. Phase, step and the GPUs of
-each engine come from the event log of the run (RLHF_STACK_EVENTS, or --events), GPU memory from Ray's node
-agents, and pending placement groups with their reason from Ray. For anything else see Ray's dashboard.
+Trainer and engines report tokens/s and GB/s at each weight sync; of several runs the newest is shown. Phase,
+step and the GPUs of each engine come from the event log of the run (RLHF_STACK_EVENTS, or --events), GPU
+memory from Ray's node agents, and pending placement groups with their reason from Ray. An agent reports each
+measurement to one reader: while this runs, Prometheus misses some. For anything else see Ray's dashboard.
 
   rlhf-stack top                        refresh every 2 seconds until Ctrl-C
   rlhf-stack top --once --events /shared/events
@@ -20,6 +21,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,17 @@ from typing import Any
 from rlhf_stack.cleanup import process_table
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import path
+from rlhf_stack.cluster import run_metrics
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.monitor import metrics
-from rlhf_stack.diagnostics.monitor.state import RunState, run_state
+from rlhf_stack.diagnostics.monitor.state import GPU_AVAILABLE, GPU_USED, RunState, run_state
 from rlhf_stack.errors import UserError
 from rlhf_stack.lazy import ray
 from rlhf_stack.telemetry import events
 
 PAUSE_SECONDS, SCRAPE_SECONDS = 2.0, 3.0
+SCRAPE_PAUSE_SECONDS = 10.0  # what is scraped is lost for Prometheus, and Ray measures every few seconds
 UNKNOWN = "?"
 
 
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.json or options.once:
         with connected(address):
-            now = _current_state(folder)
+            now = _current_state(folder, GpuSamples())
         if options.json:
             print_json("top", 1, **asdict(now))
         else:
@@ -70,21 +74,41 @@ def run(options: argparse.Namespace) -> int:
     from rich.live import Live
 
     console = _console()  # before the connection, which redirects the standard output
+    gpus = GpuSamples()
     with (
         connected(address),
-        Live(_tables(_current_state(folder)), console=console, auto_refresh=False) as live,
+        Live(_tables(_current_state(folder, gpus)), console=console, auto_refresh=False) as live,
     ):
         while True:
             time.sleep(PAUSE_SECONDS)
-            live.update(_tables(_current_state(folder)), refresh=True)
+            live.update(_tables(_current_state(folder, gpus)), refresh=True)
 
 
-def _current_state(folder: Path | None) -> RunState:
+class GpuSamples:
+    """The last samples of the GPUs' memory of each live node; an agent has none between two measurements."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._last: dict[tuple[str, str, str], metrics.Sample] = {}
+
+    def now(self, endpoints: Sequence[tuple[str, int]]) -> list[metrics.Sample]:
+        """Scrape the agents at ``endpoints`` (address, port) if it is time; return the last samples."""
+        if time.monotonic() >= self._next:
+            for one in metrics.scrape(endpoints, SCRAPE_SECONDS):
+                if one.name in (GPU_USED, GPU_AVAILABLE):
+                    self._last[one.node, one.name, one.tags.get("gpuindex", "")] = one
+            self._next = time.monotonic() + SCRAPE_PAUSE_SECONDS
+        alive = {address for address, _ in endpoints}
+        return [one for one in self._last.values() if one.node in alive]
+
+
+def _current_state(folder: Path | None, gpus: GpuSamples) -> RunState:
     endpoints = [
         (node["NodeManagerAddress"], int(node["MetricsExportPort"])) for node in ray.nodes() if node["Alive"]
     ]
     entries = events.read_recent(folder) if folder and folder.is_dir() else []
-    return run_state(entries, metrics.scrape(endpoints, SCRAPE_SECONDS), ray.util.placement_group_table())
+    samples = [metrics.Sample("", *one) for one in run_metrics.published()] + gpus.now(endpoints)
+    return run_state(entries, samples, ray.util.placement_group_table())
 
 
 def _console() -> Any:

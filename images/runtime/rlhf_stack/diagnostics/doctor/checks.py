@@ -1,5 +1,6 @@
 """The checks of one node: pure functions from its facts to findings, one of severity "ok" if they pass."""
 
+import re
 from collections.abc import Callable, Iterator
 
 from rlhf_stack import known_bad
@@ -145,12 +146,13 @@ def libraries(node: NodeFacts) -> Iterator[Finding]:
     if len(by_user) < 2:
         return
     trainer, engine = by_user["trainer"], by_user["engine"]
+    needs_cumem = _needs_cumem(trainer.version) or _needs_cumem(engine.version)
     evidence = ", ".join(
         f"{each.user} {each.version} build {each.build_id[:8] or 'unknown'}" for each in (trainer, engine)
     )
     if (trainer.version, trainer.build_id) == (engine.version, engine.build_id):
         yield Finding("nccl", OK, f"trainer and engine load NCCL {trainer.version}", evidence)
-    elif node.variables.get(CUMEM) == "0":
+    elif not needs_cumem and node.variables.get(CUMEM) == "0":
         yield Finding(
             "nccl",
             NOTE,
@@ -163,8 +165,14 @@ def libraries(node: NodeFacts) -> Iterator[Finding]:
             WARNING,
             "trainer and engine load different NCCL builds",
             evidence,
-            f"set {CUMEM}=0 in every process, or make both load the same NCCL",
+            ("" if needs_cumem else f"set {CUMEM}=0 in every process, or ") + "make both load the same NCCL",
         )
+
+
+def _needs_cumem(nccl: str) -> bool:
+    """Whether this version of NCCL does not start with NCCL_CUMEM_ENABLE=0."""
+    found = re.match(r"(\d+)\.(\d+)", nccl)
+    return bool(found) and (int(found[1]), int(found[2])) >= (2, 27)
 
 
 def shared_memory(node: NodeFacts) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -25,6 +25,7 @@ from rlhf_stack.diagnostics import installed_patches
 from rlhf_stack.diagnostics.doctor import libraries
 from rlhf_stack.diagnostics.doctor.collect_rdma import collect_rdma
 from rlhf_stack.diagnostics.doctor.facts import (
+    OF_ONE_PROCESS,
     Disk,
     GpuProcess,
     GpuReport,
@@ -44,6 +45,8 @@ BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([\d.]+)", re.MULTILINE)
 ENGINE_LIBRARY = "VLLM_NCCL_SO_PATH"
 TRAINER_LIBRARIES = ("nvidia/nccl/lib/libnccl.so.2", "torch/lib/libnccl.so.2", "torch/lib/librccl.so")
 STARTED_ROLES = (process_table.RAYLET, process_table.DRIVER, process_table.WORKER)
+# Workers without the variables of a job: those that wait for one, and Ray's own, which starts its driver.
+WITHOUT_JOB = ("ray::IDLE", "ray::JobSupervisor")
 
 
 def collect_facts() -> NodeFacts:
@@ -59,7 +62,7 @@ def collect_facts() -> NodeFacts:
         accelerator=accelerator,
         versions=_versions(),
         patches=_patches(),
-        variables=relevant_variables(os.environ),
+        variables=relevant_variables(node_variables(table, os.environ)),
         ray_processes=_ray_processes(table),
         resources=process_table.declared_resources(table),
         gpus=_gpus(),
@@ -88,6 +91,18 @@ def collect_facts() -> NodeFacts:
     )
 
 
+def node_variables(table: Iterable[Process], here: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this node: ``here``, or in a worker of Ray with the raylet's of `OF_ONE_PROCESS`."""
+    by_pid = {process.pid: process for process in table}
+    own = by_pid.get(os.getpid())
+    if own is None or own.role != process_table.WORKER:
+        return dict(here)
+    raylet = by_pid.get(own.parent)
+    variables = (raylet.variables if raylet else None) or {}
+    kept = {name: value for name, value in here.items() if name not in OF_ONE_PROCESS}
+    return kept | {name: variables[name] for name in OF_ONE_PROCESS if name in variables}
+
+
 def _versions() -> dict[str, str]:
     """The installed versions by canonical name, with those of "python" and "glibc"."""
     found = {
@@ -107,11 +122,14 @@ def _patches() -> tuple[Patch, ...]:
 
 
 def _ray_processes(table: Iterable[Process]) -> tuple[RayProcess, ...]:
-    """The raylet, drivers and workers of this node whose environment is readable."""
+    """The raylet, drivers and workers of jobs of this node whose environment is readable."""
     return tuple(
         RayProcess(process.role, process.pid, process.line[:60], relevant_variables(process.variables))
         for process in table
-        if process.role in STARTED_ROLES and process.variables is not None
+        if process.role in STARTED_ROLES
+        and process.variables is not None
+        and process.pid != os.getpid()  # a task of this command
+        and not process.line.startswith(WITHOUT_JOB)
     )
 
 

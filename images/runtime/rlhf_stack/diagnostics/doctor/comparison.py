@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rlhf_stack.cleanup import process_table
-from rlhf_stack.diagnostics.doctor.facts import LostNode, NodeAnswer, NodeFacts, RayProcess
+from rlhf_stack.diagnostics.doctor.facts import OF_ONE_PROCESS, LostNode, NodeAnswer, NodeFacts, RayProcess
 from rlhf_stack.inputs.text import first_names, one_line, shortened
 from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
@@ -22,15 +22,7 @@ PACKAGES = (
     "transformers",
     "rlhf-stack",
 )
-# Variables that Ray sets per process, and variables that may differ between nodes.
-OF_ONE_PROCESS = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "LD_PRELOAD",
-    "OMP_NUM_THREADS",
-)
-OF_ONE_NODE = (
+OF_ONE_NODE = (  # may differ between nodes
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     "VLLM_HOST_IP",

@@ -47,6 +47,16 @@ class Disk:
     free: int
 
 
+# Variables that Ray sets for each process, also for a task without GPUs.
+OF_ONE_PROCESS = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "LD_PRELOAD",
+    "OMP_NUM_THREADS",
+)
+
+
 @dataclass(frozen=True)
 class RayProcess:
     """A process of Ray, with the relevant variables of its environment."""

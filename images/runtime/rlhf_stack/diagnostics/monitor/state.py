@@ -16,6 +16,7 @@ TOKENS = "ray_rlhf_stack_engine_tokens_per_second"
 SYNC_RATE = "ray_rlhf_stack_sync_gigabytes_per_second"
 GPU_USED = "ray_node_gram_used"
 GPU_AVAILABLE = "ray_node_gram_available"
+STARTED = "started"  # the first phase
 WAITING = ("PENDING", "RESCHEDULING")
 MEGABYTE = 1 << 20
 ENGINE = re.compile("[0-9]{1,9}")
@@ -104,6 +105,14 @@ def is_usable(sample: Sample) -> bool:
     )
 
 
+def newest_attempt(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The events since the driver of the last run, or of its last submission, has started."""
+    begins = [
+        index for index, event in enumerate(events) if event["event"] == "phase" and event["name"] == STARTED
+    ]
+    return events[begins[-1] :] if begins else events
+
+
 def run_state(
     events: Sequence[Mapping[str, Any]], samples: Sequence[Sample], groups: Mapping[str, Mapping[str, Any]]
 ) -> RunState:
@@ -112,7 +121,7 @@ def run_state(
     Events that are not `is_well_formed` and samples that are not `is_usable` are skipped.
     """
     samples = [one for one in samples if is_usable(one)]
-    events = [one for one in events if is_well_formed(one)]
+    events = newest_attempt([one for one in events if is_well_formed(one)])
     phases, steps, syncs = (
         [one for one in events if one["event"] == kind] for kind in ("phase", "step", "sync")
     )
