@@ -7,6 +7,7 @@ from typing import NoReturn
 import pytest
 from rlhf_stack.certify import on_cluster
 from rlhf_stack.certify.ladder import NotClimbedError, Place
+from rlhf_stack.cleanup import process_table
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import FreeNode
 
@@ -30,10 +31,10 @@ def test_a_cluster_that_refuses_us_is_not_replaced(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(on_cluster, "connected", refuse)
     monkeypatch.setattr(on_cluster, "_own", lambda _: nullcontext("our own"))
-    monkeypatch.setattr(on_cluster.process_table, "gcs_address", lambda _: "10.0.0.2:6379")
+    monkeypatch.setattr(process_table, "gcs_address", lambda _: "10.0.0.2:6379")
     with pytest.raises(UserError, match="the token is wrong"), on_cluster.cluster("auto", [], []):
         pass
-    monkeypatch.setattr(on_cluster.process_table, "gcs_address", lambda _: None)
+    monkeypatch.setattr(process_table, "gcs_address", lambda _: None)
     with on_cluster.cluster("auto", [], []) as found:
         assert found == "our own"
 

@@ -1,5 +1,6 @@
 """The metrics of a run: exported again and again by Ray, and recorded for `rlhf-stack top`."""
 
+import atexit
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, float,
     for cached in (run_metrics._gauge, run_metrics._start_repeating):
         cached.cache_clear()
     started = MagicMock()
-    monkeypatch.setattr(run_metrics.atexit, "register", started)
+    monkeypatch.setattr(atexit, "register", started)
     yield values
     ended.set()
     if started.called:

@@ -65,7 +65,7 @@ def test_samples_have_their_tags_and_their_node() -> None:
 
 def test_events_of_a_former_attempt_do_not_count() -> None:
     """`submit --restarts` continues with fewer engines in the same folder of events."""
-    former = [
+    former: list[dict[str, Any]] = [
         {"event": "phase", "name": "started"},
         {"event": "step", "step": 200, "reward": 0.9},
         {"event": "engine", "engine": 3, "ranks": []},
@@ -79,11 +79,11 @@ def test_events_of_a_former_attempt_do_not_count() -> None:
 
 def test_samples_of_gpus_are_kept_between_two_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     scraped = [[SAMPLES[3], SAMPLES[0]], []]
-    monkeypatch.setattr(top.metrics, "scrape", lambda *_: scraped.pop(0))
+    monkeypatch.setattr(metrics, "scrape", lambda *_: scraped.pop(0))
     monkeypatch.setattr(top, "SCRAPE_PAUSE_SECONDS", 0.0)
     gpus = top.GpuSamples()
     assert [gpus.now([("10.0.0.2", 1)]) for _ in range(2)] == [[SAMPLES[3]]] * 2
-    monkeypatch.setattr(top.metrics, "scrape", lambda *_: [])
+    monkeypatch.setattr(metrics, "scrape", lambda *_: [])
     assert gpus.now([("10.0.0.3", 1)]) == []
 
 

@@ -172,7 +172,7 @@ def libraries(node: NodeFacts) -> Iterator[Finding]:
 def _needs_cumem(nccl: str) -> bool:
     """Whether this version of NCCL does not start with NCCL_CUMEM_ENABLE=0."""
     found = re.match(r"(\d+)\.(\d+)", nccl)
-    return bool(found) and (int(found[1]), int(found[2])) >= (2, 27)
+    return found is not None and (int(found[1]), int(found[2])) >= (2, 27)
 
 
 def shared_memory(node: NodeFacts) -> Iterator[Finding]:
