@@ -11,6 +11,7 @@ RAYS_LIMIT = 1000  # of an asynchronous actor
 PROMPTS = 2 * RAYS_LIMIT
 
 
+@ray.remote(num_cpus=0)
 class Engine:
     """An asynchronous actor as upstream's, whose answers wait until it is asked for them."""
 
@@ -37,7 +38,7 @@ def node():
 
 
 def test_a_call_passes_waiting_prompts():
-    engine = ray.remote(Engine).options(num_cpus=0, max_concurrency=MOST_CALLS).remote()
+    engine = Engine.options(max_concurrency=MOST_CALLS).remote()
     answers = [engine.generate_responses.remote() for _ in range(PROMPTS)]
     assert ray.get(engine.unfinished_work.remote(), timeout=SECONDS) == PROMPTS
     ray.get(engine.answer.remote(), timeout=SECONDS)
@@ -46,7 +47,7 @@ def test_a_call_passes_waiting_prompts():
 
 def test_with_rays_limit_the_call_waits():
     """The reason for raising it: an engine that works looked like one that hangs."""
-    engine = ray.remote(Engine).options(num_cpus=0).remote()
+    engine = Engine.remote()
     answers = [engine.generate_responses.remote() for _ in range(PROMPTS)]
     asked = engine.unfinished_work.remote()
     assert ray.wait([asked], timeout=5)[0] == []
