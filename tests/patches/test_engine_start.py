@@ -55,6 +55,9 @@ class Slow:
     def __init__(self, **_):
         time.sleep(8)
 
+    async def where(self):  # as upstream's, an asynchronous actor: others have a thread for each call
+        return []
+
 
 replace(vllm_engine, RolloutRayActor=Slow)
 group = ray.util.placement_group([{"GPU": 1, "CPU": 1}])
