@@ -28,6 +28,13 @@ def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return stored
 
 
+def run_in(monkeypatch: pytest.MonkeyPatch, job: str, worker: str) -> None:
+    """Make this the process ``worker`` of Ray's ``job``."""
+    context = SimpleNamespace(get_job_id=lambda: job, get_worker_id=lambda: worker)
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
 @pytest.fixture(autouse=True)
 def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, float, dict[str, str]]]]:
     """Replace Ray; return what its gauges are set to."""
@@ -36,13 +43,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, float,
     def gauge(name: str, **_: object) -> SimpleNamespace:
         return SimpleNamespace(set=lambda value, tags: values.append((name, value, tags)))
 
-    def run_in(job: str, worker: str) -> None:
-        context = SimpleNamespace(get_job_id=lambda: job, get_worker_id=lambda: worker)
-        ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
-        monkeypatch.setitem(sys.modules, "ray", ray)
-
-    run_in("01000000", "a")
-    monkeypatch.setattr(run_metrics, "_run_in", run_in, raising=False)
+    run_in(monkeypatch, "01000000", "a")
     monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Gauge=gauge))
     monkeypatch.setattr(run_metrics, "_values", {})
     monkeypatch.setattr(run_metrics, "_ended", ended := threading.Event())
@@ -74,11 +75,12 @@ def test_a_value_is_exported_until_the_process_ends(
     assert min(map(exported.count, expected)) >= 3
 
 
-def test_top_reads_the_processes_of_the_newest_run(records: dict[str, dict[str, Any]]) -> None:
+def test_top_reads_the_processes_of_the_newest_run(
+    monkeypatch: pytest.MonkeyPatch, records: dict[str, dict[str, Any]]
+) -> None:
     """Ray's ids of jobs begin with their lowest byte."""
-    run_in = run_metrics._run_in  # type: ignore[attr-defined]
     for job, worker, value in (("ff000000", "a", 1), ("00010000", "a", 2), ("00010000", "b", 3)):
-        run_in(job, worker)
+        run_in(monkeypatch, job, worker)
         run_metrics.publish({(RESTARTS, worker): value})
         run_metrics._values.clear()
     records["metrics/00010000/c"] = {"values": [["of another release", "1", 4]]}

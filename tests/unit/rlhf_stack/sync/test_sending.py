@@ -1,7 +1,7 @@
 """The trainer's side of a sync while its engines fail; syncs between processes are in tests/cluster."""
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,6 +27,28 @@ class Group:
         yield
 
 
+def gather_into(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], buckets: int, name: Callable[[int], Any]
+) -> MagicMock:
+    """Let a trainer send empty buckets, one at a time; ``calls`` gets the name of each that is gathered.
+
+    Returns the sender.
+    """
+
+    @contextmanager
+    def gather(_: Any, __: Any, linked: Sequence[tuple[int, Any]]) -> Iterator[None]:
+        calls.extend(name(number) for number, _ in linked)
+        yield
+
+    sender = MagicMock()
+    monkeypatch.setattr(sending, "engine_parameters", lambda *_: [])
+    monkeypatch.setattr(sending, "plan_buckets", lambda *_: [SimpleNamespace(spans=[])] * buckets)
+    monkeypatch.setattr(sending, "linked_buckets", lambda buckets, _: [[each] for each in enumerate(buckets)])
+    monkeypatch.setattr(sending, "_gathered", gather)
+    monkeypatch.setattr(sending, "new_sender", lambda *_: sender)
+    return sender
+
+
 def test_the_memory_that_is_left_is_the_least_of_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [5]
     monkeypatch.setattr(sending, "available_memory", lambda: here[0])
@@ -44,28 +66,17 @@ def test_nothing_is_in_flight_over_nccl_while_shards_are_gathered(
 ) -> None:
     """DeepSpeed's gather waits for all work of the GPU, so that no deadline of a broadcast would hold."""
     calls: list[str] = []
-
-    @contextmanager
-    def gather(_: Any, __: Any, linked: Sequence[tuple[int, Any]]) -> Iterator[None]:
-        calls.append(f"gather {linked[0][0]}")
-        yield
+    sender = gather_into(monkeypatch, calls, 2, lambda number: f"gather {number}")
 
     def finish() -> None:
         calls.append("finish")
         if fails and "send 0" in calls:
             raise SyncError("bucket 1 of 2 is late")
 
-    sender = MagicMock()
     sender.finish.side_effect = finish
     sender.send.side_effect = lambda number, *_: calls.append(f"send {number}")
-    buckets = [SimpleNamespace(spans=[])] * 2
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1, raising=False)
-    monkeypatch.setattr(sending, "engine_parameters", lambda *_: [])
-    monkeypatch.setattr(sending, "plan_buckets", lambda *_: buckets)
-    monkeypatch.setattr(sending, "linked_buckets", lambda buckets, _: [[each] for each in enumerate(buckets)])
-    monkeypatch.setattr(sending, "_gathered", gather)
     monkeypatch.setattr(sending, "is_sharded", lambda _: True)
-    monkeypatch.setattr(sending, "new_sender", lambda *_: sender)
     monkeypatch.setattr(sending, "StreamGroup", Group)
     trainer = SimpleNamespace(_model_update_group=Group(), strategy=SimpleNamespace(args=SimpleNamespace()))
     if fails:
@@ -84,26 +95,16 @@ def test_a_lost_engine_ends_the_transfer_and_shards_are_gathered_to_the_end(
 ) -> None:
     """Other trainer ranks wait in each collective that gathers shards."""
     gathered: list[int] = []
-
-    @contextmanager
-    def gather(_: Any, __: Any, linked: Sequence[tuple[int, Any]]) -> Iterator[list[int]]:
-        gathered.extend(number for number, _ in linked)
-        yield []
+    sender = gather_into(monkeypatch, gathered, 3, int)
 
     def lost(references: Sequence[str]) -> None:
         raise PeerError(f"{references[-1]} is dead")
 
-    group, bucket = Group(), SimpleNamespace(spans=[])
+    group = Group()
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0, raising=False)
-    monkeypatch.setattr(sending, "engine_parameters", lambda *_: [])
-    monkeypatch.setattr(sending, "plan_buckets", lambda *_: [bucket] * 3)
-    monkeypatch.setattr(sending, "linked_buckets", lambda buckets, _: [[each] for each in enumerate(buckets)])
-    monkeypatch.setattr(sending, "_gathered", gather)
     monkeypatch.setattr(sending, "is_sharded", lambda _: sharded)
     monkeypatch.setattr(sending, "raise_engine_error", lost)
-    sender = MagicMock()
     sender.send.side_effect = lambda *_: group.watch()
-    monkeypatch.setattr(sending, "new_sender", lambda *_: sender)
     engines = [SimpleNamespace(receive_weights=SimpleNamespace(remote=lambda *_, **__: "engine 0"))]
     strategy = SimpleNamespace(args=SimpleNamespace())
     trainer = SimpleNamespace(_model_update_group=group, vllm_engines=engines, strategy=strategy)
