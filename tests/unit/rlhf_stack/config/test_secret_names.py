@@ -1,7 +1,5 @@
 """Which variables are secrets."""
 
-import time
-
 import pytest
 from rlhf_stack.config.secret_names import is_secret, without_passwords
 
@@ -85,8 +83,7 @@ def test_other_values_show_none(value: str) -> None:
     assert without_passwords({"PLACE": value}) == {"PLACE": value}
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", ["://", "a:", "&key", "?a-", "a@"])
-def test_a_long_value_takes_no_time(text: str) -> None:
-    start = time.monotonic()
-    is_secret("PLACE", "x" + text * 50_000)
-    assert time.monotonic() - start < 2
+def test_the_time_for_a_long_value_does_not_grow_with_its_square(text: str) -> None:
+    is_secret("PLACE", "x" + text * 500_000)

@@ -1,7 +1,6 @@
 """The ranges of numbers refuse what trains on nothing, and no default or published script of OpenRLHF."""
 
 import shlex
-import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,10 +144,9 @@ def test_two_dashes_are_no_value() -> None:
     check_words(["--name=a--", "--"])
 
 
-def test_a_number_of_any_length_is_checked_at_once() -> None:
-    start = time.monotonic()
-    check_digits(["1" * 100_000 + "x"], SimpleNamespace())
-    assert time.monotonic() - start < 1
+@pytest.mark.timeout(60)
+def test_the_time_for_a_long_number_does_not_grow_with_its_square() -> None:
+    check_digits(["1" * 1_000_000 + "x"], SimpleNamespace())
 
 
 # The defaults of OpenRLHF 0.11.2 and 0.5.1 that are negative, zero, infinite, or several numbers.
