@@ -22,6 +22,8 @@ from rlhf_stack.engine.startup import StartError
 from rlhf_stack.sync import SyncError, actor_trainer
 from rlhf_stack.telemetry import events
 
+pytestmark = pytest.mark.usefixtures("ray", "states")
+
 
 class LostError(Exception):
     """Ray's error for an actor that is dead."""
@@ -152,7 +154,6 @@ def test_a_restart_sets_the_metrics_of_restarts(records: dict[str, dict[str, Any
 
 @pytest.mark.parametrize(("detected", "seconds"), [(100.0, 60.0), (130.0, 35.0), (None, 35.0)])
 def test_an_outage_is_measured_from_the_detection_of_the_loss(
-    ray: MagicMock,
     records: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     detected: float | None,
@@ -182,10 +183,7 @@ def test_an_outage_is_measured_from_the_detection_of_the_loss(
 
 
 def test_a_head_that_does_not_answer_does_not_end_a_run_that_only_measures_an_outage(
-    ray: MagicMock,
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emitted, slow = MagicMock(), MagicMock(side_effect=TimeoutError("the head is busy"))
     monkeypatch.setattr(events, "emit", emitted)
@@ -232,7 +230,7 @@ def assigned(engines: list[Any], prompts: Sequence[str] = ("a",)) -> list[int]:
 
 
 def test_prompts_go_to_engines_that_have_the_weights(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(env_vars.REPEATABLE, raising=False)
     engines = [engine(unfinished_work=work) for work in (UnavailableError(), 7, None, 0)]
@@ -246,9 +244,7 @@ def test_prompts_go_to_engines_that_have_the_weights(
         assigned(dead)
 
 
-def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_did_not_reach_a_living_engine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", MagicMock())
     answers = iter([UnavailableError(), UnavailableError(), 0])
     engines = [SimpleNamespace(unfinished_work=SimpleNamespace(remote=lambda: Reference(next(answers))))]
@@ -258,7 +254,7 @@ def test_a_call_that_did_not_reach_a_living_engine_is_repeated(
 
 @pytest.mark.parametrize("restarts_allowed", [0, 1])
 def test_an_engine_that_does_not_answer_in_time_is_restarted_if_it_may(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, restarts_allowed: int
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch, restarts_allowed: int
 ) -> None:
     """As when its process is stopped while it sleeps: Ray has it alive."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
@@ -277,7 +273,7 @@ def test_an_engine_that_does_not_answer_in_time_is_restarted_if_it_may(
 
 
 def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     restarting = engine(unfinished_work=None, needs_weights=True)
     engines = [restarting]
@@ -294,7 +290,7 @@ def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
 
 
 def test_engines_that_sleep_are_wholly_awake_when_they_generate_after_a_recovery(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "name": None})
     monkeypatch.setattr(restarts, "_senders", [])
@@ -322,9 +318,7 @@ def test_engines_that_sleep_are_wholly_awake_when_they_generate_after_a_recovery
     assert tags == [["weights"], None]
 
 
-def test_an_engine_to_which_another_process_sent_the_weights_is_used_again(
-    ray: MagicMock, states: dict[Any, str]
-) -> None:
+def test_an_engine_to_which_another_process_sent_the_weights_is_used_again() -> None:
     engines = [engine(unfinished_work=0), engine(unfinished_work=0, needs_weights=False)]
     team = roster.of(engines)
     team.drop(engines[1], "it was lost")
@@ -361,9 +355,7 @@ def test_the_generator_finds_an_engine_that_the_trainer_has_moved(
             prompt_requests.answers_of(reference)
 
 
-def test_a_loss_is_one_event_of_all_processes_and_syncs(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_is_one_event_of_all_processes_and_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     emitted = MagicMock()
     monkeypatch.setattr(events, "emit", emitted)
     incarnation = ["actor/1"]
@@ -398,11 +390,7 @@ NeedsWeightsOfRay = type("RayTaskError(NeedsWeightsError)", (restarted.NeedsWeig
     ],
 )
 def test_only_unanswered_prompts_of_a_lost_engine_move(
-    ray: MagicMock,
-    states: dict[Any, str],
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
-    other: type[Exception],
+    states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, error: type[Exception], other: type[Exception]
 ) -> None:
     monkeypatch.setattr(prompt_requests, "_requests", {})
     moved = MagicMock()
@@ -441,7 +429,7 @@ def test_only_unanswered_prompts_of_a_lost_engine_move(
     "error", [OwnerDiedError, type("RayTaskError(ObjectLostError)", (LostAnswerError,), {})]
 )
 def test_no_other_error_of_an_answer_is_a_lost_node(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     """Not a dead owner, nor an object that the engine's own code has lost."""
     monkeypatch.setattr(prompt_requests, "_requests", {})
@@ -485,7 +473,6 @@ def test_a_run_without_restarts_does_not_query_its_engines(monkeypatch: pytest.M
     ids=["up", "elsewhere", "restarting", "unreachable", "dead"],
 )
 def test_the_wait_for_a_restart_is_bounded(
-    ray: MagicMock,
     states: dict[Any, str],
     records: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -513,10 +500,7 @@ def test_the_wait_for_a_restart_is_bounded(
 
 
 def test_an_engine_that_is_lost_while_it_is_put_to_sleep_is_permitted_to_start_again(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    states: dict[Any, str], records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray repeats the call on the restarted engine, which waits for the permit."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "2")
@@ -546,7 +530,7 @@ def test_an_engine_that_is_lost_while_it_is_put_to_sleep_is_permitted_to_start_a
 
 
 def test_a_restarted_engine_that_is_lost_again_is_not_awaited_by_the_generator(
-    ray: MagicMock, states: dict[Any, str]
+    states: dict[Any, str],
 ) -> None:
     lost = SimpleNamespace()
 
@@ -563,11 +547,7 @@ def test_a_restarted_engine_that_is_lost_again_is_not_awaited_by_the_generator(
 
 @pytest.mark.parametrize("room", [True, False], ids=["elsewhere", "too few are left"])
 def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    room: bool,
+    records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     monkeypatch.setenv(env_vars.MIN_ENGINES, "2")
     monkeypatch.setattr(recipes, "lost_nodes", lambda index: ["10.0.0.2"] if index == 1 else [])
@@ -588,11 +568,7 @@ def test_an_engine_whose_node_is_lost_while_it_starts_is_replaced(
 
 @pytest.mark.parametrize("room", ["elsewhere", "on a new node", ""])
 def test_rank_0_does_not_wait_for_an_engine_whose_node_is_lost_after_its_start(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    room: str,
+    ray: MagicMock, records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
     """Nor as long as the process that creates the engines waits for a place."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
@@ -626,7 +602,7 @@ def test_rank_0_does_not_wait_for_an_engine_whose_node_is_lost_after_its_start(
 
 
 def test_a_location_is_not_awaited_from_an_engine_that_is_lost_while_it_is_asked(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Ray repeats the call until the engine has started again."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
@@ -684,9 +660,7 @@ def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_b
     group.async_run_method.assert_called_with("form_weight_group", {0: new, 1: left})
 
 
-def test_rank_0_does_not_wait_for_ever_for_an_engine(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_does_not_wait_for_ever_for_an_engine(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.001")
     monkeypatch.setattr(startup, "_last_steps", lambda _: [])
@@ -699,11 +673,7 @@ def test_rank_0_does_not_wait_for_ever_for_an_engine(
 
 @pytest.mark.parametrize("when", ["before", "in the formation"])
 def test_a_group_of_rays_collectives_cannot_be_formed_later(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    when: str,
+    states: dict[Any, str], records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
@@ -721,10 +691,7 @@ def test_a_group_of_rays_collectives_cannot_be_formed_later(
 
 
 def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    states: dict[Any, str], records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 would wait for its restart, which the process that creates the engines does not notice."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
@@ -738,10 +705,7 @@ def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
 
 
 def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_are_used(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     seen: dict[int, int] = {}
@@ -755,10 +719,7 @@ def test_the_time_starts_again_with_a_restart_at_the_start_until_all_restarts_ar
 
 
 def test_each_restart_of_an_engine_that_is_awaited_has_the_whole_time(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    states: dict[Any, str], records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "10")
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "3")
@@ -785,7 +746,7 @@ def test_each_restart_of_an_engine_that_is_awaited_has_the_whole_time(
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_the_trainer_uses_the_engine_that_replaced_one_which_had_not_started(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, replaced: bool
+    ray: MagicMock, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     records: list[dict[str, Any]] = [{"name": None}]
@@ -815,10 +776,7 @@ def test_the_trainer_uses_the_engine_that_replaced_one_which_had_not_started(
 
 
 def test_a_run_goes_on_without_an_engine_that_has_no_place(
-    ray: MagicMock,
-    states: dict[Any, str],
-    records: dict[str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    states: dict[Any, str], records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: ["10.0.0.2"])
@@ -838,7 +796,7 @@ def test_a_run_goes_on_without_an_engine_that_has_no_place(
 
 
 def test_a_recovery_is_measured_without_an_engine_that_an_earlier_one_left_out(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run_metrics, "publish", MagicMock())
     emitted = MagicMock()
@@ -859,7 +817,7 @@ def test_a_recovery_is_measured_without_an_engine_that_an_earlier_one_left_out(
 
 @pytest.mark.parametrize("is_back", [True, False])
 def test_engines_are_counted_after_all_lost_ones_that_can_are_back(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, is_back: bool
+    monkeypatch: pytest.MonkeyPatch, is_back: bool
 ) -> None:
     monkeypatch.setattr(run_metrics, "publish", MagicMock())
     emitted = MagicMock()
@@ -891,13 +849,7 @@ def test_engines_are_counted_after_all_lost_ones_that_can_are_back(
     ids=["a passing cause", "a lasting cause", "an engine is lost each time", "no restarts"],
 )
 def test_a_failed_sync_is_repeated(
-    ray: MagicMock,
-    states: dict[Any, str],
-    monkeypatch: pytest.MonkeyPatch,
-    restarts_allowed: int,
-    failures: int,
-    lost: bool,
-    syncs: int | None,
+    monkeypatch: pytest.MonkeyPatch, restarts_allowed: int, failures: int, lost: bool, syncs: int | None
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(restarts_allowed))
     outcomes = iter([SyncError("rank 2 does not answer")] * failures + [None])
@@ -1056,7 +1008,7 @@ def test_the_cause_of_a_failed_sync_that_lasts_ends_the_run_after_a_restart_too(
 
 @pytest.mark.parametrize("here", [True, False])
 def test_the_list_that_other_processes_get_has_every_engine(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, here: bool
+    states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
     """As when an engine is lost while it is put to sleep for the first time."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
@@ -1073,7 +1025,7 @@ def test_the_list_that_other_processes_get_has_every_engine(
 
 
 def test_a_call_to_an_engine_that_was_replaced_before_goes_to_the_new_one(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first use of a list in a process, such as that of the trainer in asynchronous training."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
@@ -1087,9 +1039,7 @@ def test_a_call_to_an_engine_that_was_replaced_before_goes_to_the_new_one(
     assert engines == [new, other]
 
 
-def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an engine is lost while upstream wakes it up before the sync."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(restarts, "_restarts", dict)
@@ -1121,7 +1071,7 @@ def test_no_sync_begins_with_a_group_of_which_an_engine_was_lost(
 
 
 def test_a_restarted_engine_that_sleeps_starts_when_the_trainer_permits(
-    ray: MagicMock, records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = MagicMock()
     waited.side_effect = lambda _: restarted.permit(1) if waited.call_count == 3 else None
@@ -1151,7 +1101,7 @@ def test_only_orphans_of_the_lost_engine_are_ended(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_first_call_to_started_engines_is_repeated_if_its_connection_breaks(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setattr(startup, "wait_for_engine_startup", MagicMock())
@@ -1163,7 +1113,7 @@ def test_the_first_call_to_started_engines_is_repeated_if_its_connection_breaks(
 
 
 def test_an_engine_that_was_restarted_at_the_start_sleeps_as_the_others(
-    ray: MagicMock, states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
+    states: dict[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     wait = MagicMock()
