@@ -17,6 +17,7 @@ from rlhf_stack.sync.engine_parameters import engine_parameters, parameter_spec,
 from rlhf_stack.sync.receiving import receive
 from rlhf_stack.sync.sending import send
 from rlhf_stack.sync.verify import synced_parameters
+from trained import SECTIONS
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -74,6 +75,7 @@ def test_names_and_values_are_those_of_the_merged_model():
         assert not torch.equal(found[name], before), "an adapter that was ignored"
 
 
+@SECTIONS
 def test_a_fused_parameter_is_merged_once_for_all_of_its_experts():
     """A merge for each of 128 experts held 128 copies of all of them."""
     name, options = CONFIGURATIONS["qwen3_moe"]
@@ -90,6 +92,7 @@ def test_a_fused_parameter_is_merged_once_for_all_of_its_experts():
     assert len(merges) == len(set(merges)) < len([each for each in sent.values() if each.layer is not None])
 
 
+@SECTIONS
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_adapters_of_experts_are_merged_and_sent_as_the_checkpoint_has_them(family, tmp_path):
     """PEFT wraps the parameters of fused experts, one around the other."""
@@ -149,6 +152,7 @@ def test_zero3_gathers_the_adapters_of_a_weight_with_it():
     assert len(sources) == len(list(model.parameters())), "each is gathered once"
 
 
+@SECTIONS
 def test_of_a_vision_language_model_only_the_weights_with_adapters_are_sent_merged(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     config = transformers.Qwen2VLConfig(

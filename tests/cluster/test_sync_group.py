@@ -364,7 +364,7 @@ def test_a_frozen_trainer_is_named_within_the_deadline(monkeypatch):
     assert "rank 0 at 127.0.0.1 has stopped waiting or does not answer within 4 s" in exchanged
     assert "bucket 1 of 9: rank 0 (the trainer) on 127.0.0.1 does not answer" in failed
     assert "rank 0 (the trainer) is not reachable at 127.0.0.1" in connected
-    assert seconds < 25
+    assert seconds < 60
 
 
 @pytest.mark.timeout(60)

@@ -173,7 +173,7 @@ def test_a_stopped_worker_is_named_and_no_trainer_rank_stays_in_a_gather():
     assert "rank 1 on 127.0.0.1 does not answer: dead, stopped or cut off" in error
     assert found["trainer 1"] == (0, gathered), "both gather to the end"
     assert gathered == 2 * LAYERS * len(SHAPES)
-    assert seconds < 30, "the start of the processes, and the deadline"
+    assert seconds < 60, "the start of the processes, and the deadline"
 
 
 @pytest.mark.timeout(120)
@@ -184,4 +184,4 @@ def test_a_trainer_rank_that_is_stopped_in_a_gather_leaves_no_worker_waiting():
         seconds = time.monotonic() - begun
     error, _ = found["worker"]
     assert "rank 0 (the trainer) on 127.0.0.1 does not answer" in error
-    assert seconds < 30
+    assert seconds < 60
