@@ -305,7 +305,7 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_bad_cluster_file_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "nodes.yaml"
@@ -370,7 +370,7 @@ def test_a_binary_log_is_refused(tmp_path: Path) -> None:
     assert "not a text file" in require_refusal(["doctor", "--log", str(file)])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(20)
 def test_a_line_of_20_megabytes_takes_seconds(tmp_path: Path) -> None:
     """Patterns of the known-bad database ran over it for 80 s."""
     file = tmp_path / "job.log"

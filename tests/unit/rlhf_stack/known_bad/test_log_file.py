@@ -79,7 +79,7 @@ def test_a_large_log_is_explained_in_bounded_time_and_memory(data: bytes, tmp_pa
     assert [one.id for one in known_bad.explain(ROWS, read.text)][:1] == ["vllm-no-cache-memory"]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "unit",
     [

@@ -78,7 +78,7 @@ def test_no_request_to_a_frozen_rank_0_lasts_longer_than_the_deadline(
     begun = time.monotonic()
     with pytest.raises(sync.SyncError, match=rf"^weight sync, rank 1 .*{expected}"):
         action(frozen)
-    assert time.monotonic() - begun < SECONDS
+    assert time.monotonic() - begun < SECONDS / 4
 
 
 def fail(members: Members) -> None:
