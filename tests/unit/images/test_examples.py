@@ -196,10 +196,15 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_the_slurm_script_starts_every_node_and_ends_with_its_run(slurm: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["bash", SLURM, "python", "-m", "x"], env=slurm, timeout=60, check=False, capture_output=True
+def batch(environment: dict[str, str], *run: str) -> subprocess.CompletedProcess[str]:
+    """Run the Slurm script for ``run`` to its end."""
+    return subprocess.run(
+        ["bash", SLURM, *run], env=environment, timeout=60, check=False, capture_output=True, text=True
     )
+
+
+def test_the_slurm_script_starts_every_node_and_ends_with_its_run(slurm: dict[str, str]) -> None:
+    done = batch(slurm, "python", "-m", "x")
     assert done.returncode == 7, done.stderr
     log = Path(slurm["LOG"]).read_text().splitlines()
     ending = "token=64 /tmp/ray-42"
@@ -215,13 +220,7 @@ def test_the_slurm_script_starts_every_node_and_ends_with_its_run(slurm: dict[st
 
 
 def test_the_slurm_script_removes_its_folder_after_a_run_that_succeeded(slurm: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["bash", SLURM, "python", "-m", "x"],
-        env=slurm | {"CODE": "0"},
-        timeout=60,
-        check=False,
-        capture_output=True,
-    )
+    done = batch(slurm | {"CODE": "0"}, "python", "-m", "x")
     assert done.returncode == 0, done.stderr
     *_, last = Path(slurm["LOG"]).read_text().splitlines()
     assert "rm -rf /tmp/ray-42" in last, "the nodes have ended before"
@@ -238,13 +237,7 @@ def test_the_slurm_script_removes_its_folder_after_a_run_that_succeeded(slurm: d
 def test_the_slurm_script_saves_a_checkpoint_when_it_is_preempted_and_is_requeued(
     slurm: dict[str, str], state: str, flags: list[str], requeued: list[str]
 ) -> None:
-    done = subprocess.run(
-        ["bash", SLURM, "python", "-m", "x", *flags],
-        env=slurm | {"PREEMPTED": "1", "STATE": state},
-        timeout=60,
-        check=False,
-        capture_output=True,
-    )
+    done = batch(slurm | {"PREEMPTED": "1", "STATE": state}, "python", "-m", "x", *flags)
     assert done.returncode == 143, done.stderr
     log = Path(slurm["LOG"]).read_text().splitlines()
     (saved,) = [line for line in log if "rlhf-stack checkpoint" in line]
@@ -273,6 +266,6 @@ def test_the_slurm_script_requests_gpus_and_a_time_limit() -> None:
 
 
 def test_the_slurm_script_asks_for_a_run(slurm: dict[str, str]) -> None:
-    done = subprocess.run(["bash", SLURM], env=slurm, timeout=60, check=False, capture_output=True, text=True)
+    done = batch(slurm)
     assert done.returncode == 2
     assert "no run" in done.stderr

@@ -1,18 +1,12 @@
 """The state of a checkout, as git reports it."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts.errors import UserError
 from scripts.git import require_clean_tree, revision
-
-
-def git(folder: Path, *arguments: str) -> str:
-    """Run git in ``folder`` and return its output."""
-    command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+from tests.unit.git_command import git
 
 
 @pytest.fixture

@@ -476,6 +476,8 @@ START = ["start", "--head", "--dry-run", "--auth", "none"]
         (["doctor", "--log", ""], "argument --log: '': expected a path"),
         (["doctor", "--log", "-"], "standard input is empty"),
         (["doctor", "--freeze", "-"], "standard input is empty"),
+        (["doctor", "--log", "-", "--freeze", "-"], "cannot both be read"),
+        (["doctor", "--log", "/proc/self/mem"], "/proc/self/mem: Input/output error"),
         (["top", "--events", ""], "argument --events: '': expected a path"),
         (["patches", "--changes", "--json"], "--json has no effect with --changes"),
     ],

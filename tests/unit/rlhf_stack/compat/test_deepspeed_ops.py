@@ -88,7 +88,7 @@ def test_compilations_are_serialized(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "waiting" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Muon"])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_torch_adam_is_selected_by_deepspeeds_own_switch(
     monkeypatch: pytest.MonkeyPatch, kind: str, gpu: bool
@@ -153,18 +153,21 @@ def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("installed", "accelerator", "missing"),
+    ("installed", "built_for", "image", "missing"),
     [
-        ({"cpu_adam": True}, "cpu", []),
-        ({"cpu_adam": False}, "cpu", ["nvcc"]),
-        ({"fused_adam": True}, "cpu", ["nvcc"]),
-        ({"cpu_adam": True}, "cuda", ["nvcc"]),  # built for the other accelerator
-        (None, "cpu", ["nvcc"]),  # from source, without a build
+        ({"cpu_adam": True}, "cpu", "cpu", []),
+        ({"cpu_adam": True}, "cuda", "cuda", []),
+        ({"cpu_adam": True}, "cuda", "rocm", []),  # DeepSpeed calls ROCm CUDA, as torch does
+        ({"cpu_adam": True}, "cuda", "cpu", ["nvcc"]),
+        ({"cpu_adam": False}, "cpu", "cpu", ["nvcc"]),
+        ({"fused_adam": True}, "cpu", "cpu", ["nvcc"]),
+        (None, "cpu", "cpu", ["nvcc"]),  # from source, without a build
     ],
 )
 def test_whether_the_optimiser_can_run_on_the_cpu_is_read_from_the_installed_deepspeed(
     installed: dict[str, bool] | None,
-    accelerator: str,
+    built_for: str,
+    image: str,
     missing: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -179,27 +182,13 @@ def test_whether_the_optimiser_can_run_on_the_cpu_is_read_from_the_installed_dee
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("raise AssertionError('imported')")
     if installed is not None:
-        text = f"version='0.19.6'\ninstalled_ops={installed}\naccelerator_name='{accelerator}'\nx=open\n"
+        text = f"version='0.19.6'\ninstalled_ops={installed}\naccelerator_name='{built_for}'\nx=open\n"
         (tmp_path / "deepspeed" / deepspeed_ops.INSTALLED).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("RLHF_STACK_ACCELERATOR", "cpu")
+    monkeypatch.setenv("RLHF_STACK_ACCELERATOR", image)
     monkeypatch.setattr(deepspeed_ops, "missing_build_tools", missing_tools)
     assert deepspeed_ops.missing_for(deepspeed_ops.CPU_ADAM) == missing
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("accelerator", "missing"), [("cuda", []), ("rocm", []), ("cpu", ["ninja"])])
-def test_an_operator_for_gpus_is_that_of_cuda_and_of_rocm(
-    accelerator: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").touch()
-    text = "installed_ops={'cpu_adam': True}\naccelerator_name='cuda'\n"
-    (tmp_path / "deepspeed" / deepspeed_ops.INSTALLED).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("RLHF_STACK_ACCELERATOR", accelerator)
-    monkeypatch.setattr(deepspeed_ops, "missing_build_tools", lambda: ["ninja"])
-    assert deepspeed_ops.missing_for(deepspeed_ops.CPU_ADAM) == missing
 
 
 def test_without_deepspeed_nothing_is_known_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,18 +288,3 @@ def test_on_a_network_file_system_a_lock_is_stale_after_the_longest_build(
     assert deepspeed_ops.stale_locks(tmp_path) == []
     os.utime(lock, (1, 1))
     assert deepspeed_ops.stale_locks(tmp_path) == [lock]
-
-
-@pytest.mark.parametrize("is_gpu", [False, True])
-def test_the_adam_of_torch_is_the_fused_one_on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_gpu: bool) -> None:
-    monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
-    monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: is_gpu)
-    adam_w = {"type": "AdamW", "params": {"lr": 0.1}}
-    assert deepspeed_ops.optimizer_config(adam_w, False)["params"] == {
-        "lr": 0.1,
-        "torch_adam": True,
-        "fused": is_gpu,
-    }
-    assert "fused" not in deepspeed_ops.optimizer_config({"type": "Adam", "params": {}}, False)["params"]
-    monkeypatch.setattr(deepspeed_ops, "torch", MagicMock())
-    assert deepspeed_ops.adam_class(False).keywords == {"fused": is_gpu}

@@ -120,20 +120,8 @@ def test_a_healthy_node_passes_every_check() -> None:
         ({"resolves_to": "127.0.1.1", "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, []),
         ({"disks": (Disk("/tmp", 100 * GIB, GIB),)}, [("disk", "error")]),
         ({"disks": (Disk("/tmp", 100 * GIB, 8 * GIB),)}, [("disk", "warning")]),
-        # at each limit and next to it
         (CUDA | {"resources": {"GPU": 8.0}, "driver": "580.65.06"}, []),
         (CUDA | {"resources": {"GPU": 8.0}, "driver": "580.65.05"}, [("driver", "error")]),
-        ({"shm_total": GIB, "resources": {"object_store_memory": GIB}}, []),
-        ({"shm_total": GIB, "resources": {"object_store_memory": GIB + 1}}, [("shm", "error")]),
-        ({"shm_total": GIB - 1, "resources": {"object_store_memory": 1}}, [("shm", "warning")]),
-        ({"open_files": 65536}, []),
-        ({"open_files": 65535}, [("ulimit", "note")]),
-        ({"open_files": 4096}, [("ulimit", "note")]),
-        ({"open_files": 4095}, [("ulimit", "warning")]),
-        ({"open_files": 0}, [("ulimit", "warning")]),
-        ({"disks": (Disk("/tmp", 200 * 10**9, 10 * 10**9),)}, []),
-        ({"disks": (Disk("/tmp", 200 * 10**9, 10 * 10**9 - 1),)}, [("disk", "error")]),
-        ({"disks": (Disk("/tmp", 100 * 10**9, 10 * 10**9 - 1),)}, [("disk", "warning")]),
         ({"stale_locks": ("/x/lock",)}, [("build-lock", "error")]),
         ({"stale_processes": ("7 ray::Actor",)}, [("left-process", "warning")]),
         ({"gpu_processes": (GpuProcess(7, 900, "python", False),)}, [("gpu-memory", "warning")]),
@@ -603,26 +591,6 @@ def test_a_log_of_consequences_names_no_first_cause(
     log.write_text("(A pid=7) book.OddError: communicator was aborted\n")
     assert main(["doctor", "--log", str(log)]) == 4
     assert "it has no first cause, only what follows from one, first from A pid=7" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--log", "/no/such/file"], "/no/such/file: No such file or directory"),
-        (["--freeze", "/dev/null"], "/dev/null is empty"),
-        (["--log", "-", "--freeze", "-"], "cannot both be read"),
-        (["--log", "/proc/self/mem"], "/proc/self/mem: Input/output error"),
-        (["--host", "--log", "-"], "--log has no effect with --host"),
-        (["--host", "--all"], "--all has no effect with --host"),
-    ],
-)
-def test_wrong_usage_is_reported_in_one_line(
-    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert error in printed
-    assert printed.count("\n") == 1
 
 
 def test_this_node_is_checked_without_heavy_imports() -> None:

@@ -238,13 +238,9 @@ def test_the_dashboard_uses_only_exported_metrics() -> None:
     assert grouped <= {(label, name) for name, (_, label) in METRICS.items()}, "a label that no metric has"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["--events", "/no/such"], "no such directory"), (["--once"], "no Ray node runs on this machine")],
-)
-def test_wrong_usage_is_reported_in_one_line(
-    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_a_ray_node_top_reports_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlhf_stack.cleanup.process_table.snapshot", list)
-    assert main(["top", *arguments]) == 2
-    assert expected in capsys.readouterr().err
+    assert main(["top", "--once"]) == 2
+    assert "no Ray node runs on this machine" in capsys.readouterr().err

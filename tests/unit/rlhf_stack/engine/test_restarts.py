@@ -73,6 +73,11 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
         ObjectReconstructionFailedError=UnrecoverableError,
     )
     fake.get_runtime_context.return_value.get_job_id.return_value = "job"
+    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
+    monkeypatch.setattr(prompt_requests, "_requests", {})
+    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
+    monkeypatch.setattr(restarts, "_senders", [])
+    monkeypatch.setattr(startup, "_last_steps", lambda _: [])
     monkeypatch.setitem(sys.modules, "ray", fake)
     return fake
 
@@ -98,6 +103,13 @@ def remote(result: Any) -> SimpleNamespace:
     method = SimpleNamespace(remote=lambda *_, **__: Reference(result))
     method.options = lambda **_: method
     return method
+
+
+def requested(engines: list[Any], prompt: str) -> Any:
+    """The reference to the answer to ``prompt``, which was sent to the first engine."""
+    parameters = SimpleNamespace(max_tokens=4, extra_args=None)
+    given = {"hf_tokenizer": _tokens, "sampling_params": parameters, "max_length": 64, "num_samples": 1}
+    return prompt_requests.request_answers(engines, 0, prompt=prompt, **given)
 
 
 def rank_0(engines: Sequence[Any], by_ray: bool = False) -> SimpleNamespace:
@@ -277,7 +289,6 @@ def test_without_an_engine_that_has_the_weights_the_trainer_sends_them(
 ) -> None:
     restarting = engine(unfinished_work=None, needs_weights=True)
     engines = [restarting]
-    monkeypatch.setattr(restarts, "_senders", [])
     with pytest.raises(PeerError, match="the trainer cannot send them now"):
         assigned(engines)
     assert engines == []
@@ -293,7 +304,6 @@ def test_engines_that_sleep_are_wholly_awake_when_they_generate_after_a_recovery
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recipes, "load", lambda _: {"sleeps": True, "name": None})
-    monkeypatch.setattr(restarts, "_senders", [])
     work: list[Any] = [None]
     tags: list[Any] = []
 
@@ -333,17 +343,13 @@ def test_the_generator_finds_an_engine_that_the_trainer_has_moved(
 ) -> None:
     """Two processes, as in asynchronous training: the trainer has ended the former actor."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
-    monkeypatch.setattr(prompt_requests, "_requests", {})
-    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
     record: dict[str, Any] = {"name": None}
     monkeypatch.setattr(recipes, "load", lambda _: record)
     dead = engine(unfinished_work=0, generate_responses=LostError("dead"))
     ray.get_actor.return_value = engine(unfinished_work=0, needs_weights=False, generate_responses=["a"])
     engines: list[Any] = [dead]
-    parameters = SimpleNamespace(max_tokens=4, extra_args=None)
-    given = {"prompt": "a", "hf_tokenizer": _tokens, "sampling_params": parameters}
     assert assigned(engines) == [0]
-    reference = prompt_requests.request_answers(engines, 0, **given, max_length=64, num_samples=1)
+    reference = requested(engines, "a")
     dead.unfinished_work = remote(LostError("dead"))
     states[id(dead)] = "DEAD"
     if moved:
@@ -392,10 +398,8 @@ NeedsWeightsOfRay = type("RayTaskError(NeedsWeightsError)", (restarted.NeedsWeig
 def test_only_unanswered_prompts_of_a_lost_engine_move(
     states: dict[Any, str], monkeypatch: pytest.MonkeyPatch, error: type[Exception], other: type[Exception]
 ) -> None:
-    monkeypatch.setattr(prompt_requests, "_requests", {})
     moved = MagicMock()
     monkeypatch.setattr(events, "emit", moved)
-    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
     lost = {"a": ["answered"], "b": other("b"), "c": error("c")}
     engines = [
         SimpleNamespace(
@@ -408,18 +412,7 @@ def test_only_unanswered_prompts_of_a_lost_engine_move(
         ),
     ]
     states[id(engines[0])] = "RESTARTING"
-    references = [
-        prompt_requests.request_answers(
-            engines,
-            0,
-            prompt=prompt,
-            hf_tokenizer=_tokens,
-            sampling_params=SimpleNamespace(max_tokens=4, extra_args=None),
-            max_length=64,
-            num_samples=1,
-        )
-        for prompt in lost
-    ]
+    references = [requested(engines, prompt) for prompt in lost]
     answers = [prompt_requests.answers_of(reference) for reference in reversed(references)]
     assert answers == [["again c"], ["again b"], ["answered"]]
     moved.assert_any_call("prompts moved", engine=0, prompts=2)
@@ -432,8 +425,6 @@ def test_no_other_error_of_an_answer_is_a_lost_node(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     """Not a dead owner, nor an object that the engine's own code has lost."""
-    monkeypatch.setattr(prompt_requests, "_requests", {})
-    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
     answers: dict[str, Any] = {"a": error("a"), "b": UnavailableError("b")}
     engines = [
         SimpleNamespace(
@@ -441,15 +432,7 @@ def test_no_other_error_of_an_answer_is_a_lost_node(
             generate_responses=SimpleNamespace(remote=lambda prompt, **_: Reference(answers[prompt])),
         )
     ]
-    given = {
-        "hf_tokenizer": _tokens,
-        "sampling_params": SimpleNamespace(max_tokens=4, extra_args=None),
-        "max_length": 64,
-        "num_samples": 1,
-    }
-    first, second = (
-        prompt_requests.request_answers(engines, 0, prompt=prompt, **given) for prompt in answers
-    )
+    first, second = (requested(engines, prompt) for prompt in answers)
     answers |= {"a": ["again"], "b": ["again"]}
     assert prompt_requests.answers_of(second) == ["again"]
     with pytest.raises(error):
@@ -486,7 +469,6 @@ def test_the_wait_for_a_restart_is_bounded(
     monkeypatch.setattr(recipes, "lost_nodes", lambda _: gone)
     new = SimpleNamespace(__ray_ready__=remote(True))
     monkeypatch.setattr(recipes, "replace", lambda *_: new if replaced else None)
-    monkeypatch.setattr(startup, "_last_steps", lambda _: [])
     lost = SimpleNamespace(__ray_ready__=remote(ready))
     states[id(lost)] = state
     engines: list[Any] = [lost]
@@ -629,7 +611,6 @@ def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_b
     place: list[Any] = [None]
     monkeypatch.setattr(recipes, "replace", lambda *_, **__: place[0])
     monkeypatch.setattr(restarts, "wait_for_sync", MagicMock())
-    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
     ray.wait.side_effect = lambda references, **_: (
         [one for one in references if not isinstance(one.result, TimeoutError)][:1],
         [one for one in references if isinstance(one.result, TimeoutError)],
@@ -663,7 +644,6 @@ def test_a_run_begins_without_an_engine_that_has_no_place_and_which_comes_back_b
 def test_rank_0_does_not_wait_for_ever_for_an_engine(ray: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
     monkeypatch.setenv(env_vars.ENGINE_TIMEOUT, "0.001")
-    monkeypatch.setattr(startup, "_last_steps", lambda _: [])
     ray.wait.side_effect = lambda references, **_: ([], references)
     form = MagicMock(__name__="form")
     trainer = SimpleNamespace(vllm_engines=[engine(__ray_ready__=None)])
@@ -676,7 +656,6 @@ def test_a_group_of_rays_collectives_cannot_be_formed_later(
     states: dict[Any, str], records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
-    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
     lost = engine(__ray_ready__=True, needs_weights=TimeoutError())
 
     def form(*_: Any) -> None:
@@ -695,7 +674,6 @@ def test_no_first_group_is_formed_with_an_engine_that_was_lost_after_its_start(
 ) -> None:
     """Rank 0 would wait for its restart, which the process that creates the engines does not notice."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
-    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
     lost = engine(__ray_ready__=True)
     states[id(lost)] = "RESTARTING"
     form = MagicMock(__name__="form")
@@ -760,7 +738,6 @@ def test_the_trainer_uses_the_engine_that_replaced_one_which_had_not_started(
 
     monkeypatch.setattr(recipes, "load", lambda _: records[0])
     monkeypatch.setattr(restarts, "wait_for_engine_start", wait)
-    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
     trainer = SimpleNamespace(vllm_engines=[lost])
     form = MagicMock(__name__="form")
     if replaced:
@@ -943,7 +920,6 @@ def recovering(
 ) -> Callable[[FakeRun], None]:
     """Sync the weights of a run, of which an engine may be lost at any time."""
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, "1")
-    monkeypatch.setattr(actor_registry, "describe_lost_actor", str)
     monkeypatch.setattr("rlhf_stack.telemetry.events.log_with_step", MagicMock())
 
     def sync(run: FakeRun) -> None:
@@ -983,7 +959,6 @@ def test_an_engine_that_is_lost_in_the_first_formation_is_in_the_group_of_the_fi
     form = MagicMock(__name__="form", side_effect=PeerError("engine 1 is dead"))
     monkeypatch.setattr(restarts, "_restarts", lambda: {i: e.number for i, e in enumerate(run.engines)})
     monkeypatch.setattr(restarts, "wait_for_engine_start", MagicMock())
-    monkeypatch.setattr(actor_trainer, "forms_weight_group", lambda method: method)
     trainer = rank_0(run.engines)
     if not is_lost:
         with pytest.raises(PeerError, match="engine 1 is dead"):

@@ -397,14 +397,9 @@ def test_harmless_lines_match_nothing(text: str) -> None:
     assert known_bad.last_error(text) is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet\n",
-    ],
-)
-def test_what_no_row_explains_is_named_as_the_last_error(text: str) -> None:
+def test_what_no_row_explains_is_named_as_the_last_error() -> None:
     """A defect of a program is not a setting that it refuses."""
+    text = "AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet\n"
     assert known_bad.explain(ROWS, text) == []
     assert known_bad.last_error(text) == known_bad.LastError(1, text.strip(), "")
 

@@ -51,13 +51,20 @@ def test_rays_collectives_have_no_effect_on_shared_gpus(
     assert ("--vllm.sync_with_ray has no effect" in caplog.text) == requested
 
 
-@pytest.mark.parametrize(("version", "refused"), [("0.4.2", False), ("0.4.3", True), ("0.6.3.post1", True)])
+@pytest.mark.parametrize(
+    ("openrlhf", "version", "refused"),
+    [
+        *(("0.5.1", version, False) for version in ("0.4.2", "0.4.2+stack.1")),
+        *(("0.5.1", version, True) for version in ("0.4.3", "0.5.5", "0.6.3", "0.6.3.post1")),
+        *(("0.11.2", version, False) for version in ("0.6.4.post1", "0.10.0", "0.29.0")),
+    ],
+)
 def test_nccl_with_a_vllm_whose_workers_block_is_refused(
-    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+    openrlhf: str, version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, the installed versions are checked before any engine joins; gloo and CPUs are not refused."""
     installed = [
-        SimpleNamespace(name="openrlhf", version="0.5.1"),
+        SimpleNamespace(name="openrlhf", version=openrlhf),
         SimpleNamespace(name="vllm", version=version),
     ]
     monkeypatch.setattr(backend_selection, "distributions", lambda: installed)
@@ -65,8 +72,9 @@ def test_nccl_with_a_vllm_whose_workers_block_is_refused(
     sync.check_backend("gloo", with_ray=False)
     if refused:
         expected = rf"vllm {version}; .*vllm#5477.*; use vLLM 0\.4\.2, or .*, or --vllm\.sync_backend gloo$"
-        with pytest.raises(sync.SyncError, match=expected):
+        with pytest.raises(sync.SyncError, match=expected) as refusal:
             sync.check_backend("nccl", with_ray=False)
+        assert "OpenRLHF#313" in str(refusal.value)
     else:
         sync.check_backend("nccl", with_ray=False)
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")

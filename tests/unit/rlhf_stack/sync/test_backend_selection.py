@@ -1,7 +1,6 @@
 """Selection of a run's backend; syncs over gloo are in tests/cluster."""
 
 import json
-import re
 import threading
 import time
 from types import SimpleNamespace
@@ -57,26 +56,6 @@ def test_auto_on_shared_gpus_is_upstreams_cuda_ipc(
         sync.requested_backend(SimpleNamespace(vllm=SimpleNamespace(sync_backend=backend), train=train))
         == expected
     )
-
-
-def install(monkeypatch: pytest.MonkeyPatch, openrlhf: str, vllm: str) -> None:
-    installed = {"openrlhf": openrlhf, "vllm": vllm}.items()
-    found = [SimpleNamespace(name=name, version=version) for name, version in installed]
-    monkeypatch.setattr(backend_selection, "distributions", lambda: found)
-
-
-@pytest.mark.parametrize("version", ["0.4.3", "0.5.5", "0.6.3", "0.6.3.post1"])
-def test_a_vllm_whose_loop_blocks_a_second_group_has_a_known_defect(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    install(monkeypatch, "0.5.1", version)
-    assert re.search(rf"vllm {version}.*OpenRLHF#313.*use vLLM 0\.4\.2", backend_selection.known_defect())
-
-
-@pytest.mark.parametrize("version", ["0.4.2", "0.4.2+stack.1", "0.6.4.post1", "0.10.0", "0.29.0"])
-def test_other_versions_of_vllm_have_none(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    install(monkeypatch, "0.11.2", version)
-    assert backend_selection.known_defect() == ""
 
 
 def test_a_trial_of_nccl_ends_also_if_a_rank_is_lost_before_its_result_is_exchanged(

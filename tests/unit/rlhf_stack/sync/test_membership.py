@@ -62,10 +62,7 @@ def begin_another_sync(members: Members) -> None:
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
-        (
-            lambda one: one.exchange("topic", "", time.monotonic() + 1),
-            "rank 0 at 127.0.0.1 has stopped waiting or does not answer",
-        ),
+        (exchange, "rank 0 at 127.0.0.1 has stopped waiting or does not answer"),
         (begin_sync, "ending a sync: rank 0 .* does not answer: dead, stopped or cut off"),
         (begin_another_sync, "beginning a sync: rank 0 .* does not answer: dead, stopped or cut off"),
         (Members.connect_to_store, r"rank 0 \(the trainer\) is not reachable at 127.0.0.1:.* within 1 s"),

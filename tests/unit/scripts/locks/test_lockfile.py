@@ -1,8 +1,6 @@
 """Locks: reading them, splitting them into layers, detecting stale ones, and querying the index."""
 
 import datetime
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -282,14 +280,6 @@ def test_an_index_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
 def test_an_unsolvable_question_is_one_line() -> None:
     line = resolver.explain("cell.in", "error: No solution found\n  cause: Because a needs\n  b\n")
     assert line == "cell.in cannot be resolved: No solution found cause: Because a needs b"
-
-
-def test_the_command_ends_with_2_and_one_line_on_a_wrong_cell() -> None:
-    command = [sys.executable, "-m", "scripts", "lock", f"{CELL.id}x", "--check", "--offline"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert f"did you mean '{CELL.id}'" in done.stderr
 
 
 def test_a_build_requires_a_lock_that_matches_the_matrix() -> None:

@@ -3,7 +3,6 @@
 import datetime
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from scripts.release import catalogue, facts, fault_cases, measure, render
 from scripts.release.facts import Facts, Layer, Measured
 from scripts.testing import records
 from scripts.testing.records import Subject, required
+from tests.unit.git_command import git
 
 CELLS = expand(load())
 CELL = next(cell for cell in CELLS if cell.is_default)
@@ -353,12 +353,6 @@ def test_a_result_that_proves_less_than_it_says_has_reservations(store: Store) -
     known = store.facts()
     assert "3 of the same tests passed before |" in render.page([CELL], known)
     assert "; with reservations: image" in render.status(CELL, known)
-
-
-def git(folder: Path, *arguments: str) -> None:
-    """Run git in ``folder``."""
-    author = ("-c", "user.name=a", "-c", "user.email=a@b")
-    subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
 
 
 def commit(folder: Path, *names: str) -> None:

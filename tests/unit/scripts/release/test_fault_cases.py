@@ -1,7 +1,6 @@
 """The table of faults has a row for each case that was run, and names the others."""
 
 import datetime
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ from scripts.testing.records import encode
 from scripts.testing.suite_digest import suite_digest
 from tests.faults import injecting, trial
 from tests.faults.runs import CHECKPOINTS, run_of
+from tests.unit.git_command import git
 
 WHEN = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
 CASE = Case(
@@ -172,18 +172,14 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "images" / "faults.json"
         self.path.parent.mkdir()
-        self.git("init", "--initial-branch=main")
-
-    def git(self, *arguments: str) -> None:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *author, *arguments], cwd=self.folder, check=True, capture_output=True)
+        git(self.folder, "init", "--initial-branch=main")
 
     def save(self, *cases: Case) -> None:
         fault_cases.save(cases, self.path)
 
     def commit(self) -> None:
-        self.git("add", ".")
-        self.git("commit", "-m", "x")
+        git(self.folder, "add", ".")
+        git(self.folder, "commit", "-m", "x")
 
     def removed(self) -> list[str]:
         return fault_cases.removed(self.folder)
@@ -216,13 +212,13 @@ def test_a_case_that_a_merge_has_dropped_is_reported(tmp_path: Path) -> None:
     first, second = CASE, msgspec.structs.replace(CASE, phase="training")
     checkout.save(first)
     checkout.commit()
-    checkout.git("checkout", "-b", "side")
+    git(checkout.folder, "checkout", "-b", "side")
     checkout.save(first, second)
     checkout.commit()
-    checkout.git("checkout", "main")
+    git(checkout.folder, "checkout", "main")
     (tmp_path / "other").write_text("", encoding="utf-8")
     checkout.commit()
-    checkout.git("merge", "--strategy=ours", "side")
+    git(checkout.folder, "merge", "--strategy=ours", "side")
     (line,) = checkout.removed()
     assert "training" in line
 

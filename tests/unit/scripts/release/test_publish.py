@@ -1,6 +1,7 @@
 """Tags and refusals of publish, without a registry."""
 
 import contextlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,7 @@ def test_another_image_is_refused_with_its_reason(
     monkeypatch.setattr(requirements, "suites", lambda *_: [])
     [reason] = publish.refusals(CELL, image(changed), (Path("absent"),))
     assert reason.startswith(CELL.id)
-    with pytest.raises(UserError, match=message):
-        raise UserError(reason)
+    assert re.search(message, reason)
 
 
 def test_an_image_of_other_inputs_is_refused() -> None:

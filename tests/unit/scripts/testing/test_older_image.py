@@ -1,6 +1,5 @@
 """The warning before a suite runs on an image that is older than files from which it is built."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,9 @@ import pytest
 from scripts.images.inputs import REVISION
 from scripts.matrix.load import find, load
 from scripts.testing.older_image import warning
+from tests.unit.git_command import git
 
 CELL = find(load(), load().default)
-
-
-def git(folder: Path, *arguments: str) -> str:
-    """Run git in ``folder`` and return its output."""
-    command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
