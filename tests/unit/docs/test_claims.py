@@ -83,7 +83,7 @@ def test_defaults_of_variables(name: str, value: object, monkeypatch: pytest.Mon
         f"the log-probabilities of {probabilities.COUNT} fixed tokens",
         f"if their mean difference exceeds {probabilities.TOLERANCE:g} nats",
         f"more than {encoding.SLOW_SECONDS:g} s at less than {encoding.SLOW_RATE:g} GB/s",
-        "a random port between {} and {}".format(*ports.RAY_DEFAULT_RANGE),
+        f"port between {ports.RAY_DEFAULT_RANGE[0]} and {ports.RAY_DEFAULT_RANGE[1] - ports.MIN_PORTS} at each start",
         {0.1: "If the speed of a link is known, the link must reach 10 % of it"}[model.SPEED_SHARE],
         {2: "each node of engines have twice as much left"}[encoding.ROOM],
     ],
