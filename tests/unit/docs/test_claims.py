@@ -21,6 +21,7 @@ README, USING = (
 MATRIX = load()
 CELLS = [cell for cell in expand_all(MATRIX) if not cell.id.endswith("-stand-in")]
 DEFAULT = find(MATRIX, MATRIX.default)
+PORTS = ports.RAY_DEFAULT_RANGE
 
 
 def test_the_images_of_each_accelerator_are_counted() -> None:
@@ -83,7 +84,7 @@ def test_defaults_of_variables(name: str, value: object, monkeypatch: pytest.Mon
         f"the log-probabilities of {probabilities.COUNT} fixed tokens",
         f"if their mean difference exceeds {probabilities.TOLERANCE:g} nats",
         f"more than {encoding.SLOW_SECONDS:g} s at less than {encoding.SLOW_RATE:g} GB/s",
-        f"port between {ports.RAY_DEFAULT_RANGE[0]} and {ports.RAY_DEFAULT_RANGE[1] - ports.MIN_PORTS} at each start",
+        f"a random port between {PORTS[0]} and {PORTS[1] - ports.MIN_PORTS} at",
         {0.1: "If the speed of a link is known, the link must reach 10 % of it"}[model.SPEED_SHARE],
         {2: "each node of engines have twice as much left"}[encoding.ROOM],
     ],

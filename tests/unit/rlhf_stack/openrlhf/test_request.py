@@ -8,6 +8,8 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.openrlhf.request import request_of, upstream_order
 from rlhf_stack.placement.model import ENGINES, Engines, Group, PlacementError, Request
 
+from tests.unit import openrlhf_arguments
+
 
 def role(nodes: int, gpus: int) -> SimpleNamespace:
     return SimpleNamespace(num_nodes=nodes, num_gpus_per_node=gpus, model_name_or_path="m", remote_url=None)
@@ -80,16 +82,7 @@ def flat(**changes: Any) -> Any:
     roles = {"actor": (2, 4), "ref": (2, 4), "critic": (1, 1), "reward": (1, 1)}
     sizes = {f"{name}_num_nodes": nodes for name, (nodes, _) in roles.items()}
     sizes |= {f"{name}_num_gpus_per_node": gpus for name, (_, gpus) in roles.items()}
-    options = {
-        "colocate_actor_ref": False,
-        "colocate_critic_reward": False,
-        "critic_pretrain": "m",
-        "reward_pretrain": "m",
-        "remote_rm_url": None,
-        "vllm_num_engines": 2,
-        "vllm_tensor_parallel_size": 4,
-    }
-    return SimpleNamespace(**(sizes | options | changes))
+    return openrlhf_arguments.flat(**sizes | changes)
 
 
 FLAT_ENGINES = Engines(2, 4)
