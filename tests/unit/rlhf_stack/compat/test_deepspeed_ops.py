@@ -158,7 +158,7 @@ def lacks(monkeypatch: pytest.MonkeyPatch, *missing: str) -> list[str]:
         ({"cpu_adam": True}, "cpu", "cpu", []),
         ({"cpu_adam": True}, "cuda", "cuda", []),
         ({"cpu_adam": True}, "cuda", "rocm", []),  # DeepSpeed calls ROCm CUDA, as torch does
-        ({"cpu_adam": True}, "cuda", "cpu", ["nvcc"]),
+        ({"cpu_adam": True}, "cuda", "cpu", ["nvcc"]),  # built for the other accelerator
         ({"cpu_adam": False}, "cpu", "cpu", ["nvcc"]),
         ({"fused_adam": True}, "cpu", "cpu", ["nvcc"]),
         (None, "cpu", "cpu", ["nvcc"]),  # from source, without a build

@@ -1,6 +1,7 @@
 """Assignment of prompts, compared with exhaustive search and with splits by number."""
 
 import itertools
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,14 @@ def test_each_prompt_is_in_one_part_and_its_answer_is_in_place(
     assert sorted(index for share in shares for index in share) == list(range(len(prompts)))
     answers = [[prompts[index] for index in share] for share in shares if share]
     assert request_balancer.merge_answers(shares, answers) == prompts
+
+
+def test_assignment_is_deterministic() -> None:
+    choose = random.Random(0)  # noqa: S311
+    prompts = [[0] * choose.randrange(1, 50) for _ in range(64)]
+    assert request_balancer.split_prompts(prompts, 16, 3) == request_balancer.split_prompts(
+        list(prompts), 16, 3
+    )
 
 
 def tokenizer(texts: list[str], add_special_tokens: bool) -> dict[str, Any]:

@@ -30,6 +30,10 @@ def test_the_phases_of_a_step_are_observed(histogram: MagicMock) -> None:
     assert seen == [(3.5, {"phase": "generation"}), (12.0, {"phase": "step_total"})]
 
 
+def test_boundaries_increase() -> None:
+    assert sorted(set(step_metrics.BOUNDARIES)) == step_metrics.BOUNDARIES
+
+
 def test_without_a_connection_nothing_is_observed(histogram: MagicMock) -> None:
     sys.modules["ray"].is_initialized.return_value = False
     step_metrics.observe({"timing/generation": 1.0})

@@ -190,6 +190,21 @@ def test_attempts_go_on_where_the_committed_ones_end(root: Path, junit: Path, tm
     assert [record.attempt for record in records.read(ON.cell, ON.inputs, (clone, root))] == [1, 2]
 
 
+def test_attempts_of_merged_branches_are_ordered_by_time(
+    root: Path, junit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each branch has an attempt 1: the later one is the last, in whichever order the files are."""
+    start = records.now()
+    for minutes in range(6):
+        branch = tmp_path / f"branch {minutes}"
+        monkeypatch.setattr(records, "now", partial(start.__sub__, datetime.timedelta(minutes=minutes)))
+        run(branch, junit)
+        shutil.copytree(branch, root, dirs_exist_ok=True)
+    found = records.read(ON.cell, ON.inputs, (root,))
+    assert [record.when for record in found] == sorted(record.when for record in found)
+    assert [record.attempt for record in found] == [1] * 6
+
+
 def test_the_last_attempt_of_merged_branches_is_the_latest_whatever_its_number(
     root: Path, junit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
