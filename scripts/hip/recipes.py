@@ -76,7 +76,7 @@ def compiled(
         folder = lay_out(matrix, cell, pinned(torch)[1], work / "context")
         context.place(torch, folder / "wheels" / cell.layers[0].name / torch.name)
         context.normalise_modes(folder)
-        found = _build(folder, runtime, builder, work / "wheels", minutes)
+        found = _build(folder, runtime, builder, packages(cell), work / "wheels", minutes)
     return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}, found
 
 
@@ -195,11 +195,11 @@ def lay_out(matrix: Matrix, cell: Cell, torch: str, folder: Path) -> Path:
 
 
 def _build(
-    folder: Path, runtime: str, builder: str, wheels: Path, minutes: float | None
+    folder: Path, runtime: str, builder: str, names: set[str], wheels: Path, minutes: float | None
 ) -> dict[str, tuple[int, str]]:
     """Build the stages that compile, move the wheels to ``wheels``, and return `sources.outcomes`.
 
-    A failure leaves no wheel. After ``minutes`` the build is ended.
+    ``names`` are those of the wheels. A failure leaves no wheel. After ``minutes`` the build is ended.
     """
     log = folder.with_name(f"{folder.name}-{_key(folder, runtime, builder)[:12]}.log")
     for other in folder.parent.glob(f"{folder.name}-*.log"):
@@ -224,16 +224,19 @@ def _build(
         ]
         environment = build_environment(config.environment())
         done = _run(command, environment, log, minutes)
-        found = sources.outcomes(log.read_text(encoding="utf-8"), done.limit)
-        if not done.cause and not found:
+        text = log.read_text(encoding="utf-8")
+        if not done.cause and not names <= sources.wheels(text):
             print("the log of the compilation that BuildKit has is lost: compiling again", flush=True)
             done = _run([*command, "--no-cache"], environment, log, minutes)
-            found = sources.outcomes(done.printed, done.limit)
+            text = done.printed
+        found = sources.outcomes(text, done.limit)
         if done.cause:
             message = f"the recipes do not compile: {done.cause} (full log: {log.relative_to(ROOT)})"
             raise IncompleteError(message, found) if found else UserError(message)
-        if not found:
-            raise UserError(f"the recipes listed no source (full log: {log.relative_to(ROOT)})")
+        if missing := names - sources.wheels(text):
+            raise UserError(
+                f"no wheel of {', '.join(sorted(missing))} was compiled (full log: {log.relative_to(ROOT)})"
+            )
         out.rename(wheels)
     return found
 

@@ -1,4 +1,4 @@
-"""Which sources a recipe compiled, from BuildKit's log."""
+"""Which sources and wheels the recipes compiled, from BuildKit's log."""
 
 import re
 
@@ -8,6 +8,7 @@ OBJECT = r"CMakeFiles/[\w.]+\.dir/(?P<source>\S+)\.o"
 LISTED = re.compile(rf"^#\d+ [\d.]+ {OBJECT}$")
 COMPILED = re.compile(rf"^#\d+ [\d.]+ \[\d+/\d+\] Building (?:HIP|CXX) object {OBJECT}$")
 REFUSED = re.compile(rf"^#\d+ [\d.]+ FAILED: (?:\[code=\d+\] )?{OBJECT} ?$")
+WHEEL = re.compile(r"^#\d+ [\d.]+ +Created wheel for (?P<package>[\w.-]+): ", re.MULTILINE)
 ERROR = re.compile(r"^#\d+ [\d.]+ (?:.*/)?(?P<error>[^/ ]+:\d+:\d+: (?:fatal )?error: .*|.*error: .*)$")
 
 
@@ -29,3 +30,8 @@ def outcomes(log: str, limit: str) -> dict[str, tuple[int, str]]:
         elif refused and (error := ERROR.match(line)):
             found[refused], refused = (FAILED, error["error"]), ""
     return found
+
+
+def wheels(log: str) -> set[str]:
+    """Return the names of the wheels that the log shows compiled, with _ for -."""
+    return {found["package"].replace("-", "_") for found in WHEEL.finditer(log)}

@@ -78,6 +78,7 @@ print("a continued run has the coefficients of the undisturbed one")
 """
 
 FLAT = """
+on_cpu()
 import torch
 
 from rlhf_stack.demo import tiny_run

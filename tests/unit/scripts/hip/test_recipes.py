@@ -47,9 +47,10 @@ def test_the_context_of_the_current_recipe_has_what_it_imports_and_only_its_own_
 Build = Callable[[str], dict[str, tuple[int, str]]]  # by a shell script, to `sources.outcomes`
 LISTED = "echo '#9 1.0 CMakeFiles/_C.dir/csrc/one.hip.o'; "
 COMPILED = "echo '#9 2.0 [1/2] Building HIP object CMakeFiles/_C.dir/csrc/one.hip.o'; "
+CREATED = "echo '#9 3.0   Created wheel for a-b: filename=a_b-1.whl size=1'; "
 CACHED = "echo '#9 CACHED'; "
 WHEEL = """for word in "$@"; do case $word in --output=*) out=${word##*dest=};; esac; done
-mkdir -p "$out"; echo wheel > "$out/a-1.whl" """
+mkdir -p "$out"; echo wheel > "$out/a_b-1.whl" """
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 
     def built(script: str) -> dict[str, tuple[int, str]]:
         monkeypatch.setattr(recipes, "docker_command", lambda: ["bash", "-c", script, "docker"])
-        return recipes._build(context_folder, "runtime", "builder", tmp_path / "wheels", 0.01)
+        return recipes._build(context_folder, "runtime", "builder", {"a_b"}, tmp_path / "wheels", 0.01)
 
     return built
 
@@ -87,7 +88,7 @@ def test_what_buildkit_has_compiled_before_keeps_its_sources(
 ) -> None:
     """In a run that passed, and in one that failed or was ended after the stage."""
     with pytest.raises(recipes.IncompleteError) as error:
-        build(LISTED + COMPILED + "exit 1")
+        build(LISTED + COMPILED + CREATED + "exit 1")
     assert error.value.sources == {"csrc/one.hip": (1, "")}
     for _ in range(2):
         assert build(CACHED + WHEEL) == {"csrc/one.hip": (1, "")}
@@ -96,7 +97,7 @@ def test_what_buildkit_has_compiled_before_keeps_its_sources(
 def test_of_a_source_that_was_compiled_again_the_last_outcome_counts(
     build: Build,
 ) -> None:
-    build(LISTED + COMPILED + WHEEL)
+    build(LISTED + COMPILED + CREATED + WHEEL)
     with pytest.raises(recipes.IncompleteError) as error:
         build(LISTED + "exit 1")
     assert error.value.sources == {"csrc/one.hip": (0, "not reached")}
@@ -104,16 +105,22 @@ def test_of_a_source_that_was_compiled_again_the_last_outcome_counts(
 
 def test_without_its_log_the_compilation_is_repeated(build: Build, tmp_path: Path) -> None:
     """And the log of other inputs is not that of these."""
-    again = f'case " $* " in *" --no-cache "*) {LISTED}{COMPILED};; esac; {WHEEL}'
-    build(LISTED + COMPILED + WHEEL)
+    again = f'case " $* " in *" --no-cache "*) {LISTED}{COMPILED}{CREATED};; esac; {WHEEL}'
+    build(LISTED + COMPILED + CREATED + WHEEL)
     (tmp_path / "context" / "Dockerfile").write_text(
         "FROM a AS b-source\nRUN other\nFROM scratch AS compiled\n"
     )
     assert build(again) == {"csrc/one.hip": (1, "")}
     assert len(list(tmp_path.glob("context-*.log"))) == 1
     (tmp_path / "context" / "Dockerfile").write_text("FROM c AS d-source\nFROM scratch AS compiled\n")
-    with pytest.raises(UserError, match="the recipes listed no source"):
+    with pytest.raises(UserError, match="no wheel of a_b was compiled"):
         build(CACHED + WHEEL)
+
+
+def test_a_recipe_that_lists_no_source_is_compiled_once(build: Build) -> None:
+    never = 'case " $* " in *" --no-cache "*) exit 1;; esac; '
+    for before in (CREATED, CACHED):
+        assert build(never + before + WHEEL) == {}
 
 
 def test_the_digest_follows_the_recipe_and_the_toolchain(
