@@ -76,8 +76,13 @@ def compiled(
         folder = lay_out(matrix, cell, pinned(torch)[1], work / "context")
         context.place(torch, folder / "wheels" / cell.layers[0].name / torch.name)
         context.normalise_modes(folder)
-        found = _build(folder, runtime, builder, packages(cell), work / "wheels", minutes)
-    return {wheel.name.split("-")[0]: wheel for wheel in sorted((work / "wheels").glob("*.whl"))}, found
+        found = _build(folder, runtime, builder, work / "wheels", minutes)
+    return wheels_by_package(work / "wheels"), found
+
+
+def wheels_by_package(folder: Path) -> dict[str, Path]:
+    """Return the wheels in ``folder`` by the names of their packages."""
+    return {wheel.name.split("-")[0]: wheel for wheel in sorted(folder.glob("*.whl"))}
 
 
 def proof_of(matrix: Matrix, cell: Cell) -> CompileProof:
@@ -195,11 +200,11 @@ def lay_out(matrix: Matrix, cell: Cell, torch: str, folder: Path) -> Path:
 
 
 def _build(
-    folder: Path, runtime: str, builder: str, names: set[str], wheels: Path, minutes: float | None
+    folder: Path, runtime: str, builder: str, wheels: Path, minutes: float | None
 ) -> dict[str, tuple[int, str]]:
     """Build the stages that compile, move the wheels to ``wheels``, and return `sources.outcomes`.
 
-    ``names`` are those of the wheels. A failure leaves no wheel. After ``minutes`` the build is ended.
+    A failure leaves no wheel. After ``minutes`` the build is ended.
     """
     log = folder.with_name(f"{folder.name}-{_key(folder, runtime, builder)[:12]}.log")
     for other in folder.parent.glob(f"{folder.name}-*.log"):
@@ -224,8 +229,8 @@ def _build(
         ]
         environment = build_environment(config.environment())
         done = _run(command, environment, log, minutes)
-        text = log.read_text(encoding="utf-8")
-        if not done.cause and not names <= sources.wheels(text):
+        text, built = log.read_text(encoding="utf-8"), wheels_by_package(out)
+        if not done.cause and not built.keys() <= sources.wheels(text):
             print("the log of the compilation that BuildKit has is lost: compiling again", flush=True)
             done = _run([*command, "--no-cache"], environment, log, minutes)
             text = done.printed
@@ -233,9 +238,9 @@ def _build(
         if done.cause:
             message = f"the recipes do not compile: {done.cause} (full log: {log.relative_to(ROOT)})"
             raise IncompleteError(message, found) if found else UserError(message)
-        if missing := names - sources.wheels(text):
+        if not built.keys() <= sources.wheels(text) or sources.lacks_sources(text):
             raise UserError(
-                f"no wheel of {', '.join(sorted(missing))} was compiled (full log: {log.relative_to(ROOT)})"
+                f"the log does not show what the recipes compiled (full log: {log.relative_to(ROOT)})"
             )
         out.rename(wheels)
     return found

@@ -8,6 +8,7 @@ OBJECT = r"CMakeFiles/[\w.]+\.dir/(?P<source>\S+)\.o"
 LISTED = re.compile(rf"^#\d+ [\d.]+ {OBJECT}$")
 COMPILED = re.compile(rf"^#\d+ [\d.]+ \[\d+/\d+\] Building (?:HIP|CXX) object {OBJECT}$")
 REFUSED = re.compile(rf"^#\d+ [\d.]+ FAILED: (?:\[code=\d+\] )?{OBJECT} ?$")
+CONFIGURED = re.compile(r"^#\d+ [\d.]+ -- Build files have been written to: ", re.MULTILINE)  # by CMake
 WHEEL = re.compile(r"^#\d+ [\d.]+ +Created wheel for (?P<package>[\w.-]+): ", re.MULTILINE)
 ERROR = re.compile(r"^#\d+ [\d.]+ (?:.*/)?(?P<error>[^/ ]+:\d+:\d+: (?:fatal )?error: .*|.*error: .*)$")
 
@@ -30,6 +31,11 @@ def outcomes(log: str, limit: str) -> dict[str, tuple[int, str]]:
         elif refused and (error := ERROR.match(line)):
             found[refused], refused = (FAILED, error["error"]), ""
     return found
+
+
+def lacks_sources(log: str) -> bool:
+    """Return whether CMake configured a recipe, and the log lists no source."""
+    return bool(CONFIGURED.search(log)) and not outcomes(log, "")
 
 
 def wheels(log: str) -> set[str]:

@@ -63,7 +63,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 
     def built(script: str) -> dict[str, tuple[int, str]]:
         monkeypatch.setattr(recipes, "docker_command", lambda: ["bash", "-c", script, "docker"])
-        return recipes._build(context_folder, "runtime", "builder", {"a_b"}, tmp_path / "wheels", 0.01)
+        return recipes._build(context_folder, "runtime", "builder", tmp_path / "wheels", 0.01)
 
     return built
 
@@ -113,8 +113,17 @@ def test_without_its_log_the_compilation_is_repeated(build: Build, tmp_path: Pat
     assert build(again) == {"csrc/one.hip": (1, "")}
     assert len(list(tmp_path.glob("context-*.log"))) == 1
     (tmp_path / "context" / "Dockerfile").write_text("FROM c AS d-source\nFROM scratch AS compiled\n")
-    with pytest.raises(UserError, match="no wheel of a_b was compiled"):
+    with pytest.raises(UserError, match="the log does not show what the recipes compiled"):
         build(CACHED + WHEEL)
+
+
+def test_a_recipe_of_cmake_has_to_list_its_sources(build: Build) -> None:
+    configured = "echo '#9 0.9 -- Build files have been written to: /operators'; "
+    assert build(configured + LISTED + COMPILED + CREATED + WHEEL) == {"csrc/one.hip": (1, "")}
+    (log,) = recipes.ROOT.glob("context-*.log")
+    log.unlink()
+    with pytest.raises(UserError, match="the log does not show what the recipes compiled"):
+        build(configured + CREATED + WHEEL)
 
 
 def test_a_recipe_that_lists_no_source_is_compiled_once(build: Build) -> None:
