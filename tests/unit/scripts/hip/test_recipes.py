@@ -117,10 +117,10 @@ def test_without_its_log_the_compilation_is_repeated(build: Build, tmp_path: Pat
         build(CACHED + WHEEL)
 
 
-def test_a_recipe_of_cmake_has_to_list_its_sources(build: Build) -> None:
+def test_a_recipe_of_cmake_has_to_list_its_sources(build: Build, tmp_path: Path) -> None:
     configured = "echo '#9 0.9 -- Build files have been written to: /operators'; "
     assert build(configured + LISTED + COMPILED + CREATED + WHEEL) == {"csrc/one.hip": (1, "")}
-    (log,) = recipes.ROOT.glob("context-*.log")
+    (log,) = tmp_path.glob("context-*.log")
     log.unlink()
     with pytest.raises(UserError, match="the log does not show what the recipes compiled"):
         build(configured + CREATED + WHEEL)
