@@ -52,8 +52,22 @@ def noting(request: pytest.FixtureRequest) -> None:
     os.environ["RLHF_STACK_EXECUTED"] = str(Path(proofs, "executed"))
 
 
+@pytest.fixture(scope="session")
+def operators() -> None:
+    """Compile what DeepSpeed needs on CPUs, and images for GPUs lack.
+
+    A run that ends while it compiles leaves a lock, for which each later run would wait.
+    """
+    if replacing.is_needed():
+        subprocess.run(
+            [sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"],
+            env=os.environ | replacing.TRAINER,
+            check=True,
+        )
+
+
 @pytest.fixture
-def train() -> Iterator[Callable[..., Run]]:
+def train(operators: None) -> Iterator[Callable[..., Run]]:
     """Run OpenRLHF's trainer on simulated nodes, with a deadline, and clean up afterwards."""
     folders = Path(tempfile.mkdtemp(prefix="rl"))  # short: Ray's sockets are below it
     mark = folders.name

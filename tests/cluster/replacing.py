@@ -10,7 +10,8 @@ from pathlib import Path
 from rlhf_stack.config import env_vars
 
 RELEASE = "0.29"
-REPLACED = Path(__file__).with_name("replaced")
+TESTS = Path(__file__).parent
+REPLACED = TESTS / "replaced"
 # Each vLLM process loads plugins from the distributions on its path, as it finds those of vendors.
 DISTRIBUTION = "replaced_device-0.dist-info"
 FILES = {
@@ -33,15 +34,24 @@ VARIABLES = {
 
 
 def path(*folders: Path) -> dict[str, str]:
-    """Return ``PYTHONPATH`` with ``folders`` and `REPLACED` prepended."""
+    """Return ``PYTHONPATH`` with ``folders``, `TESTS` and `REPLACED` prepended."""
     inherited = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), str(REPLACED), inherited]))}
+    folders = *folders, TESTS, REPLACED
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), inherited]))}
+
+
+def is_needed() -> bool:
+    """Return whether the image has GPUs and a vLLM that finds its replacements as plugins."""
+    return env_vars.accelerator() != "cpu" and version("vllm").startswith(RELEASE)
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Write the plugins below ``folder``; return a run's variables, empty if no GPU is needed."""
-    if env_vars.accelerator() == "cpu" or not version("vllm").startswith(RELEASE):
-        return {}
+    """Return the variables of a run, whose processes can import the modules of this folder.
+
+    If a GPU is needed, write the plugins below ``folder``.
+    """
+    if not is_needed():
+        return path()
     plugins = folder / "plugins"
     (plugins / DISTRIBUTION).mkdir(parents=True)
     for name, text in FILES.items():

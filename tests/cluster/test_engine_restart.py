@@ -9,7 +9,6 @@ from pathlib import Path
 
 import dying_engine
 import pytest
-import replacing
 from driver import HOOK
 from rlhf_stack.config import env_vars
 from trained import SECTIONS, assert_one_policy, weights
@@ -36,7 +35,6 @@ HYBRID = (
 
 def dying(process, phase="generation"):
     return {
-        **replacing.path(Path(__file__).parent),
         "RAY_prestart_worker_first_driver": "0",  # a worker that Ray starts ahead lacks the hook
         "RAY_enable_worker_prestart": "0",
         HOOK: "dying_engine.install",

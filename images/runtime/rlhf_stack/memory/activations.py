@@ -53,7 +53,7 @@ def training_peak(shape: Shape, work: Pass) -> int:
         shape, work
     )
     recomputed = _layer(shape, work) if work.checkpointing else 0
-    in_mlp = max(2 * shape.mlp_width + shape.routed, 2 * shape.routed)
+    in_mlp = max(2 * shape.mlp_width, shape.routed) + shape.routed
     gradient = work.tokens * BYTES_16BIT * (in_mlp + shape.hidden)
     return saved_activations(shape, work) + max(head, recomputed + gradient - _head(shape, work))
 
@@ -65,7 +65,7 @@ def forward_peak(shape: Shape, work: Pass) -> int:
         head = logits * 3 * BYTES_16BIT
     else:
         head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _normalizer(shape, work))
-    in_mlp = max(3 * shape.mlp_width, 3 * shape.routed) + shape.routed
+    in_mlp = 3 * max(shape.mlp_width, shape.routed) + shape.routed
     layer = work.tokens * BYTES_16BIT * (in_mlp + 4 * shape.hidden)
     return max(head, layer + _scores(shape, work))
 

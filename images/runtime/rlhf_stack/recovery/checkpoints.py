@@ -83,7 +83,7 @@ class Checkpoints:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
 
         DeepSpeed loads them with as many ranks as saved them, or universal ones with any number, and those of
-        different steps silently. What was not written to its end is not counted.
+        different steps silently.
         """
         found = self._different_steps() if self.loads else []
         for role, ranks in self.ranks.items() if self.loads and self.stage else ():
@@ -96,20 +96,26 @@ class Checkpoints:
                 continue
             latest = self._of(role) / LATEST
             tag = _named_by(latest)
-            if tag and not (self._of(role) / tag).is_dir():
-                found.append(
-                    f"{latest} names {tag}, which does not exist: {self._if_interrupted()}leave out "
-                    f"{self.load_flag} and start from a saved model"
-                )
-            files = [file.name for file in (self._of(role) / tag).glob("*.pt")] if tag else []
+            if not tag:
+                continue
+            folder = self._of(role) / tag
+            files = [file.name for file in folder.glob("*.pt")]
             saved = sum(bool(OPTIMIZER.fullmatch(name)) for name in files)
-            if saved and saved != ranks:
+            remedy = f"leave out {self.load_flag} and start from a saved model"
+            if not folder.is_dir():
+                found.append(f"{latest} names {tag}, which does not exist: {self._if_interrupted()}{remedy}")
+            elif saved and saved != ranks:
                 convert = "" if self.universal is None else f"{CONVERT}, "
                 found.append(
                     f"the checkpoint {tag} in {self._of(role)} has the optimizer's state of {saved} ranks, "
                     f"and {role} has {ranks} in this run, for which DeepSpeed does not load it: "
                     f"{self._if_interrupted() if saved < ranks else ''}give {role} {saved} ranks, {convert}"
-                    f"or leave out {self.load_flag} and start from a saved model"
+                    f"or {remedy}"
+                )
+            elif not self._is_complete(role, folder, 0.0):
+                found.append(
+                    f"the checkpoint {tag} in {self._of(role)} is damaged, a file is missing or was not "
+                    f"written to its end: {self._if_interrupted()}{remedy}"
                 )
         return found
 

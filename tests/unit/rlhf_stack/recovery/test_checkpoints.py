@@ -99,6 +99,24 @@ def test_a_checkpoint_whose_save_was_interrupted_names_the_last_complete_one(tmp
     assert f"write global_step4, which is complete, to {tmp_path / '_actor' / 'latest'}" in found
 
 
+@pytest.mark.parametrize("damaged", ["*optim_states.pt", "mp_rank_*"])
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_checkpoint_with_a_damaged_file_is_refused(tmp_path: Path, damaged: str, is_missing: bool) -> None:
+    resumed = Checkpoints(tmp_path, {"actor": 2}, 1, "--load", loads=True, stage=2)
+    save(tmp_path, "actor", 4)
+    tag = save(tmp_path, "actor", 5)
+    assert resumed.obstacles() == []
+    for file in tag.glob(damaged):
+        if is_missing:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-30])
+    (found,) = resumed.obstacles()
+    assert "global_step5" in found
+    assert "is damaged" in found
+    assert f"write global_step4, which is complete, to {tag.with_name('latest')}" in found
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_roles_that_would_continue_from_different_steps_are_refused(tmp_path: Path, stage: int) -> None:
     resumed = Checkpoints(tmp_path, {"actor": 2, "critic": 2}, 1, "--load", loads=True, stage=stage)
