@@ -157,7 +157,7 @@ SUITES: Mapping[str, Suite] = {
             "the emulator (lacks|has cases for) .*",
             "not compiled within .*|not reached",
         ),
-        reads=("scripts/hip",),
+        reads=("scripts/hip/emulate.py", "scripts/hip/requirements.txt"),  # what prove.py does not import
     ),
     "known-bad": Suite(
         "rows of the known-bad database that still apply: requirements resolved, probes run in the image",

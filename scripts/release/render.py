@@ -147,7 +147,7 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     parts = [f"built here, {tests}", *([f"not run: {', '.join(absent)}"] if absent else [])]
     parts += [f"with reservations: {', '.join(doubtful)}"] if doubtful else []
     ran = certificates.of_cell(certificates.load(), cell.id, measured.inputs)
-    never = [] if cell.accelerator.kind == "cpu" else ["never run on a GPU"]
+    never = [] if cell.accelerator.kind == "cpu" else ["this build never ran on a GPU"]
     return "; ".join([*parts, *([ran] if ran else never)])
 
 

@@ -69,7 +69,13 @@ LADDER = (
         HERE + "collectives",
         400,
     ),
-    Step("network", "sync group between every two nodes, and of all GPUs", "cluster", HERE + "network", 600),
+    Step(
+        "network",
+        "sync group between pairs of nodes, every one of up to 16 nodes, and of all GPUs",
+        "cluster",
+        HERE + "network",
+        600,
+    ),
     Step(
         "device-memory",
         "parameters in buckets arrive in device memory bit by bit, checksums see one changed bit",

@@ -23,8 +23,8 @@ EPILOG = """
 JSON too (rlhf-stack/error/1: `error`, `code`). Exit codes of every command but submit: 0 no problem, 1 the
 command found a problem, 2 wrong usage, 3 a serious problem, 4 an unexplained error (doctor --log), 70 a
 defect of rlhf-stack (RLHF_STACK_TRACEBACK=1 shows where), 74 the output could not be written, 130
-interrupted, 141 closed pipe. submit ends with the code of the job, or with 120 to 122, which it reserves (see
-its help).
+interrupted, 141 closed pipe. submit ends with the code of the job, or with its own: 120 to 122, 130, and 143
+after SIGTERM (see its help).
 """
 WRONG_USAGE, DEFECT, NO_OUTPUT, INTERRUPTED, BROKEN_PIPE = 2, 70, 74, 130, 141
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
@@ -59,7 +59,7 @@ def _unexpected(words: Sequence[str], error: Exception) -> int:
     if os.environ.get(env_vars.TRACEBACK):
         raise error
     if isinstance(error, OSError) and error.filename is not None:
-        return _failed(words, f"{error.filename}: {error.strerror}", WRONG_USAGE)
+        return _failed(words, f"{error.filename}: {error.strerror}", _usage_code(words))
     what = f"{type(error).__name__}: {error}"
     return _failed(words, f"a defect of rlhf-stack: {what} ({env_vars.TRACEBACK}=1 shows where)", DEFECT)
 

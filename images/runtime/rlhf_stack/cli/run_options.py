@@ -2,11 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_stack.accelerator.visible_devices import CUDA, HIP, ROCR
 from rlhf_stack.cli.option_types import (
     gibibytes,
     host_gibibytes,
@@ -18,12 +20,13 @@ from rlhf_stack.cli.option_types import (
 )
 from rlhf_stack.cluster.connect import connected
 from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, FUSED_ADAM, missing_for
+from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.memory import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.openrlhf import command_line, requirements, run_spec
 from rlhf_stack.openrlhf.run_spec import Run
-from rlhf_stack.openrlhf.trainer_command import installed_trainer, trainer_command
+from rlhf_stack.openrlhf.trainer_command import installed_trainer, run_variables, trainer_command
 from rlhf_stack.planning import cluster_spec
 from rlhf_stack.planning.cluster_spec import Machine
 
@@ -80,6 +83,31 @@ def command_words(options: argparse.Namespace) -> list[str]:
     if len(command) == 1 and len(command[0].split()) > 1:
         raise UserError(f"the command line {shortened(command[0], 60)!r} is one word: leave out its quotes")
     return command
+
+
+def variables_of_run(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """NAME=VALUE of ``env`` in the command of a run, for all its processes; and names that Ray would set."""
+    found = run_variables(words)
+    unused = [name for name in (CUDA, HIP, ROCR) if any(text.startswith(f"{name}=") for text in found)]
+    return [text for text in found if text.partition("=")[0] not in unused], unused
+
+
+@contextmanager
+def environment_of_run(words: Sequence[str]) -> Iterator[None]:
+    """Set the variables of the run that ``words`` start, as `submit` does for its job, inside the context.
+
+    `UserError` if one of this distribution is invalid.
+    """
+    before = dict(os.environ)
+    for text in variables_of_run(words)[0]:
+        name, value = text.split("=", 1)
+        os.environ[name] = value
+    try:
+        env_vars.check()
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def parse_run(

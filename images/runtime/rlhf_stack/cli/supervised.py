@@ -32,6 +32,7 @@ from rlhf_stack.recovery.supervisor import (
     is_taken_over,
     last_saved,
     read_state,
+    select_checkpoint,
     words_to_continue,
 )
 from rlhf_stack.telemetry.run_log import messages
@@ -172,11 +173,11 @@ class Supervision:
         """Let the run load the last complete checkpoint, also if it was stopped while it saved another."""
         _, checkpoints = checkpoints_of(self._state.words)
         saved = last_saved(checkpoints, self._state)
+        for path in select_checkpoint(checkpoints, self._state, saved):
+            messages.info(f"an incomplete checkpoint was set aside: {path}")
         if not saved:
             messages.info("the run has no complete checkpoint")
             return
-        for path in checkpoints.select(saved, self._state.began):
-            messages.info(f"an incomplete checkpoint was set aside: {path}")
         words = words_to_continue(checkpoints, self._state, saved)
         changes = described_changes(self._words, words)
         messages.info(f"the same command{changes} continues from the checkpoint of step {saved}")

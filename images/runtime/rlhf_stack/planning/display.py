@@ -199,6 +199,7 @@ def _node_values(node: PlannedNode) -> dict[str, Any]:
         "memory": machine.memory,
         "memory_running": node.memory_running,
         "memory_loading": node.memory_loading,
+        "memory_saving": node.memory_saving,
         "gpu_memory": machine.gpu_memory,
         "gpu_type": machine.gpu_type,
         "gpus": [asdict(gpu) for gpu in node.gpus],

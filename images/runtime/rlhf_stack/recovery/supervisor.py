@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_stack import known_bad
@@ -305,11 +306,8 @@ class Supervisor:
 
     def _select(self, saved: int) -> None:
         self._check_owner()
-        if saved or (self._checkpoints.loads and not self._checkpoints.universal):
-            with _readable(self._checkpoints):
-                moved = self._checkpoints.select(saved, self.state.began)
-            for path in moved:
-                messages.warning(f"an incomplete checkpoint was set aside: {path}")
+        for path in select_checkpoint(self._checkpoints, self.state, saved):
+            messages.warning(f"an incomplete checkpoint was set aside: {path}")
 
     def _placeable(self) -> list[str]:
         """Wait for nodes; return the command line that can be placed, a smaller one if it must.
@@ -446,6 +444,17 @@ def last_saved(checkpoints: Checkpoints, state: State) -> int:
     """Return the last step from which a run can continue, 0 if there is none."""
     with _readable(checkpoints):
         return max(checkpoints.complete_steps(state.began) | {state.converted})
+
+
+def select_checkpoint(checkpoints: Checkpoints, state: State, saved: int) -> list[Path]:
+    """Let the next run load the checkpoint of step ``saved``; return what was set aside.
+
+    Without a checkpoint (0), these are the folders that the command would load an incomplete one from.
+    """
+    if not saved and (checkpoints.universal or not checkpoints.loads):
+        return []
+    with _readable(checkpoints):
+        return checkpoints.select(saved, state.began)
 
 
 @contextmanager

@@ -488,6 +488,23 @@ def test_a_mistake_is_named(words: list[str], expected: str, monkeypatch: pytest
     assert expected in require_refusal(words)
 
 
+@pytest.mark.parametrize("command", [PLAN, ["tune", *PLAN[1:]]], ids=["plan", "tune"])
+def test_variables_in_the_command_count_as_in_submit(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(env_vars.ALLOW_STRADDLE, raising=False)
+    machines = [*command[:1], "--nodes", "2", "--gpus", "7", *command[3:]]
+    trainer = [f"--{role}.num_gpus_per_node=2" for role in ("actor", "ref")]
+    engines = ["--vllm.num_engines=3", "--vllm.tensor_parallel_size=4"]
+    run = run_of(*trainer, "--train.colocate_actor_ref", *engines)
+    assert f"{env_vars.ALLOW_STRADDLE}=1 lets" in call([*machines, *run])[1]
+    allowed = call([*machines, "--", "env", f"{env_vars.ALLOW_STRADDLE}=1", *run[1:]])
+    assert allowed[0] == 0, allowed
+    assert env_vars.ALLOW_STRADDLE not in os.environ
+    wrong = [*machines, "--", "env", f"{env_vars.ALLOW_STRADDLE}=perhaps", *run[1:]]
+    assert f"{env_vars.ALLOW_STRADDLE}='perhaps': expected 0 or 1" in require_refusal(wrong)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun -m", "/bin/deepspeed --module", "accelerate launch -m"])
 @pytest.mark.parametrize("command", [PLAN, ["submit"]], ids=["plan", "submit"])
 def test_a_launcher_that_starts_a_run_once_for_each_gpu_is_refused(command: list[str], launcher: str) -> None:

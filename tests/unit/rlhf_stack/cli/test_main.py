@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cli import commands, run_options
@@ -110,6 +111,18 @@ def test_the_warning_of_an_old_name_is_a_json_line_on_request(
     line = json.loads(capsys.readouterr().err)
     assert line["level"] == "warning"
     assert line["message"].startswith("`rlhf-stack profile` is now `rlhf-stack tune`")
+
+
+@pytest.mark.parametrize(("command", "code"), [("patches", 2), ("submit", 121)])
+def test_a_file_that_cannot_be_read_is_wrong_usage(
+    command: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`submit` reserves its codes: 2 is that of a job."""
+    error = PermissionError(13, "Permission denied", "/models/config.json")
+    monkeypatch.delenv(env_vars.TRACEBACK, raising=False)
+    monkeypatch.setattr(commands.load(command), "run", MagicMock(side_effect=error))
+    assert main([command]) == code
+    assert capsys.readouterr().err == "error: /models/config.json: Permission denied\n"
 
 
 @pytest.mark.usefixtures("json_lines")

@@ -27,6 +27,8 @@ def severities(findings: list[Finding], name: str) -> list[str]:
         ("shm", {"shm_total": GIB, "resources": {"object_store_memory": GIB}}, "ok"),
         ("shm", {"shm_total": GIB, "resources": {"object_store_memory": GIB + 1.0}}, "error"),
         ("shm", {"shm_total": GIB - 1}, "warning"),
+        ("shm", {"shm_free": 128 * MIB}, "ok"),
+        ("shm", {"shm_free": 128 * MIB - 1}, "warning"),
         ("shm", {"shm_total": 64 * MIB, "resources": {"object_store_memory": 64.0 * MIB}}, "warning"),
         ("shm", {"shm_total": 0}, "warning"),
         # Open files: a warning below 4096, a note below 65536, unlimited is -1.

@@ -16,6 +16,7 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.recovery import checkpoints as checkpoints_module
 from rlhf_stack.recovery import universal
 from rlhf_stack.recovery.checkpoints import Checkpoints
+from rlhf_stack.recovery.supervisor import State, select_checkpoint
 
 EARLIER, BEGAN, NOW = 1000.0, 2000.0, 3000.0
 
@@ -291,6 +292,17 @@ def test_without_a_complete_checkpoint_no_run_finds_a_folder_to_load(tmp_path: P
     assert (aside / "global_step1").is_dir()
     save(tmp_path, "actor", 1)
     assert [path.name for path in own.select(0, BEGAN)] == ["incomplete-_actor-2"]
+
+
+@pytest.mark.parametrize(("loads", "universal"), [(True, None), (True, True), (False, None)])
+def test_a_command_that_loads_finds_no_incomplete_checkpoint(
+    loads: bool, universal: bool | None, tmp_path: Path
+) -> None:
+    """After a signal, too: `submit --grace` left the folder of an interrupted first save."""
+    next(save(tmp_path, "actor", 1).glob("*optim_states.pt")).unlink()
+    own = replace(checkpoints(tmp_path), loads=loads, universal=universal)
+    moved = select_checkpoint(own, State([], BEGAN), 0)
+    assert [path.name for path in moved] == (["incomplete-_actor-1"] if loads and not universal else [])
 
 
 def test_a_run_that_has_not_saved_has_no_complete_step(tmp_path: Path) -> None:

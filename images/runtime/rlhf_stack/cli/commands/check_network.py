@@ -76,22 +76,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check the network and print the result; return 1 if a run could not sync at the floor."""
     from rlhf_stack.cluster.connect import connected
-    from rlhf_stack.config import env_vars
     from rlhf_stack.diagnostics.network_check import check_network
     from rlhf_stack.diagnostics.network_check.ranks import one_worker_per_node, ranks_of_run
 
-    env_vars.check()
-    planned = run_options.parse_run(options)[0] if options.command_line else None
-    run_log.configure_messages()
-    with connected():
-        report = check_network(
-            options.backend or _default_backend(planned),
-            options.size,
-            options.floor,
-            options.timeout,
-            ranks_of_run(planned.request) if planned else one_worker_per_node,
-            progress=messages.info,
-        )
+    words = run_options.command_words(options) if options.command_line else ()
+    with run_options.environment_of_run(words):
+        planned = run_options.parse_run(options)[0] if words else None
+        run_log.configure_messages()
+        with connected():
+            report = check_network(
+                options.backend or _default_backend(planned),
+                options.size,
+                options.floor,
+                options.timeout,
+                ranks_of_run(planned.request) if planned else one_worker_per_node,
+                progress=messages.info,
+            )
     if options.json:
         print_json("rehearse", 1, is_well=report.is_well, **asdict(report))
     else:

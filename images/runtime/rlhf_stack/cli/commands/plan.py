@@ -19,10 +19,10 @@ Further sizes are optional: head_dim, tied, experts, active, parameters, and max
 
 --json prints rlhf-stack/plan/1, in bytes: `fits`, `openrlhf` (the release), `said` (messages of its parser),
 `problems`, `notes`, `advice` (flags and reason), `symmetric` (a layout identical on all nodes, or null),
-`gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, gpu_memory,
-gpu_type, and gpus: index, `holds`, and the bytes needed in `training`, `generating` and `syncing`), `roles`
-(role, ranks, parameters, and per rank weights, gradients, optimizer, activations, buffers, step, asleep,
-host, loading),
+`gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, memory_saving:
+added to memory_running while the model is saved, gpu_memory, gpu_type, and gpus: index, `holds`, and the
+bytes needed in `training`, `generating` and `syncing`), `roles` (role, ranks, parameters, and per rank
+weights, gradients, optimizer, activations, buffers, step, asleep, host, loading),
 `engine` (count, size, shares, and cache, per GPU: budget, weights, working, cache, per engine: tokens,
 concurrency; or null), `memory_checked` (false if the memory of the GPUs is unknown: then `fits` is about the
 placement alone) and `straddling` (indices of engines that span more nodes than they need: ours, upstream;
@@ -34,7 +34,6 @@ import argparse
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
 from rlhf_stack.cli.option_types import path
-from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.files import require_writable
 
@@ -59,14 +58,13 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--svg and --json exclude each other: the image is that of the printed plan")
     if options.svg:
         require_writable(options.svg)
-    env_vars.check()
-    run_options.command_words(options)  # before anything is read
-    machines = run_options.read_machines(options)
-    run, notes = run_options.parse_run(options, machines)
-    shapes = run_options.read_shapes(run, options)
-    found = assess(run, machines, shapes)
-    advice = advise(found, machines, shapes)
-    layout = symmetric_layout(run, machines, shapes)
+    with run_options.environment_of_run(run_options.command_words(options)):
+        machines = run_options.read_machines(options)
+        run, notes = run_options.parse_run(options, machines)
+        shapes = run_options.read_shapes(run, options)
+        found = assess(run, machines, shapes)
+        advice = advise(found, machines, shapes)
+        layout = symmetric_layout(run, machines, shapes)
     if options.json:
         print_json("plan", 1, **as_json(found, advice, layout), said=list(notes))
     else:

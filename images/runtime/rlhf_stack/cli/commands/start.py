@@ -180,8 +180,8 @@ def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
     available = auth_token.is_available(environment)  # `UserError` for an unusable one, on the head too
     if options.join and not available:
         raise UserError(
-            f"the head has a token in its {auth_token.path({'HOME': '~'})} and this machine has none: "
-            f"{auth_token.REMEDY}"
+            f"this machine has no token; a head has one in its {auth_token.path({'HOME': '~'})}: "
+            f"{auth_token.REMEDY}; for a head without one (--auth none) give --auth none here too"
         )
     return True
 

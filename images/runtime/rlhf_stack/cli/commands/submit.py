@@ -58,7 +58,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_stack.accelerator.visible_devices import CUDA, HIP, ROCR
 from rlhf_stack.cli import run_options, supervised
 from rlhf_stack.cli.job_output import JobOutput
 from rlhf_stack.cli.json_output import print_json
@@ -75,7 +74,7 @@ from rlhf_stack.config.secret_names import has_password, is_secret, is_secret_fl
 from rlhf_stack.errors import UserError
 from rlhf_stack.inputs.text import shortened
 from rlhf_stack.openrlhf import command_line
-from rlhf_stack.openrlhf.trainer_command import program_of, run_variables, unread_program
+from rlhf_stack.openrlhf.trainer_command import program_of, unread_program
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery.checkpoints import checkpoints_of
 from rlhf_stack.recovery.supervisor import Limits
@@ -172,7 +171,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError("--address: expected the address of Ray's job server")
     _configure_log(options)
 
-    variables_of_run, unused = _variables_of_run(words)
+    variables_of_run, unused = run_options.variables_of_run(words)
 
     def environment() -> dict[str, Any]:
         return runtime_env(os.environ, [*options.env, *variables_of_run], options.working_dir)
@@ -215,13 +214,6 @@ def _run(options: argparse.Namespace) -> int:
             **({"attempts": attempts} if supervision else {}),
         )
     return 1 if ended.code in (REFUSED, WRONG_USAGE, jobs.LOST) else ended.code
-
-
-def _variables_of_run(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """NAME=VALUE of ``env`` in the command of a run, for all its processes; and names that Ray would set."""
-    found = run_variables(words)
-    unused = [name for name in (CUDA, HIP, ROCR) if any(text.startswith(f"{name}=") for text in found)]
-    return [text for text in found if text.partition("=")[0] not in unused], unused
 
 
 def _configure_log(options: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ import sys
 
 from rlhf_stack.cli import run_options
 from rlhf_stack.cli.json_output import print_json
-from rlhf_stack.config import env_vars
 from rlhf_stack.errors import UserError
 from rlhf_stack.planning.tuning import apply_settings, tune
 
@@ -37,14 +36,14 @@ def run(options: argparse.Namespace) -> int:
     """Choose the settings and print them; return 1 if the run does not fit."""
     if options.apply and options.json:
         raise UserError("--apply and --json exclude each other: JSON has the command line too")
-    env_vars.check()
-    run_options.command_words(options)  # before anything is read
-    machines = run_options.read_machines(options)
-    run, notes = run_options.parse_run(options, machines)
-    if not all(machine.gpu_memory for machine in machines if machine.gpus):
-        raise UserError("the GPU memory is required: give --gpu-memory GIB, or gpu_memory in the file")
-    tuned = tune(run, machines, run_options.read_shapes(run, options))
-    words = apply_settings(run_options.command_words(options), tuned)
+    command = run_options.command_words(options)
+    with run_options.environment_of_run(command):
+        machines = run_options.read_machines(options)
+        run, notes = run_options.parse_run(options, machines)
+        if not all(machine.gpu_memory for machine in machines if machine.gpus):
+            raise UserError("the GPU memory is required: give --gpu-memory GIB, or gpu_memory in the file")
+        tuned = tune(run, machines, run_options.read_shapes(run, options))
+    words = apply_settings(command, tuned)
     for note in () if options.json else notes:
         print(f"OpenRLHF: {note}", file=sys.stderr)
     if options.json:

@@ -13,6 +13,7 @@ from rlhf_stack.known_bad.finding import ERROR, NOTE, OK, WARNING, Finding
 
 GB = 10**9
 MIN_SHM = 1 << 30
+MIN_FREE_SHM = 128 << 20
 MIN_FILES, ENOUGH_FILES = 4096, 65536
 FULL_DISK, MIN_DISK = 0.95, 10 * GB
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -176,7 +177,7 @@ def _needs_cumem(nccl: str) -> bool:
 
 
 def shared_memory(node: NodeFacts) -> Iterator[Finding]:
-    """Check the size of /dev/shm, which holds Ray's object store and NCCL's buffers."""
+    """Check the size of /dev/shm, which holds Ray's object store and NCCL's buffers, and its free part."""
     store = int(node.resources.get("object_store_memory", 0))
     evidence = f"shared memory {size(node.shm_total)}, {size(node.shm_free)} free; object store {size(store)}"
     remedy = "set `docker run --shm-size`, or a smaller --object-store-memory"
@@ -187,6 +188,14 @@ def shared_memory(node: NodeFacts) -> Iterator[Finding]:
     elif node.shm_total < MIN_SHM:
         yield Finding(
             "shm", WARNING, "shared memory (/dev/shm), which NCCL and Ray use, is small", evidence, remedy
+        )
+    elif node.shm_free < MIN_FREE_SHM:
+        yield Finding(
+            "shm",
+            WARNING,
+            "shared memory (/dev/shm) is almost full: NCCL and PyTorch's workers fail without it",
+            evidence,
+            "`rlhf-stack reap` lists what ended runs left there; otherwise set `docker run --shm-size`",
         )
     else:
         yield Finding("shm", OK, evidence)
