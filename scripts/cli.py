@@ -3,6 +3,7 @@
 A command is a typed function that returns its exit code, or None for 0.
 """
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from scripts.release import commands as release
 from scripts.testing import commands as testing
 
 PROGRAM = "python -m scripts"
+PYTEST_VARIABLES = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")  # may select tests, of which a record knows nothing
 
 
 def _exit(code: int | None, **_: Any) -> NoReturn:
@@ -40,6 +42,8 @@ for package in (matrix, locks, patches, docker, images, testing, release, hip, l
 
 def main() -> NoReturn:
     """Run the command that ``sys.argv`` names and exit with its code."""
+    for name in PYTEST_VARIABLES:
+        os.environ.pop(name, None)
     try:
         sys.exit(app(prog_name=PROGRAM, standalone_mode=False))
     except typer.TyperException as error:  # of the command line

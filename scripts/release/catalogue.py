@@ -18,7 +18,7 @@ from scripts.git import history
 from scripts.images.source import source_digest
 from scripts.matrix.load import Cell, expand_all, load
 from scripts.paths import ROOT
-from scripts.release import facts, fault_cases, soaks
+from scripts.release import certificates, facts, fault_cases, soaks
 from scripts.release.facts import Facts, Measured
 from scripts.release.measure import OtherInputsError, measure
 from scripts.release.render import fill, page
@@ -61,7 +61,7 @@ def check(offline: bool) -> list[str]:
         reasons += removed() + fault_cases.removed()
     except UserError as error:
         reasons.append(str(error))
-    reasons += contradicted(known)
+    reasons += contradicted(known) + certificates.unknown(certificates.load())
     if not reasons and not offline:
         found, reasons = measure_all(connect(), [cell for cell in cells if cell.id in known])
         for cell_id, measured in found.items():
@@ -165,7 +165,7 @@ def measure_all(client: docker.DockerClient, cells: Sequence[Cell]) -> tuple[dic
             measured[cell.id] = measure(client, cell, local[cell.id])
             print(f"{cell.id}: measured", flush=True)
         except OtherInputsError as error:
-            print(f"skipped: {error}: rebuild it", flush=True)
+            print(f"skipped: {error}", flush=True)
         except UserError as error:
-            reasons.append(f"{error}: rebuild it")
+            reasons.append(str(error))
     return measured, reasons

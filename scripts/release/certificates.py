@@ -32,8 +32,8 @@ from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.paths import ROOT
 from scripts.release import gpu_kit
-from scripts.release.facts import MEASURED, Measured
-from scripts.testing.records import COMMITTED
+from scripts.release.facts import all_measurements
+from scripts.testing.records import COMMITTED, decode
 
 FOLDER = ROOT / "images" / "certificates"
 SCHEMA_FILE = ROOT / "docs" / "certificate.schema.json"
@@ -61,11 +61,23 @@ def schema() -> str:
 
 def known_subjects(records: Path = COMMITTED) -> dict[str, str]:
     """The cells by the inputs digest of each measured image, and "" by the digest of this checkout's kit."""
-    measured = [
-        msgspec.json.decode(file.read_bytes(), type=Measured)
-        for file in records.glob(f"*/*/{MEASURED}/*.json")
+    return _cells(records) | {gpu_kit.digest(gpu_kit.files()): ""}
+
+
+def unknown(found: Sequence[Certificate], records: Path = COMMITTED) -> list[str]:
+    """A line for each certificate of an image that was not measured; older kits cannot be checked."""
+    cells = _cells(records)
+    return [
+        f"{FOLDER.name}/{file_name(one)}: no image of {one.subject.cell} with inputs "
+        f"{one.subject.inputs[:DIGITS]} was measured"
+        for one in found
+        if one.subject.inputs and cells.get(one.subject.inputs) != one.subject.cell
     ]
-    return {one.inputs: one.cell for one in measured} | {gpu_kit.digest(gpu_kit.files()): ""}
+
+
+def _cells(records: Path) -> dict[str, str]:
+    """The cells by the inputs digest of each measured image."""
+    return {one.inputs: one.cell for one in all_measurements(records)}
 
 
 def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER, note: str = "") -> Path:
@@ -98,7 +110,7 @@ def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER, note: str =
     if signature.exists():
         shutil.copyfile(signature, target.with_name(target.name + SIGNATURE))
     if note:
-        target.with_suffix(NOTE).write_text(note + "\n", encoding="utf-8")
+        target.with_suffix(NOTE).write_text(f"{' '.join(note.split())}\n", encoding="utf-8")
     return target
 
 
@@ -119,7 +131,7 @@ def read_bytes(file: Path) -> bytes:
 def parse(content: bytes, file: Path) -> Certificate:
     """The certificate with this content; `UserError` if it is of another schema, edited or not complete."""
     try:
-        raw = msgspec.json.decode(content, type=dict[str, Any])
+        raw = decode(content, dict[str, Any])
     except msgspec.DecodeError as error:
         raise UserError(f"{file}: not a certificate: {error}") from None
     if (version := raw.get("schema")) != SCHEMA:
@@ -154,7 +166,7 @@ def check_records(certificate: Certificate, folder: Path) -> None:
         if sha256(content) != rung.record:
             raise UserError(f"{file}: it was edited: its digest is not the one in the certificate")
         try:
-            record = msgspec.json.decode(content, type=Record)
+            record = decode(content, Record)
         except msgspec.DecodeError as error:
             raise UserError(f"{file}: not a record: {error}") from None
         if replace(result(record, rung.title), record=rung.record) != rung:

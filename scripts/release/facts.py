@@ -106,9 +106,10 @@ def is_current(cell: Cell, facts: Facts) -> bool:
 
 
 def shared(cell: str, facts: Mapping[str, Facts]) -> int | None:
-    """Return the bytes of a cell's layers that other cells of ``facts`` have, None if layers are unknown."""
+    """Return the bytes of a cell's layers that other published cells have, None if layers are unknown."""
     own = facts[cell].layers
-    others = {layer.digest for name, other in facts.items() if name != cell for layer in other.layers}
+    published = [other for name, other in facts.items() if name != cell and not other.stand_in]
+    others = {layer.digest for other in published for layer in other.layers}
     return sum(layer.size for layer in own if layer.digest in others) if own else None
 
 
@@ -122,7 +123,9 @@ def keep(measured: Measured, root: Path = COMMITTED, local: Path = RECORDS) -> N
         if not source.exists():
             continue
         if wrong := records.altered_evidence(record, local):
-            raise UserError(f"{source}: {wrong}: run the suite again")
+            raise UserError(
+                f"{source}: {wrong}: restore it, or remove {source.parent} and run its suites again"
+            )
         target = records.folder_of(record.cell, record.inputs, root) / source.name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
@@ -172,10 +175,14 @@ def _results(measured: Measured, root: Path) -> dict[str, list[Record]]:
     return {name: attempts for name, attempts in by_suite.items() if attempts}
 
 
+def all_measurements(root: Path = COMMITTED) -> list[Measured]:
+    """Return the measurements of every image; `UserError` if one was altered."""
+    return [_measurement(file) for file in sorted(root.glob(f"*/*/{MEASURED}/*.json"))]
+
+
 def inputs_of_images(root: Path = COMMITTED) -> dict[str, str]:
     """Return the inputs digest of each image that was measured, by its id."""
-    files = sorted(root.glob(f"*/*/{MEASURED}/*.json"))
-    return {measured.image: measured.inputs for measured in map(_measurement, files)}
+    return {measured.image: measured.inputs for measured in all_measurements(root)}
 
 
 def _result(attempts: Sequence[Record]) -> SuiteResult:
@@ -204,7 +211,7 @@ def _name(content: bytes) -> str:
 def _measurement(file: Path) -> Measured:
     content = file.read_bytes()
     try:
-        measured = msgspec.json.decode(content, type=Measured)
+        measured = records.decode(content, Measured)
     except msgspec.DecodeError as error:
         raise UserError(f"{file}: not a measurement ({error}): restore it") from None
     place = file.parents[2].name, file.parents[1].name

@@ -19,7 +19,7 @@ from scripts.matrix.load import Cell
 from scripts.paths import ROOT
 from scripts.processes import captured
 from scripts.release import facts
-from scripts.testing.records import COMMITTED, encode
+from scripts.testing.records import COMMITTED, decode, encode
 
 MERGED = ROOT / "images" / "faults.json"
 CASES = ROOT / "build" / "faults"
@@ -111,7 +111,7 @@ def load(path: Path = MERGED) -> list[Case]:
     if not path.exists():
         return []
     try:
-        merged = msgspec.json.decode(path.read_bytes(), type=Merged)
+        merged = decode(path.read_bytes(), Merged)
         wrong = "" if merged == _merged(merged.cases) else "its cases have another sha256"
     except msgspec.DecodeError as error:
         wrong = str(error)
@@ -189,7 +189,7 @@ def update() -> int:
 
 def _read(file: Path) -> Case:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Case)
+        return decode(file.read_bytes(), Case)
     except msgspec.DecodeError as error:
         raise UserError(f"{file}: not a case ({error}): remove it, or run it again") from None
 

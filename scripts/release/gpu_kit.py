@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -60,8 +61,8 @@ def wheel_files(wheels: Sequence[Path]) -> dict[str, bytes]:
                 found |= {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
         except OSError as error:
             raise UserError(f"{wheel}: {error.strerror or error}") from None
-        except zipfile.BadZipFile as error:
-            raise UserError(f"{wheel}: not a wheel: {error}") from None
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise UserError(f"{wheel}: not a wheel, or damaged: {error}") from None
     return found
 
 

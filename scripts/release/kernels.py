@@ -5,6 +5,7 @@ Read from the metadata notes of AMD's code objects, so neither a GPU nor ROCm's 
 
 import struct
 import zipfile
+import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from scripts.release.image_probe import (
 )
 
 LDS_BYTES = 64 * 1024  # of a workgroup, on every GPU of the ROCm cells
+DAMAGED = (
+    *(UnreadableError, zipfile.BadZipFile, zlib.error, EOFError),
+    *(struct.error, msgspec.MsgspecError, KeyError),
+)
 
 # ELF: where the section headers are, and their fields that are needed here.
 SECTIONS_AT, SECTION_COUNT_AT = 40, 58
@@ -51,7 +56,7 @@ def read(path: Path) -> dict[str, list[Kernel]]:
     """
     try:
         found = {name: sorted(kernels(content)) for name, content in _contents(path)}
-    except (UnreadableError, zipfile.BadZipFile, struct.error, msgspec.MsgspecError, KeyError) as error:
+    except DAMAGED as error:
         raise UserError(f"{path}: damaged: {error}") from None
     return {name: code for name, code in found.items() if code}
 

@@ -31,9 +31,9 @@ def measure(client: docker.DockerClient, cell: Cell, image: Image) -> Measured:
     """Return the measurements of an image; `OtherInputsError` if a build would now make another one."""
     labels, source, inputs = image.labels, source_digest(cell), digest_for(cell)
     if labels.get(f"{NAMESPACE}.cell") != cell.id:
-        raise UserError(f"{cell.tag} is the tag of another image")
+        raise UserError(f"{cell.tag} is the tag of another image: rebuild it")
     if labels.get(INPUTS) != inputs:
-        raise OtherInputsError(f"{cell.id} was built from other inputs than this checkout's")
+        raise OtherInputsError(f"{cell.id} was built from other inputs than this checkout's: rebuild it")
     history = image.history()
     return Measured(
         cell=cell.id,
@@ -66,7 +66,7 @@ def probe(client: docker.DockerClient, image: Image) -> dict[str, dict[str, list
         printed = container.logs(stdout=True, stderr=False).decode()
         if code:
             error = container.logs(tail=1).decode().strip() or "it printed no error"
-            raise UserError(f"{image.tags[0]} cannot be probed: {error}")
+            raise UserError(f"{image.tags[0]} cannot be probed: {error}: rebuild it")
     probed: dict[str, dict[str, list[str]]] = json.loads(printed.splitlines()[-1])
     return probed
 

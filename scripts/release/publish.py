@@ -26,6 +26,7 @@ from scripts.git import DIRTY, require_clean_tree, revision
 from scripts.images.inputs import INPUTS, NAMESPACE, REVISION, digest_for
 from scripts.locking import exclusive_lock
 from scripts.matrix.load import Cell
+from scripts.matrix.model import PLAIN_INDEX
 from scripts.paths import ROOT
 from scripts.release import catalogue, facts, requirements
 from scripts.testing import records
@@ -117,7 +118,8 @@ def _wrong_image(cell: Cell, labels: Mapping[str, str]) -> str | None:
     if labels.get(f"{NAMESPACE}.cell") != cell.id:
         return "is the tag of another image: build the cell"
     if labels.get(f"{NAMESPACE}.stand-in"):
-        return "is a stand-in for tests: build the cell without --stand-in, where its sources are available"
+        how = "with PyTorch's CPU index" if cell.id.endswith(PLAIN_INDEX) else "without --stand-in"
+        return f"is a stand-in for tests: build the cell itself, {how}, where its sources are available"
     version = labels.get("org.opencontainers.image.version", "")
     if version != f"{cell.release}-{cell.id}":
         return f"was built for another release ({version}): rebuild it"

@@ -78,7 +78,7 @@ SOAK_COLUMNS = (
 )
 GPUS_FIRST = ("cuda", "rocm", "cpu")
 NO_RECORDS, RECIPE_ONLY = "not verified: there are no records of an image", "recipe only, never built"
-NOT_YET = "not verified yet: its sources changed; at commit {}: {}"
+NOT_YET = "not verified yet: its sources changed; with the inputs before, `{}`: {}"
 UNKNOWN = "?"
 
 
@@ -140,11 +140,12 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     tests = f"{measured.passed} {noun} passed on a CPU" if measured.passed else "no test"
     if failed:
         tests = f"failed: {', '.join(failed)}"
-    if not facts.is_current(cell, measured):
-        return NOT_YET.format(measured.revision[: records.DIGITS], tests)
     absent = [name for name in records.required(cell) if name not in measured.suites]
+    not_run = [f"not run: {', '.join(absent)}"] if absent else []
+    if not facts.is_current(cell, measured):
+        return "; ".join([NOT_YET.format(_short(measured.inputs), tests), *not_run])
     doubtful = [name for name, suite in measured.suites.items() if reservations(name, suite)]
-    parts = [f"built here, {tests}", *([f"not run: {', '.join(absent)}"] if absent else [])]
+    parts = [f"built here, {tests}", *not_run]
     parts += [f"with reservations: {', '.join(doubtful)}"] if doubtful else []
     ran = certificates.of_cell(certificates.load(), cell.id, measured.inputs)
     never = [] if cell.accelerator.kind == "cpu" else ["this build never ran on a GPU"]
@@ -327,8 +328,11 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
     if measured is None:
         return section
     current = facts.is_current(cell, measured)
+    absent = [name for name in records.required(cell) if name not in measured.suites]
+    passed = all(suite.outcome == "passed" for suite in measured.suites.values())
     return section | {
         "current": current,
+        "verified": current and passed and not absent,
         "commit": _commit(measured.revision),
         "inputs": _short(measured.inputs),
         "source": _short(measured.source),
@@ -339,7 +343,7 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
             for name, result in measured.suites.items()
             for reason, tests in result.skips.items()
         ],
-        "absent": [name for name in records.required(cell) if name not in measured.suites],
+        "absent": absent,
         "patches": _patches(cell, measured) if current else [],
     }
 

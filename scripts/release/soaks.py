@@ -14,7 +14,7 @@ import msgspec
 from scripts.digests import sha256, sha256_file
 from scripts.errors import UserError
 from scripts.paths import ROOT
-from scripts.testing.records import DIGITS, encode
+from scripts.testing.records import DIGITS, decode, encode
 from scripts.testing.suite_digest import closure
 
 COMMITTED = ROOT / "images" / "soaks"
@@ -127,7 +127,7 @@ def load(committed: Path = COMMITTED) -> dict[str, Soak]:
 
 def _read(file: Path, remedy: str) -> Soak:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Soak)
+        return decode(file.read_bytes(), Soak)
     except msgspec.DecodeError as error:
         raise UserError(f"{file}: not the report of a soak ({error}): {remedy}") from None
 

@@ -100,7 +100,7 @@ def _last(tested: Subject, suite: str, tests: str, shared: Path) -> Record | Non
 
 def _stored(file: Path) -> Record | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Record)
+        return records.decode(file.read_bytes(), Record)
     except (OSError, msgspec.DecodeError):
         return None
 

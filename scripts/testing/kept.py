@@ -12,7 +12,7 @@ import msgspec
 from scripts.images.build import remove_unnamed
 from scripts.matrix.load import Cell
 from scripts.testing.credit import SHARED
-from scripts.testing.records import Record
+from scripts.testing.records import Record, decode
 
 KEPT = "-tested"  # appended to the cell's tag
 
@@ -38,7 +38,7 @@ def suites_passed(cell: Cell, image: str, shared: Path = SHARED) -> set[str]:
     found = set()
     for file in (shared / cell.id).glob("*/*.json"):
         try:
-            record = msgspec.json.decode(file.read_bytes(), type=Record)
+            record = decode(file.read_bytes(), Record)
         except (OSError, msgspec.DecodeError):  # another checkout may be older, and its records others
             continue
         if (record.image, record.outcome) == (image, "passed"):

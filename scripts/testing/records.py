@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from docker.models.images import Image
@@ -32,6 +32,8 @@ from scripts.matrix.load import Cell
 from scripts.matrix.suites import SUITES
 from scripts.paths import ROOT
 from scripts.testing.suite_digest import suite_digest
+
+T = TypeVar("T")
 
 RECORDS = ROOT / "build" / "records"
 COMMITTED = ROOT / "images" / "records"
@@ -239,6 +241,14 @@ def file_name(record: Record) -> str:
     return f"{record.suite}-{record.attempt}-{sha256(encode(record))[:DIGITS]}.json"
 
 
+def decode(content: bytes, kind: type[T]) -> T:
+    """Return the ``kind`` that JSON holds; `msgspec.DecodeError` also for bytes that are not UTF-8."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
 def encode(record: msgspec.Struct) -> bytes:
     """The content of the file of a record, or of other JSON of which a digest is kept."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
@@ -295,7 +305,7 @@ def _verified(file: Path, cell: str, inputs: str) -> Record:
     """A record, if name, folder and content agree; else a `UserError`."""
     content = file.read_bytes()
     try:
-        record = msgspec.json.decode(content, type=Record)
+        record = decode(content, Record)
     except msgspec.DecodeError as error:
         raise UserError(f"{file}: not a test record ({error}): restore it") from None
     if file.name != file_name(record) or content != encode(record):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -76,6 +77,17 @@ def test_the_exit_code_is_that_of_the_command(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == code
+
+
+@pytest.mark.usefixtures("_fake_commands")
+def test_no_variable_selects_tests_of_which_a_record_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial run was recorded as a passed suite."""
+    for name in cli.PYTEST_VARIABLES:
+        monkeypatch.setenv(name, "-k nothing")
+    monkeypatch.setattr(sys, "argv", ["scripts", "nothing"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert not set(cli.PYTEST_VARIABLES) & set(os.environ)
 
 
 @pytest.mark.usefixtures("_fake_commands")

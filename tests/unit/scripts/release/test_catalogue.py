@@ -159,13 +159,21 @@ def test_the_page_has_the_facts_of_each_image(store: Store) -> None:
         "| image | passed | 2 | 0 | 1 |",
         "| image | no GPU | 1 |",
         "of this checkout",
-        f"\nVerified: {CELL.tested.verified}.",
     ):
         assert expected in text
+    assert "\nVerified: " not in text  # suites are absent
     absent = [suite for suite in required(CELL) if suite not in ("image", "patches")]
     assert f"Not run on an image of these inputs: {', '.join(absent)}." in text
     text = render.page([CELL], store.keep(later(stand_in="torch")))
     assert "**A stand-in**" in text
+
+
+@pytest.mark.parametrize("junit", [JUNIT, FAILED], ids=["passed", "failed"])
+def test_a_cell_is_verified_if_every_required_suite_passed(junit: str, store: Store) -> None:
+    for suite in required(CELL):
+        store.run(measured(CELL), suite, junit)
+    text = render.page([CELL], store.keep(measured(CELL)))
+    assert (f"\nVerified: {CELL.tested.verified}." in text) == (junit == JUNIT)
 
 
 def test_a_cell_without_records_has_no_figure() -> None:
@@ -193,8 +201,8 @@ def test_facts_of_other_sources_are_shown_as_not_verified_yet(store: Store) -> N
     store.run(before, "patches")
     store.run(before, "image")
     known = store.keep(before)
-    tests = "at commit aaaaaaaaaaaa: 4 tests passed on a CPU"
-    assert render.status(CELL, known) == f"not verified yet: its sources changed; {tests}"
+    tests = "with the inputs before, `dddddddddddd`: 4 tests passed on a CPU; not run: layers, "
+    assert render.status(CELL, known).startswith(f"not verified yet: its sources changed; {tests}")
     text = render.page([CELL], known)
     assert f"This checkout has the sources `{source_digest(CELL)[:12]}`: not verified yet." in text
     assert "**not verified yet**" in text
@@ -233,7 +241,7 @@ def test_records_with_altered_evidence_are_not_kept(store: Store) -> None:
     record = store.run(measured(CELL), "image")
     evidence = records.folder_of(CELL.id, record.inputs, store.local) / "evidence" / record.evidence[0]
     evidence.write_text(FAILED, encoding="utf-8")
-    with pytest.raises(UserError, match="was changed: run the suite again"):
+    with pytest.raises(UserError, match=r"was changed: restore it, or remove .* and run its suites again"):
         store.keep(measured(CELL))
     assert store.facts() == {}
 
@@ -440,8 +448,8 @@ def test_an_image_that_cannot_be_measured_is_an_error_and_one_of_other_inputs_is
     """The other cells are measured."""
     found: list[Measured | UserError] = [
         measured(CELLS[0]),
-        UserError("x cannot be probed: no module named torch"),
-        measure.OtherInputsError("y was built from other inputs than this checkout's"),
+        UserError("ray 2.55.0 cannot be downloaded: no network"),
+        measure.OtherInputsError("y was built from other inputs than this checkout's: rebuild it"),
         measured(CELLS[3]),
     ]
     outcomes = dict(zip((cell.id for cell in CELLS), found, strict=False))
@@ -460,7 +468,7 @@ def test_an_image_that_cannot_be_measured_is_an_error_and_one_of_other_inputs_is
     monkeypatch.setattr(fault_cases, "removed", list)
     monkeypatch.setattr(facts, "load", lambda _: outcomes)
     monkeypatch.setattr(catalogue, "differences", lambda *_: ["a difference"])
-    reason = "x cannot be probed: no module named torch: rebuild it"
+    reason = "ray 2.55.0 cannot be downloaded: no network"
     assert catalogue.check(offline=False) == [reason, "a difference", "a difference"]
     assert (
         "skipped: y was built from other inputs than this checkout's: rebuild it" in capsys.readouterr().out
@@ -480,9 +488,11 @@ def test_layers_are_those_with_a_size() -> None:
     assert measure.layers_of(["sha256:a"], history) == ()
 
 
-def test_shared_bytes_are_those_of_layers_that_another_cell_has() -> None:
+def test_shared_bytes_are_those_of_layers_that_another_published_cell_has() -> None:
     one = Facts(**msgspec.structs.asdict(measured(CELL)), proofs={}, suites={})
     other = msgspec.structs.replace(one, layers=(SHARED,))
     assert facts.shared("one", {"one": one}) == 0
     assert facts.shared("one", {"one": one, "other": other}) == SHARED.size
+    stand_in = msgspec.structs.replace(other, stand_in="torch")
+    assert facts.shared("one", {"one": one, "other": stand_in}) == 0
     assert facts.shared("one", {"one": msgspec.structs.replace(one, layers=()), "other": other}) is None

@@ -134,6 +134,7 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
         (b"{", "not a certificate"),
         (b"[]", "not a certificate"),
         (b"\xff", "not a certif"),
+        (b'{"cell": "\xff"}', "not a certif"),
     ):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(UserError, match=reason):
@@ -186,7 +187,7 @@ def test_a_signature_is_checked_and_its_key_shown(tmp_path: Path) -> None:
 
 def test_a_kit_is_known_by_its_digest(tmp_path: Path) -> None:
     file = made(tmp_path / "made", Subject("", "", "", "2" * 64), (Machine(1, "NVIDIA H200"),))
-    certificates.add(file, KNOWN, tmp_path / "kept", "run in a chroot")
+    certificates.add(file, KNOWN, tmp_path / "kept", "run in\n a chroot\n")
     (row,) = certificates.rows(certificates.load(tmp_path / "kept"), tmp_path / "kept")
     assert row[0] == f"1 {certificates.TIMES} NVIDIA H200, 2026-11-24"
     assert row[1] == "no image: torch alone"
@@ -212,6 +213,23 @@ def test_a_renamed_one_is_an_error(tmp_path: Path) -> None:
     renamed = added.rename(added.with_name(f"2026-11-25{added.name[10:]}"))
     with pytest.raises(UserError, match=rf"{renamed.name}: .* rename it to {added.name}"):
         certificates.load(tmp_path / "kept")
+
+
+def test_one_of_an_image_that_nobody_measured_is_reported(tmp_path: Path) -> None:
+    """`add` refuses it, but a commit can bring it."""
+    certificates.add(made(tmp_path / "made"), KNOWN, tmp_path / "kept")
+    found = certificates.load(tmp_path / "kept")
+    [line] = certificates.unknown(found, tmp_path)
+    assert line.endswith("was measured")
+    assert certificates.unknown(certificates.load()) == []
+
+
+def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cell" / "inputs" / "measured" / "a.json"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'{"cell": "')
+    with pytest.raises(UserError, match=r"a\.json: not a measurement .*: restore it"):
+        certificates.known_subjects(tmp_path)
 
 
 def test_committed_measurements_are_known_with_their_cells(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from scripts.errors import UserError
 from scripts.release import gpu_kit
+from tests.unit.scripts.release.test_kernels import damaged_wheel
 
 TORCH = """
 __version__ = "0.0"
@@ -80,6 +81,9 @@ def test_it_runs_anywhere_and_names_what_was_not_climbed(tmp_path: Path) -> None
 
 def test_what_is_no_wheel_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.whl").write_text("no")
-    for name, why in (("x.whl", "not a wheel: File is not a zip"), ("absent.whl", "No such file")):
+    (tmp_path / "y.whl").write_bytes(damaged_wheel())
+    damaged = "not a wheel, or damaged"
+    refused = {"x.whl": f"{damaged}: File is not a zip", "y.whl": damaged, "absent.whl": "No such file"}
+    for name, why in refused.items():
         with pytest.raises(UserError, match=f"{name}: {why}"):
             gpu_kit.pack(tmp_path / "kit", 10**6, [tmp_path / name])

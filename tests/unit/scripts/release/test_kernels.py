@@ -1,5 +1,6 @@
 """HIP kernels: read from an object that LLVM assembled, and compared with a cell's GPUs."""
 
+import io
 import json
 import struct
 import zipfile
@@ -65,8 +66,25 @@ def test_a_kernel_has_at_most_the_lds_of_a_workgroup(lds: int, fits: bool) -> No
     assert lines == ([] if fits else ["scale: 65537 bytes of LDS on gfx90a, at most 65536"])
 
 
+def damaged_wheel() -> bytes:
+    """A wheel whose compressed data are invalid."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.so", b"a" * 1000)
+        begin = archive.fp.tell() if archive.fp else 0
+    content = bytearray(buffer.getvalue())
+    content[begin - 8 : begin] = b"\xff" * 8
+    return bytes(content)
+
+
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.whl", b"no archive"), ("a.so", MI200[:200]), ("b.so", compressed(MI200)[:60])]
+    ("name", "content"),
+    [
+        ("a.whl", b"no archive"),
+        ("b.whl", damaged_wheel()),
+        ("a.so", MI200[:200]),
+        ("b.so", compressed(MI200)[:60]),
+    ],
 )
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)

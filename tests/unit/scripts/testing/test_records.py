@@ -231,6 +231,10 @@ def damaged(file: Path) -> None:
     file.write_text("{}", encoding="utf-8")
 
 
+def not_utf8(file: Path) -> None:
+    file.write_bytes(b'{"cell": "\xff"}')
+
+
 def moved(file: Path) -> None:
     folder = file.parents[1] / ("e" * records.DIGITS)
     folder.mkdir()
@@ -246,6 +250,7 @@ def renamed(file: Path) -> None:
     [
         (greener, ON.inputs, "it was changed"),
         (damaged, ON.inputs, "not a test record"),
+        (not_utf8, ON.inputs, "not a test record"),
         (moved, "e" * 64, "it is a record of"),
         (renamed, ON.inputs, "it was changed"),
     ],
