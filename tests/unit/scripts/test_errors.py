@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -24,11 +25,7 @@ def test_an_error_of_the_system_is_one_line(
 ) -> None:
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
-
-    def fail() -> int:
-        raise error
-
     with pytest.raises(SystemExit) as ended:
-        errors.run(fail)
+        errors.run(MagicMock(side_effect=error))
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"{line}\n"

@@ -24,27 +24,9 @@ from scripts.docker.client import SOCKET
 from scripts.paths import ROOT
 
 SESSIONS = [
-    "lint",
-    "unit",
-    "lock",
-    "roots",
-    "build",
-    "image",
-    "cluster",
-    "integration",
-    "network",
-    "operation",
-    "patches",
-    "known_bad",
-    "hip",
-    "registry",
-    "faults",
-    "catalogue",
-    "publish",
-    "demo",
-    "tests",
-    "ci_extra",
-    "full",
+    *("lint", "unit", "lock", "roots", "build", "image", "cluster", "integration", "network", "operation"),
+    *("patches", "known_bad", "hip", "registry", "faults", "catalogue", "publish", "demo", "tests"),
+    *("ci_extra", "full"),
 ]
 # A python3 whose environments get the pip of this one: making pip's own takes seconds.
 PYTHON = """#!/bin/sh

@@ -258,9 +258,7 @@ RuntimeError: Engine core initialization failed. See root cause above."""
 
 
 def test_a_reason_has_no_colours() -> None:
-    def climbed() -> Record:
-        raise RuntimeError("\x1b[36mray::Engine()\x1b[39m died")
-
+    climbed = MagicMock(side_effect=RuntimeError("\x1b[36mray::Engine()\x1b[39m died"))
     assert climb.recorded(LADDER[0], climbed).reason == "RuntimeError: ray::Engine() died"
 
 

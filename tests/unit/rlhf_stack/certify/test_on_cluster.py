@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from itertools import chain, repeat
-from typing import NoReturn
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.certify import on_cluster
@@ -25,10 +25,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_that_refuses_us_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the GPUs of this machine: its token may be in another user's home."""
-
-    def refuse(_: str) -> NoReturn:
-        raise UserError("the token is wrong")
-
+    refuse = MagicMock(side_effect=UserError("the token is wrong"))
     monkeypatch.setattr(on_cluster, "connected", refuse)
     monkeypatch.setattr(on_cluster, "_own", lambda _: nullcontext("our own"))
     monkeypatch.setattr(process_table, "gcs_address", lambda _: "10.0.0.2:6379")

@@ -63,9 +63,7 @@ def test_settings_or_problems_are_recorded(
 
 
 def test_arguments_that_openrlhf_rejects_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
-        raise command_line.ArgumentsError("unrecognized arguments: --bogus")
-
+    refuse = MagicMock(side_effect=command_line.ArgumentsError("unrecognized arguments: --bogus"))
     monkeypatch.setattr(command_line, "parse", refuse)
     assert tuning.tuned([], []) == {"settings": {}, "problems": ["unrecognized arguments: --bogus"]}
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -250,11 +250,7 @@ def test_processes_that_proc_does_not_show_are_omitted(
     (tmp_path / "7").mkdir()
     (tmp_path / "self" / "ns").mkdir(parents=True)
     (tmp_path / "self" / "ns" / "pid").symlink_to("pid:[4026532553]")
-
-    def refuse(folder: Path) -> NoReturn:
-        raise PermissionError(folder)
-
-    monkeypatch.setattr(process_table, "_read", refuse)
+    monkeypatch.setattr(process_table, "_read", MagicMock(side_effect=PermissionError))
     assert process_table.snapshot(tmp_path) == []
 
 
@@ -266,11 +262,7 @@ def test_an_exiting_process_has_no_segment_open(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "self").mkdir()
     mount = "338 304 0:91 / /dev/shm rw,nosuid - tmpfs shm rw\n"
     (tmp_path / "self" / "mountinfo").write_text(mount)
-
-    def refuse(folder: Path) -> NoReturn:
-        raise PermissionError(folder)
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", MagicMock(side_effect=PermissionError))
     monkeypatch.setattr(stale_resources, "EXIT_SECONDS", 0.1)
     assert stale_resources.open_segments([one], tmp_path) is None
     child.kill()

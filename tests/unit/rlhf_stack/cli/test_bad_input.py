@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,10 @@ FLAGS = {
     **{
         f"{name}": False
         for name in (
-            "critic.offload",
-            "ds.adam_offload",
-            "ds.enable_sleep",
-            "ds.load_in_4bit",
-            "ds.overlap_comm",
-            "ref.offload",
-            "reward.offload",
-            "train.async_enable",
-            "train.colocate_actor_ref",
-            "train.colocate_all",
-            "train.colocate_critic_reward",
-            "train.dynamic_batch_enable",
-            "train.enable_ema",
-            "vllm.enable_sleep",
+            *("critic.offload", "ds.adam_offload", "ds.enable_sleep", "ds.load_in_4bit", "ds.overlap_comm"),
+            *("ref.offload", "reward.offload", "train.async_enable", "train.colocate_actor_ref"),
+            *("train.colocate_all", "train.colocate_critic_reward", "train.dynamic_batch_enable"),
+            *("train.enable_ema", "vllm.enable_sleep"),
         )
     },
 }
@@ -174,11 +165,11 @@ def call(words: list[str], standard_input: bytes | None = b"") -> tuple[int, str
     return code, output.getvalue(), errors.getvalue()
 
 
-def require_refusal(words: list[str], standard_input: bytes | None = b"") -> str:
+def require_refusal(words: list[str], standard_input: bytes | None = b"", code: int = 0) -> str:
     """The error of a command, which must be one line, also as JSON if that was requested."""
-    code, output, errors = call(words, standard_input)
-    shown = f"{words} ended with {code}, {output[:500]!r} and {errors[:500]!r}"
-    assert code not in (0, 1, 70), shown
+    ended, output, errors = call(words, standard_input)
+    shown = f"{words} ended with {ended}, {output[:500]!r} and {errors[:500]!r}"
+    assert ended == code if code else ended not in (0, 1, 70), shown
     assert errors.startswith("error: "), shown
     assert errors.count("\n") == 1, shown
     assert len(errors) < 6500, shown
@@ -186,7 +177,7 @@ def require_refusal(words: list[str], standard_input: bytes | None = b"") -> str
     own = words[: words.index("--")] if "--" in words else words
     if "--json" in own:
         assert json.loads(output)["schema"] == "rlhf-stack/error/1", shown
-        assert json.loads(output)["code"] == code, shown
+        assert json.loads(output)["code"] == ended, shown
     else:
         assert output == "", shown
     return errors
@@ -421,21 +412,11 @@ def test_what_would_be_ignored_is_refused(
 @pytest.mark.parametrize(
     "words",
     [
-        "doctor --host --log -",
-        "doctor --host --local",
-        "doctor --host --all",
-        "doctor --log - --local",
-        "doctor --log - --all",
-        "doctor --freeze - --local",
-        "doctor --host --timeout 5",
-        "doctor --log - --timeout 5",
-        "doctor --freeze - --timeout 5",
-        "doctor --local --timeout 5",
-        "start --join 10.0.0.1 --port 7777",
-        "start --join 10.0.0.1 --dashboard-host 127.0.0.1",
-        "start --head --expect-gpus 8",
-        "submit --min-nodes 2 -- true",
-        "submit --node-wait 2 -- true",
+        *("doctor --host --log -", "doctor --host --local", "doctor --host --all", "doctor --log - --local"),
+        *("doctor --log - --all", "doctor --freeze - --local", "doctor --host --timeout 5"),
+        *("doctor --log - --timeout 5", "doctor --freeze - --timeout 5", "doctor --local --timeout 5"),
+        *("start --join 10.0.0.1 --port 7777", "start --join 10.0.0.1 --dashboard-host 127.0.0.1"),
+        *("start --head --expect-gpus 8", "submit --min-nodes 2 -- true", "submit --node-wait 2 -- true"),
     ],
 )
 def test_an_option_that_another_one_makes_useless_is_refused(words: str) -> None:
@@ -446,9 +427,46 @@ PLAN = ["plan", *CLUSTER, *MODEL]
 START = ["start", "--head", "--dry-run", "--auth", "none"]
 
 
+WRONG_USAGE = [
+    ("plan", "--nodes two", "'two': expected a whole number of at least 1"),
+    ("plan", "--nodes 2 --gpu-memory -1", "'-1': expected a size from 1GiB to 4TiB, such as 80"),
+    ("plan", "--nodes 2 --gpus nan", "'nan': expected a whole number of at least 0 and at most 1,024"),
+    ("plan", "--nodes 2 --gpus 1025", "'1025': expected a whole number of at least 0 and at most 1,024"),
+    ("plan", "--nodes 2 --cpus inf", "'inf': expected a number of at least 0 and at most 100,000"),
+    ("plan", "--nodes 2 --cpus 100001", "'100001': expected a number of at least 0 and at most 100,000"),
+    ("plan", "", "no command line of a run"),
+    ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
+    ("start", "", "one of the arguments --head --join is required"),
+    ("start", "--head --port 99999", "expected a port"),
+    ("start", "--join no-such-host.invalid:6379 --dry-run", "'no-such-host.invalid' has no address"),
+    ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
+    ("check-network", "--size nan", "'nan': expected a number greater than 0"),
+    ("check-network", "--backend mpi", "invalid choice: 'mpi'"),
+    ("certify", "--fake-gpus 2,x", "'x': expected a whole number of at least 1"),
+    ("certify", "--rung attentoin", "no rung 'attentoin'"),
+    ("submit", "", "no command line of a run"),
+    ("submit", "--env NOT_SET -- ls", "NOT_SET is not set in this shell"),
+    ("submit", "--grace 5 -- ls", "5: expected 10 seconds or more"),
+    ("checkpoint", "--within 0", "'0': expected a number greater than 0"),
+    ("checkpoint", "now", "unrecognized arguments: now"),
+    ("tune", "--nodes 0", "'0': expected a whole number"),
+    ("tune", "--nodes 2 -- ls", "'ls' does not start a run"),
+    ("top", "--events /nowhere", "/nowhere: no such directory"),
+    ("top", "--every 2", "unrecognized arguments: --every"),
+    ("doctor", "--log /nowhere", "/nowhere: No such file or directory"),
+    ("doctor", "--freeze /dev/null", "/dev/null is empty"),
+    ("doctor", "--timeout 0", "'0': expected a number greater than 0"),
+    ("reap", "--older-than soon", "'soon': expected a number of at least 0"),
+    ("reap", "engines", "unrecognized arguments: engines"),
+    ("patches", "--all", "unrecognized arguments: --all"),
+    ("patches", "vllm", "unrecognized arguments: vllm"),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        *(([name, *words.split()], expected) for name, words, expected in WRONG_USAGE),
         ([*PLAN, "--", "python -m openrlhf.cli.train_ppo_ray"], "is one word: leave out its quotes"),
         (["submit", "--", "python -m openrlhf.cli.train_ppo_ray"], "is one word: leave out its quotes"),
         (["submit", "--", " "], "no command line of a run"),
@@ -485,7 +503,12 @@ START = ["start", "--head", "--dry-run", "--auth", "none"]
 )
 def test_a_mistake_is_named(words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
-    assert expected in require_refusal(words)
+    assert expected in require_refusal(words, code=121 if words[0] == "submit" else 2)
+
+
+def test_wrong_usage_is_tested_twice_for_every_command() -> None:
+    given = Counter(name for name, _, _ in WRONG_USAGE)
+    assert all(given[name] >= 2 for name in commands.NAMES)
 
 
 @pytest.mark.parametrize("command", [PLAN, ["tune", *PLAN[1:]]], ids=["plan", "tune"])

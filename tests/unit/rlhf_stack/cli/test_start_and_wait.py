@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cli.commands import start
@@ -43,10 +44,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
 @pytest.fixture
 def _late_node(ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Ray start, and one of two nodes not join it."""
-
-    def late(*_: Any) -> None:
-        raise readiness.NotReadyError("1 of 2 nodes joined")
-
+    late = MagicMock(side_effect=readiness.NotReadyError("1 of 2 nodes joined"))
     ray(0)
     monkeypatch.setattr(readiness, "wait_for_nodes", late)
 

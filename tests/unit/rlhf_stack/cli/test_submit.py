@@ -30,6 +30,7 @@ from rlhf_stack.recovery.attempts import Attempt
 from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.supervisor import State, Supervisor, TakenOverError
 
+Supervise = Callable[[Callable[[Supervisor], Ended]], MagicMock]
 HERE = {
     "PATH": "/bin",
     "RLHF_STACK_ACCELERATOR": "cpu",
@@ -114,22 +115,18 @@ def test_the_job_gets_named_variables(tmp_path: Path) -> None:
         ("A B=x", "NAME=VALUE"),
         ("RLHF_STACK_PROFILE=nccl", "start the containers with docker run -e RLHF_STACK_PROFILE"),
         ("RLHF_STACK_PROFILE", "a job does not read it"),
+        ("A=2", "--env A is given twice"),
     ],
 )
 def test_a_variable_that_the_job_cannot_use_is_an_error(text: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
-        runtime_env(HERE, [text])
+        runtime_env(HERE, ["A=1", "B=1", text])
 
 
 @pytest.mark.parametrize("folder", ["/no/such", "/no/such/code.zip", "/dev/null", "a\0b"])
 def test_a_folder_that_does_not_exist_is_an_error(folder: str) -> None:
     with pytest.raises(UserError, match=r"--working-dir .*: no such folder"):
         runtime_env(HERE, [], folder)
-
-
-def test_a_variable_with_two_values_is_an_error() -> None:
-    with pytest.raises(UserError, match="--env A is given twice"):
-        runtime_env(HERE, ["A=1", "B=1", "A=2"])
 
 
 RUN = ["env", "NCCL_DEBUG=INFO", "RLHF_STACK_VERIFY_SYNC=1", "CUDA_VISIBLE_DEVICES=0", "python", "-m"]
@@ -155,18 +152,13 @@ def test_variables_of_the_command_of_a_run_reach_its_actors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ray starts them with the environment of their machine and the job's, not that of its driver."""
-    submitted: list[dict[str, str]] = []
-
-    def once(address: str, words: list[str], environment: dict[str, dict[str, str]], write: object) -> Ended:
-        submitted.append(environment["env_vars"])
-        return Ended("j", "SUCCEEDED", 0)
-
+    once = MagicMock(return_value=Ended("j", "SUCCEEDED", 0))
     for name in [name for name in os.environ if name.startswith("RLHF_STACK_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(submit, "_once", once)
     monkeypatch.setattr(submit, "_problems_after_wait", lambda *_: [])
     assert main(["submit", *options, "--", *RUN, program]) == 0
-    assert submitted == [expected]
+    assert [given.args[2]["env_vars"] for given in once.call_args_list] == [expected]
     warned = "CUDA_VISIBLE_DEVICES in the command has no effect" in capsys.readouterr().err
     assert warned == bool(expected)
 
@@ -186,13 +178,8 @@ def test_a_variable_of_the_command_and_of_the_job_is_given_twice(capsys: pytest.
         *(
             (["--", *line.split()], "the command line contains a secret")
             for line in (
-                "ls --logger.wandb.key abc",
-                "ls --use_wandb=abc",
-                "ls --hf_token abc",
-                "ls --token abc",
-                "ls --api-key abc",
-                "ls --judge.password=abc",
-                "WANDB_API_KEY=abc python a.py",
+                *("ls --logger.wandb.key abc", "ls --use_wandb=abc", "ls --hf_token abc", "ls --token abc"),
+                *("ls --api-key abc", "ls --judge.password=abc", "WANDB_API_KEY=abc python a.py"),
                 "env -u A WANDB_API_KEY=abc python -m a",
                 "nohup env HTTPS_PROXY=http://abc:abc@c python a.py",
             )
@@ -235,12 +222,7 @@ def test_a_jobs_code_is_never_one_of_submit_itself(
 def test_the_log_format_applies_to_the_command_and_its_job(
     level: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submitted: list[dict[str, str]] = []
-
-    def once(address: str, words: list[str], environment: dict[str, dict[str, str]], write: object) -> Ended:
-        submitted.append(environment["env_vars"])
-        return Ended("j", "SUCCEEDED", 0)
-
+    once = MagicMock(return_value=Ended("j", "SUCCEEDED", 0))
     for name in (env_vars.LOG_FORMAT, env_vars.LOG_LEVEL):
         monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.setattr(submit, "_once", once)
@@ -248,10 +230,8 @@ def test_the_log_format_applies_to_the_command_and_its_job(
     assert main(["submit", *options, "--", "ls"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["level"] for line in printed] == ["warning"] * lines
-    assert {name: submitted[0][name] for name in (env_vars.LOG_FORMAT, env_vars.LOG_LEVEL)} == {
-        env_vars.LOG_FORMAT: "json",
-        env_vars.LOG_LEVEL: level,
-    }
+    environment = once.call_args.args[2]["env_vars"]
+    assert (environment[env_vars.LOG_FORMAT], environment[env_vars.LOG_LEVEL]) == ("json", level)
 
 
 def test_an_invalid_log_format_is_wrong_usage(
@@ -277,19 +257,26 @@ def test_an_error_and_a_wait_for_the_autoscaler_are_json_lines_too(
 
 
 @pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is planned, whose job succeeds."""
+    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
+    for name in ("parse_run", "read_shapes"):
+        monkeypatch.setattr(run_options, name, lambda *_: ([], []))
+    saved = MagicMock(**{"obstacles.return_value": []})
+    monkeypatch.setattr(submit, "checkpoints_of", lambda _: (None, saved))
+    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
+
+
+@pytest.fixture
+def no_room(planned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run for which the cluster has too few GPUs, and an autoscaler may be asked."""
     monkeypatch.setenv(env_vars.AUTOSCALE, "1")
-    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
-    for name in ("parse_run", "ray_machines", "read_shapes"):
-        monkeypatch.setattr(run_options, name, lambda *_: ([], []))
-    monkeypatch.setattr(
-        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
-    )
+    monkeypatch.setattr(run_options, "ray_machines", lambda *_: ([], []))
     refused = MagicMock(refusal="8 of 16 GPUs", problems=["8 of 16 GPUs"])
     monkeypatch.setattr("rlhf_stack.planning.assess", lambda *_: refused)
 
 
+@pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize(
     ("busy", "room", "options", "code", "polls"),
     [
@@ -332,15 +319,8 @@ def test_gpus_that_another_job_holds_are_awaited(
     monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setenv(env_vars.PLACEMENT_TIMEOUT, "900")
     monkeypatch.setenv(ALLOW_LONG, "1")
-    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
-    monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
-    monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
     monkeypatch.setattr(run_options, "ray_machines", machines)
-    monkeypatch.setattr(
-        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
-    )
     monkeypatch.setattr("rlhf_stack.planning.assess", assess)
-    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
     timeout = ["--env", f"{env_vars.PLACEMENT_TIMEOUT}=10"]
     assert main(["submit", *timeout, *options, "--", "x"]) == code
     assert len(looks) == polls
@@ -351,6 +331,7 @@ def test_gpus_that_another_job_holds_are_awaited(
     assert ("out of memory" in errors) == (not room), "the reasons on idle GPUs too"
 
 
+@pytest.mark.usefixtures("planned")
 def test_a_run_is_planned_without_the_nodes_that_its_job_excludes(monkeypatch: pytest.MonkeyPatch) -> None:
     table = [
         {"Alive": True, "NodeManagerAddress": address, "Resources": {"GPU": 8.0, "CPU": 64.0}}
@@ -366,14 +347,7 @@ def test_a_run_is_planned_without_the_nodes_that_its_job_excludes(monkeypatch: p
     monkeypatch.setattr(run_options, "connected", lambda _: nullcontext())
     monkeypatch.setattr(cluster_spec, "ray", SimpleNamespace(nodes=lambda: table))
     monkeypatch.setattr(reservation, "_live_nodes", lambda _: live)
-    monkeypatch.setattr(command_line, "extract_arguments", lambda _: [])
-    monkeypatch.setattr(run_options, "parse_run", lambda *_: ([], []))
-    monkeypatch.setattr(run_options, "read_shapes", lambda *_: [])
-    monkeypatch.setattr(
-        submit, "checkpoints_of", lambda _: (None, MagicMock(**{"obstacles.return_value": []}))
-    )
     monkeypatch.setattr("rlhf_stack.planning.assess", assess)
-    monkeypatch.setattr(submit, "_once", lambda *_: Ended("j", "SUCCEEDED", 0))
     assert main(["submit", "--env", f"{env_vars.EXCLUDED_NODES}=10.0.0.1", "--", "x"]) == 0
     assert planned == ["10.0.0.2"]
 
@@ -394,16 +368,17 @@ def test_an_interrupted_job_goes_on_and_is_named(
 
 
 @pytest.fixture
-def supervise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor], Ended]], MagicMock]:
+def supervise(monkeypatch: pytest.MonkeyPatch) -> Supervise:
     """Replace the loop of `submit --restarts`, on no cluster; return what stops its job."""
 
     def replace(loop: Callable[[Supervisor], Ended]) -> MagicMock:
         monkeypatch.setattr(submit, "_problems", lambda *_: [])
         saved = MagicMock(loads=True, unsaved=())
         monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(), saved))
-        monkeypatch.setattr(supervised, "RayCluster", MagicMock(return_value=MagicMock(recall=lambda: None)))
+        cluster = MagicMock(**{"return_value.recall.return_value": None})
+        monkeypatch.setattr(supervised, "RayCluster", cluster)
         monkeypatch.setattr(Supervisor, "supervise", loop)
-        stop = MagicMock()
+        stop = MagicMock(cluster=cluster)
         monkeypatch.setattr(job, "stop", stop)
         monkeypatch.setattr(job, "ray_job", MagicMock(return_value="01000000"))
         return stop
@@ -411,16 +386,17 @@ def supervise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor
     return replace
 
 
+def interrupted(supervisor: Supervisor) -> Ended:
+    supervisor.state.job = "raysubmit_1"
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("number", "code", "why"),
     [(signal.SIGTERM, 143, "terminated by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_a_signal_stops_a_supervised_job_and_is_an_error_as_json(
-    number: int,
-    code: int,
-    why: str,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
-    capsys: pytest.CaptureFixture[str],
+    number: int, code: int, why: str, supervise: Supervise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loop(supervisor: Supervisor) -> Ended:
         supervisor.state.job = "raysubmit_1"
@@ -432,32 +408,19 @@ def test_a_signal_stops_a_supervised_job_and_is_an_error_as_json(
     assert main(["submit", "--restarts", "1", "--json", "--", "train"]) == code
     assert signal.getsignal(signal.SIGTERM) == before
     stop.assert_called_once()
-    assert json.loads(capsys.readouterr().out) == {
-        "schema": "rlhf-stack/error/1",
-        "error": why,
-        "code": code,
-    }
+    assert json.loads(capsys.readouterr().out) == {"schema": "rlhf-stack/error/1", "error": why, "code": code}
 
 
 @pytest.mark.usefixtures("messages_as_before")
 @pytest.mark.parametrize("stopped", [[False], KeyboardInterrupt])
 def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
-    stopped: object,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    stopped: object, supervise: Supervise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The job server was silent, or Ctrl-C came twice: the state was deleted, and the job forgotten."""
-
-    def loop(supervisor: Supervisor) -> Ended:
-        supervisor.state.job = "raysubmit_1"
-        raise KeyboardInterrupt
-
-    supervise(loop).side_effect = stopped
-    cluster = MagicMock(**{"return_value.recall.return_value": None})
-    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    stop = supervise(interrupted)
+    stop.side_effect = stopped
     assert main(["submit", "--restarts", "1", "--address", "http://head:8265", "--", "train"]) == 130
-    cluster.return_value.remember.assert_not_called()
+    stop.cluster.return_value.remember.assert_not_called()
     expected = "job raysubmit_1 may still run: ray job stop --address http://head:8265 raysubmit_1 stops it"
     assert capsys.readouterr().err.count(f"{expected}, and the same command follows it again\n") == 1
 
@@ -465,9 +428,7 @@ def test_a_job_whose_end_is_not_confirmed_is_named_and_kept_after_an_interrupt(
 @pytest.mark.usefixtures("messages_as_before")
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_supervised_run_goes_on_when_nobody_reads_its_output(
-    stream: str,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
-    monkeypatch: pytest.MonkeyPatch,
+    stream: str, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `submit ... 2>&1 | tee log` after Ctrl-C, which ends tee first."""
     closed = MagicMock(**{"write.side_effect": BrokenPipeError(errno.EPIPE, "Broken pipe")})
@@ -494,20 +455,16 @@ def test_a_run_that_is_not_supervised_is_left_when_nobody_reads_its_output(
         JobOutput("stdout", is_supervised=False)("a line")
 
 
-def test_an_error_that_nobody_expects_leaves_the_job_to_the_same_command(
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_nobody_expects_leaves_the_job_to_the_same_command(supervise: Supervise) -> None:
     """Without its state, the same command would submit the run a second time beside the job."""
 
     def loop(supervisor: Supervisor) -> Ended:
         supervisor.state.job = "raysubmit_1"
         raise LookupError("a defect")
 
-    supervise(loop)
-    cluster = MagicMock(**{"return_value.recall.return_value": None})
-    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    stop = supervise(loop)
     assert main(["submit", "--restarts", "1", "--", "train"]) == 70
-    cluster.return_value.remember.assert_not_called()
+    stop.cluster.return_value.remember.assert_not_called()
 
 
 @pytest.mark.usefixtures("messages_as_before")
@@ -519,7 +476,7 @@ def test_a_run_that_another_command_has_taken_over_is_neither_stopped_nor_forgot
     outcome: type[BaseException] | None,
     code: int,
     lines: int,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    supervise: Supervise,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -545,7 +502,7 @@ def test_a_run_that_another_command_has_taken_over_is_neither_stopped_nor_forgot
 
 
 def test_a_run_that_has_ended_is_begun_from_the_first_step_by_the_same_command(
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = [State(["train"], 1.0, "raysubmit_1").to_json()]
     begun = []
@@ -565,15 +522,10 @@ def test_a_run_that_has_ended_is_begun_from_the_first_step_by_the_same_command(
 
 
 def test_a_silent_head_is_not_asked_who_supervises_a_run(
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's client connects to a port that nobody answers for minutes, and the signal has a deadline."""
-
-    def loop(supervisor: Supervisor) -> Ended:
-        supervisor.state.job = "raysubmit_1"
-        raise KeyboardInterrupt
-
-    supervise(loop).return_value = False
+    supervise(interrupted).return_value = False
     monkeypatch.setattr(job, "ray_job", MagicMock(side_effect=TimeoutError))
     cluster = MagicMock(**{"return_value.recall.side_effect": [None, AssertionError("asked")]})
     monkeypatch.setattr(supervised, "RayCluster", cluster)
@@ -583,18 +535,10 @@ def test_a_silent_head_is_not_asked_who_supervises_a_run(
 
 @pytest.mark.parametrize(("has_ended", "calls"), [(True, 1), (False, 0)])
 def test_a_checkpoint_is_selected_after_a_signal_only_if_the_job_has_ended(
-    has_ended: bool,
-    calls: int,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
-    monkeypatch: pytest.MonkeyPatch,
+    has_ended: bool, calls: int, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that a running job was writing was set aside, and another command was suggested too."""
-
-    def loop(supervisor: Supervisor) -> Ended:
-        supervisor.state.job = "raysubmit_1"
-        raise KeyboardInterrupt
-
-    supervise(loop).return_value = has_ended
+    supervise(interrupted).return_value = has_ended
     selected = MagicMock()
     monkeypatch.setattr(supervised.Supervision, "_save", MagicMock())
     monkeypatch.setattr(supervised.Supervision, "_select", selected)
@@ -624,7 +568,7 @@ def test_a_run_that_has_asked_the_autoscaler_in_vain_is_planned_on_the_nodes_tha
 
 @pytest.mark.usefixtures("json_lines")
 def test_the_attempts_of_a_supervised_run_are_json_lines(
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock], capsys: pytest.CaptureFixture[str]
+    supervise: Supervise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loop(supervisor: Supervisor) -> Ended:
         supervisor.state.attempts = [
@@ -658,22 +602,13 @@ def test_the_attempts_of_a_supervised_run_are_json_lines(
     ],
 )
 def test_a_job_on_a_head_that_does_not_answer_is_awaited_and_kept(
-    options: list[str],
-    seconds: float,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
-    monkeypatch: pytest.MonkeyPatch,
+    options: list[str], seconds: float, supervise: Supervise
 ) -> None:
     """The state of its run was deleted, so that the same command submitted it a second time."""
-
-    def loop(_: Supervisor) -> Ended:
-        raise HeadSilentError("no answer", job.LOST)
-
-    supervise(loop)
-    cluster = MagicMock(**{"return_value.recall.return_value": None})
-    monkeypatch.setattr(supervised, "RayCluster", cluster)
+    stop = supervise(MagicMock(side_effect=HeadSilentError("no answer", job.LOST)))
     assert main(["submit", *options, "--", "train"]) == job.LOST
-    assert cluster.call_args.args[-1] == seconds
-    cluster.return_value.remember.assert_not_called()
+    assert stop.cluster.call_args.args[-1] == seconds
+    stop.cluster.return_value.remember.assert_not_called()
 
 
 TRAINER = """
@@ -720,10 +655,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
             "--ds.ring_attn_size 2 needs flash_attn and ring_flash_attn, not installed",
         ),
         ("--ds.load_in_4bit", "--ds.load_in_4bit needs bitsandbytes, not installed here"),
-        (
-            "--ds.attn_implementation flash_attention_2",
-            "nothing here computes flash_attention_2 for --ds.",
-        ),
+        ("--ds.attn_implementation flash_attention_2", "nothing here computes flash_attention_2 for --ds."),
         ("--train_batch_size 64", "instead of --train_batch_size use --train.batch_size"),
         ("--train.batch_size 0", "--train.batch_size 0: expected a number from 1"),
     ],
@@ -803,7 +735,7 @@ def test_a_trainer_of_a_fork_is_submitted_unchecked(
 def test_a_state_that_no_checkpoint_has_is_one_warning_at_the_start(
     restarts: str,
     warned: bool,
-    supervise: Callable[[Callable[[Supervisor], Ended]], MagicMock],
+    supervise: Supervise,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -138,10 +138,7 @@ def test_other_errors_are_unchanged() -> None:
 
 
 def test_actor_id_is_reported_if_rays_head_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(_prefix: str) -> list[dict[str, object]]:
-        raise RayError("the head is gone")
-
-    monkeypatch.setattr(gcs_kv, "list_records", gone)
+    monkeypatch.setattr(gcs_kv, "list_records", MagicMock(side_effect=RayError("the head is gone")))
     assert "actor abc" in actor_registry.describe_lost_actor(Lost("died"))
     assert "the head is gone" in actor_registry.describe_lost_actor(Lost("died"))
 
@@ -149,10 +146,7 @@ def test_actor_id_is_reported_if_rays_head_is_lost(monkeypatch: pytest.MonkeyPat
 def test_a_lookup_that_fails_does_not_replace_the_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def slow(_prefix: str) -> list[dict[str, object]]:
-        raise TimeoutError("the head is busy")
-
-    monkeypatch.setattr(gcs_kv, "list_records", slow)
+    monkeypatch.setattr(gcs_kv, "list_records", MagicMock(side_effect=TimeoutError("the head is busy")))
     monkeypatch.setattr(actor_registry, "NOTICE_SECONDS", 0.0)
     cut_off = InTask(RuntimeError("Connection closed by peer"))
     with pytest.raises(InTask) as raised, actor_registry.translate_actor_errors("sync 3"):
@@ -184,10 +178,7 @@ def test_lost_actors_are_named_after_the_head_was_busy(monkeypatch: pytest.Monke
 def test_a_process_whose_reports_are_lost_goes_on_and_warns_once(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def slow(*_: object) -> None:
-        raise TimeoutError("the head is busy")
-
-    monkeypatch.setattr(gcs_kv, "put_record", slow)
+    monkeypatch.setattr(gcs_kv, "put_record", MagicMock(side_effect=TimeoutError("the head is busy")))
     monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     ray.util.get_node_ip_address.return_value = "10.0.0.2"
     ray.get_runtime_context.return_value.get_actor_id.return_value = "abc"

@@ -242,11 +242,8 @@ def test_a_lock_is_not_stale_while_a_build_holds_its_own(tmp_path: Path) -> None
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the file system have no locks."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    refusal = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=refusal))
 
 
 @pytest.mark.usefixtures("no_locks")

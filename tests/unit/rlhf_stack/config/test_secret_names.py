@@ -70,12 +70,8 @@ def test_a_value_shows_a_secret_which_is_replaced(value: str, without: str) -> N
 @pytest.mark.parametrize(
     "value",
     [
-        "ssh://git@github.com/x",
-        "git@github.com:x/y",
-        "a@example.org",
-        "python:3.12@sha256:0123",
-        "hf://datasets/x@main",
-        "https://host/x?page=2&monkey=1",
+        *("ssh://git@github.com/x", "git@github.com:x/y", "a@example.org", "python:3.12@sha256:0123"),
+        *("hf://datasets/x@main", "https://host/x?page=2&monkey=1"),
     ],
 )
 def test_other_values_show_none(value: str) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.cleanup import process_table
@@ -113,12 +114,9 @@ def test_a_dead_node_is_lost_until_its_address_returns(monkeypatch: pytest.Monke
 
 
 def test_lost_nodes_are_found_without_a_time_or_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> dict[str, float]:
-        raise RuntimeError("RpcError of the GCS")
-
     ray = FakeRay({"a": 0.05}, {})
     ray.dead = [dead("2", "ip-c"), dead("1", "ip-b")]
-    monkeypatch.setattr(ray_private, "node_end_times", fails)
+    monkeypatch.setattr(ray_private, "node_end_times", MagicMock(side_effect=RuntimeError("of the GCS")))
     assert collect(monkeypatch, ray, 30.0)[1] == [LostNode("ip-b"), LostNode("ip-c")]
 
 

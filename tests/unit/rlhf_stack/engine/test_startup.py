@@ -85,10 +85,7 @@ def test_late_engine_is_an_error_with_its_steps(ray: MagicMock, monkeypatch: pyt
 def test_a_late_engine_is_the_error_also_if_the_steps_are_unknown(
     ray: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(*_: object) -> None:
-        raise TimeoutError("the head is busy")
-
-    monkeypatch.setattr(gcs_kv, "list_records", slow)
+    monkeypatch.setattr(gcs_kv, "list_records", MagicMock(side_effect=TimeoutError("the head is busy")))
     assert "engines [0] are not up" in str(startup.late([0]))
     assert "last steps are unknown, because Ray's head does not report them: the head is busy" in str(
         startup.late([0])
@@ -98,10 +95,7 @@ def test_a_late_engine_is_the_error_also_if_the_steps_are_unknown(
 def test_a_step_that_cannot_be_stored_does_not_end_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def slow(*_: object) -> None:
-        raise TimeoutError("the head is busy")
-
-    monkeypatch.setattr(gcs_kv, "put_record", slow)
+    monkeypatch.setattr(gcs_kv, "put_record", MagicMock(side_effect=TimeoutError("the head is busy")))
     monkeypatch.setattr(gcs_kv, "_warned", threading.Event())
     monkeypatch.setenv(startup.ENGINE, "01/2")
     done = []

@@ -3,6 +3,7 @@
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.errors import UserError
@@ -127,11 +128,7 @@ def test_a_package_that_openrlhf_lacks_is_named(upstream: Path) -> None:
 def test_every_flag_of_an_older_release_gets_its_hint() -> None:
     """Only four were shown, and a published script has 40."""
     old = [
-        "--perf",
-        "--ptx_coef",
-        "--pretrain_data",
-        "--actor_init_on_gpu",
-        "--disable_trace_cache",
+        *("--perf", "--ptx_coef", "--pretrain_data", "--actor_init_on_gpu", "--disable_trace_cache"),
         "--noded",
     ]
     with pytest.raises(ArgumentsError) as raised:
@@ -147,10 +144,7 @@ def test_module_without_a_main_block_is_named(upstream: Path) -> None:
 
 
 def test_missing_openrlhf_is_an_error_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: str) -> str:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(command_line, "version", absent)
+    monkeypatch.setattr(command_line, "version", MagicMock(side_effect=PackageNotFoundError))
     with pytest.raises(ArgumentsError, match="OpenRLHF is not installed, and"):
         parse([])
 

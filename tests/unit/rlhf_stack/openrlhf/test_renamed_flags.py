@@ -25,23 +25,11 @@ def test_successors_are_named(unrecognized: str, instead: str) -> None:
 
 
 OPTIONS = (
-    "--actor.num_nodes",
-    "--actor.model_name_or_path",
-    "--algo.kl.init_coef",
-    "--ds.zero_stage",
-    "--eval.temperature",
-    "--rollout.temperature",
-    "--train.micro_batch_size",
-    "--rollout.micro_batch_size",
-    "--actor.adam.lr",
-    "--actor.adam.weight_decay",
-    "--critic.adam.weight_decay",
-    "--critic.model_name_or_path",
-    "--critic.freezing_steps",
-    "--algo.kl.estimator",
-    "--logger.tensorboard_dir",
-    "--ref.offload",
-    "--reward.offload",
+    *("--actor.num_nodes", "--actor.model_name_or_path", "--algo.kl.init_coef", "--ds.zero_stage"),
+    *("--eval.temperature", "--rollout.temperature", "--train.micro_batch_size"),
+    *("--rollout.micro_batch_size", "--actor.adam.lr", "--actor.adam.weight_decay"),
+    *("--critic.adam.weight_decay", "--critic.model_name_or_path", "--critic.freezing_steps"),
+    *("--algo.kl.estimator", "--logger.tensorboard_dir", "--ref.offload", "--reward.offload"),
     "--reward.remote_url",
 )
 OF_SFT = ("--adam.lr", "--adam.weight_decay", "--model.model_name_or_path", "--model.pretrain_mode_enable")

@@ -33,6 +33,9 @@ QWEN_7B = parse_shape("layers:28,hidden:3584,intermediate:18944,heads:28,kv_head
 SMALL = parse_shape("layers:24,hidden:896,intermediate:4864,heads:14,kv_heads:2,vocabulary:151936,tied:1")
 SHAPES = {"big": QWEN_7B, "small": SMALL}
 MODELS = [f"{role}-model" for role in ("actor", "ref", "critic", "reward")]  # of `sections`
+CLUSTER = uniform_machines(2, 8, 80, 64, 500)
+LARGE = uniform_machines(2, 8, 80, 64, 2000)  # host memory
+NODE = uniform_machines(1, 8, 80, 64, 2000)
 
 
 def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **changes: Any) -> Run:
@@ -61,7 +64,7 @@ def run(model: str = "small", actor: int = 8, engines: Engines | None = None, **
 
 
 def test_every_rank_and_every_worker_has_a_gpu_of_its_node() -> None:
-    found = assess(run(), uniform_machines(2, 8, 80, 64, 500), SHAPES)
+    found = assess(run(), CLUSTER, SHAPES)
     assert not found.problems
     holds = [[gpu.holds for gpu in node.gpus] for node in found.nodes]
     assert holds[0] == [["engine 0"], ["engine 0"], ["engine 1"], ["engine 1"], [], [], [], []]
@@ -73,7 +76,7 @@ def test_engines_that_share_gpus_are_on_those_of_their_group() -> None:
     planned = run(
         "big", engines=Engines(2, 4, "actor"), utilization=0.3, engine_sleeps=True, trainer_sleeps=True
     )
-    found = assess(planned, uniform_machines(1, 8, 80, 64, 2000), SHAPES)
+    found = assess(planned, NODE, SHAPES)
     assert found.gpus_needed == 8
     assert [gpu.holds[-1] for gpu in found.nodes[0].gpus] == ["engine 0"] * 4 + ["engine 1"] * 4
     assert not found.problems
@@ -98,23 +101,18 @@ def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyP
     """
     planned = run("big", utilization=0.99)
     monkeypatch.setenv(env_vars.SYNC_BUCKET, "32")
-    found = assess(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    found = assess(planned, LARGE, SHAPES)
     gpu = found.nodes[0].gpus[0]
     assert gpu.holds == ["engine 0"]
     assert gpu.syncing - gpu.generating == 1_089_994_752 + 64_000_000 + 32_000_000 + 1_089_994_752
     assert any("while receiving weights (engine)" in problem for problem in found.problems)
-    assert not assess(
-        replace(planned, utilization=0.95), uniform_machines(2, 8, 80, 64, 2000), SHAPES
-    ).problems
+    assert not assess(replace(planned, utilization=0.95), LARGE, SHAPES).problems
 
 
 def test_a_sync_of_engines_that_sleep_needs_no_kv_cache() -> None:
     """It wakes up their weights alone."""
     planned = run("big", engines=Engines(2, 4, "actor"), utilization=0.5)
-    cluster = uniform_machines(1, 8, 80, 64, 2000)
-    awake, asleep = (
-        assess(replace(planned, engine_sleeps=sleeps), cluster, SHAPES) for sleeps in (False, True)
-    )
+    awake, asleep = (assess(replace(planned, engine_sleeps=sleeps), NODE, SHAPES) for sleeps in (False, True))
     assert asleep.engine is not None
     saved = awake.nodes[0].gpus[0].syncing - asleep.nodes[0].gpus[0].syncing
     assert saved == asleep.engine.cache > 20 * GIB
@@ -172,7 +170,7 @@ def test_actor_and_critic_train_at_once_or_hold_their_states_in_turn(sleeps: boo
     """OpenRLHF starts both trainings at once, but with --ds.enable_sleep one after the other."""
     asked = {"ds__adam_offload": False, "ds__enable_sleep": sleeps, "vllm__enable_sleep": True}
     planned = run_of("0.11.2", sections(train__colocate_all=True, **asked))
-    found = assess(planned, uniform_machines(1, 8, 80, 64, 2000), dict.fromkeys(MODELS, SMALL))
+    found = assess(planned, NODE, dict.fromkeys(MODELS, SMALL))
     actor, ref, critic, reward = (found.needs[name] for name in ("actor", "ref", "critic", "reward"))
     processes = 5 * CONTEXT + ref.weights + reward.weights
     whole = [role.held + role.working for role in (actor, critic)]
@@ -184,8 +182,7 @@ def test_a_trainer_whose_optimiser_is_on_the_host_moves_nothing_there_to_sleep()
     """OpenRLHF then leaves its gradients on the GPU, which ZeRO-2 has there."""
     planned = run("big", engines=Engines(2, 4, "actor"), engine_sleeps=True, zero=Zero(2, 1, offload=True))
     awake, asleep = (
-        assess(replace(planned, trainer_sleeps=sleeps), uniform_machines(1, 8, 80, 64, 2000), SHAPES)
-        for sleeps in (False, True)
+        assess(replace(planned, trainer_sleeps=sleeps), NODE, SHAPES) for sleeps in (False, True)
     )
     assert awake.needs == asleep.needs
 
@@ -208,7 +205,7 @@ def test_a_cache_without_room_for_one_sequence_is_a_problem() -> None:
 
 
 def test_heads_that_do_not_divide_are_a_problem() -> None:
-    found = assess(run(engines=Engines(1, 4)), uniform_machines(2, 8, 80, 64, 500), SHAPES)
+    found = assess(run(engines=Engines(1, 4)), CLUSTER, SHAPES)
     assert found.problems == ("vLLM cannot split 14 heads over 4 GPUs: use a size that divides them",)
 
 
@@ -252,21 +249,19 @@ def test_a_run_that_is_longer_than_its_model_is_a_problem(
     length: int, release: str, variables: dict[str, str], refused: bool
 ) -> None:
     shapes = {"small": replace(SMALL, max_length=2048)}
-    cluster = uniform_machines(2, 8, 80, 64, 500)
-    found = assess(run(length=length, release=release), cluster, shapes, variables)
+    found = assess(run(length=length, release=release), CLUSTER, shapes, variables)
     assert any("vLLM refuses sequences of 2049 tokens: the model" in one for one in found.problems) == refused
     assert not any(LONG in one for one in found.problems if release == "0.5.1")
     alone = replace(run(length=length), request=replace(run().request, engines=None))
-    assert not any("vLLM refuses" in one for one in assess(alone, cluster, shapes, {}).problems)
+    assert not any("vLLM refuses" in one for one in assess(alone, CLUSTER, shapes, {}).problems)
 
 
 def test_a_group_of_weights_that_does_not_divide_the_ranks_is_not_advised() -> None:
     """Of stage 3, which alone has such groups."""
-    cluster = uniform_machines(2, 8, 80, 64, 500)
     assert any(
-        "multiple of 3" in one for one in assess(run(zero=Zero(3, 1, shards=3)), cluster, SHAPES).problems
+        "multiple of 3" in one for one in assess(run(zero=Zero(3, 1, shards=3)), CLUSTER, SHAPES).problems
     )
-    assert not assess(run(zero=Zero(2, 1, shards=3)), cluster, SHAPES).problems
+    assert not assess(run(zero=Zero(2, 1, shards=3)), CLUSTER, SHAPES).problems
 
 
 def test_the_memory_of_a_sync_follows_the_variables_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,33 +322,30 @@ def test_what_is_advised_is_enough(memory: int, shares: str | None) -> None:
 
 
 def test_what_fits_needs_no_advice_and_what_nothing_helps_gets_none() -> None:
-    cluster = uniform_machines(2, 8, 80, 64, 2000)
-    assert advise(assess(run(), cluster, SHAPES), cluster, SHAPES) == []
+    assert advise(assess(run(), LARGE, SHAPES), LARGE, SHAPES) == []
     tiny = uniform_machines(2, 8, 2, 64, 2000)
     assert advise(assess(run("big"), tiny, SHAPES), tiny, SHAPES) == []
 
 
 def test_a_symmetric_layout_has_the_same_on_every_node() -> None:
     """12 training GPUs and 4 for engines on two nodes: 6 + 2 on each."""
-    cluster = uniform_machines(2, 8, 80, 64, 500)
     planned = run(actor=8, engines=Engines(2, 2))
     request = replace(planned.request, groups=(Group("actor", 1, 12),))
     planned = replace(planned, request=request, batch=96)
-    found = symmetric_layout(planned, cluster, SHAPES)
+    found = symmetric_layout(planned, CLUSTER, SHAPES)
     assert found is not None
     assert found.run.request.groups == (Group("actor", 2, 6),)
     assert found.run.request.engines == Engines(2, 2)
     assert "--actor.num_gpus_per_node 6" in found.flags
     assert "--vllm.num_engines 2" in found.flags
-    placed = assess(found.run, cluster, SHAPES)
+    placed = assess(found.run, CLUSTER, SHAPES)
     counts = [sum("engine" in name for gpu in node.gpus for name in gpu.holds) for node in placed.nodes]
     assert counts == [2, 2]
 
 
 def test_a_layout_that_the_planner_would_not_keep_is_not_suggested() -> None:
     """Four training GPUs fit on one node and are placed there."""
-    cluster = uniform_machines(2, 8, 80, 64, 500)
-    found = symmetric_layout(run(actor=4, engines=Engines(6, 2)), cluster, SHAPES)
+    found = symmetric_layout(run(actor=4, engines=Engines(6, 2)), CLUSTER, SHAPES)
     assert found is None or found.run.request.groups[0].size > 8
 
 
@@ -456,17 +448,12 @@ def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, messag
 
 def test_machines_come_from_a_running_ray() -> None:
     table = [
-        {
-            "Alive": True,
-            "NodeManagerAddress": "10.0.0.2",
-            "Resources": {"GPU": 8.0, "CPU": 32.0, "memory": 5.0},
-        },
-        {
-            "Alive": True,
-            "NodeManagerAddress": "10.0.0.1",
-            "Resources": {"CPU": 4.0, "object_store_memory": 2.0},
-        },
-        {"Alive": False, "NodeManagerAddress": "10.0.0.3", "Resources": {"GPU": 8.0}},
+        {"Alive": alive, "NodeManagerAddress": address, "Resources": resources}
+        for alive, address, resources in (
+            (True, "10.0.0.2", {"GPU": 8.0, "CPU": 32.0, "memory": 5.0}),
+            (True, "10.0.0.1", {"CPU": 4.0, "object_store_memory": 2.0}),
+            (False, "10.0.0.3", {"GPU": 8.0}),
+        )
     ]
     free = [FreeNode("10.0.0.1", 0, 4, 0), FreeNode("10.0.0.2", 2, 30, 8)]
     found = cluster_spec.machines_of_nodes(table, free, 80)
@@ -486,14 +473,13 @@ def test_engines_straddle_in_a_plan_as_in_the_run_if_the_user_allows_it() -> Non
 
 
 def test_tuning_fills_the_gpus_and_gives_reasons() -> None:
-    cluster = uniform_machines(2, 8, 80, 64, 2000)
-    tuned = tune(run("small", checkpointing=True, batch=256), cluster, SHAPES)
+    tuned = tune(run("small", checkpointing=True, batch=256), LARGE, SHAPES)
     assert tuned.fits
-    assert not assess(tuned.run, cluster, SHAPES).problems
+    assert not assess(tuned.run, LARGE, SHAPES).problems
     assert not tuned.run.checkpointing
     assert tuned.run.train_batch > 1
     larger = replace(tuned.run, train_batch=2 * tuned.run.train_batch)
-    assert tuned.run.train_batch == 32 or assess(larger, cluster, SHAPES).problems
+    assert tuned.run.train_batch == 32 or assess(larger, LARGE, SHAPES).problems
     assert all(setting.reason for setting in tuned.settings)
 
 
@@ -518,7 +504,7 @@ def test_tuning_chooses_the_attention_that_something_here_computes(
 ) -> None:
     """Without it the memory of a long sequence is that of eager attention, whose scores are quadratic."""
     monkeypatch.setattr(attention_provider, "provider", lambda: provider)
-    tuned = tune(run(release=release, attention=requested), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    tuned = tune(run(release=release, attention=requested), LARGE, SHAPES)
     found = [one for one in tuned.settings if "att" in one.text]
     assert [(one.text, one.dropped) for one in found] == ([(setting, dropped)] if setting else [])
     assert all((provider or "nothing here computes flash_attention_2") in one.reason for one in found)
@@ -532,7 +518,7 @@ def test_tuning_gives_up_with_the_reason() -> None:
 
 
 def test_engines_and_trainer_on_shared_gpus_sleep_alternately() -> None:
-    tuned = tune(run("big", engines=Engines(2, 4, "actor")), uniform_machines(1, 8, 80, 64, 2000), SHAPES)
+    tuned = tune(run("big", engines=Engines(2, 4, "actor")), NODE, SHAPES)
     assert tuned.fits
     texts = [setting.text for setting in tuned.settings]
     assert "--vllm.enable_sleep" in texts
@@ -552,25 +538,15 @@ def test_the_backend_and_the_allocator_are_those_of_the_accelerator(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, engines: Engines, expected: set[str]
 ) -> None:
     monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
-    tuned = tune(run("big", engines=engines), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    tuned = tune(run("big", engines=engines), LARGE, SHAPES)
     texts = {setting.text for setting in tuned.settings}
     assert {text for text in texts if "sync_backend" in text or text == ALLOCATOR} == expected
 
 
 def test_settings_replace_those_of_the_command_line() -> None:
-    tuned = tune(run("small"), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
-    command = [
-        "python",
-        "-m",
-        "x",
-        "--train.micro_batch_size",
-        "99",
-        "--ds.adam_offload",
-        "--ds.zero_stage=3",
-        "--keep",
-        "it",
-    ]
-    words = apply_settings(command, tuned)
+    tuned = tune(run("small"), LARGE, SHAPES)
+    flags = ["--train.micro_batch_size", "99", "--ds.adam_offload", "--ds.zero_stage=3", "--keep", "it"]
+    words = apply_settings(["python", "-m", "x", *flags], tuned)
     assert "99" not in words
     assert "--ds.adam_offload" not in words
     assert "--ds.zero_stage=3" not in words
@@ -618,7 +594,7 @@ def test_a_run_whose_memory_is_unknown_is_not_said_to_fit() -> None:
     found = assess(run(), machines, SHAPES)
     assert shown(found, machines).strip().endswith("its memory was not checked (--gpu-memory)")
     assert as_json(found, [], None)["memory_checked"] is False
-    known = uniform_machines(2, 8, 80, 64, 500)
+    known = CLUSTER
     assert shown(assess(run(), known, SHAPES), known).strip().endswith("this run fits")
 
 
@@ -690,23 +666,21 @@ def test_advice_to_shorten_lowers_the_limit_of_the_answer_too() -> None:
 
 
 def test_weights_of_4_bits_need_a_quarter_and_lora() -> None:
-    machines = uniform_machines(2, 8, 80, 64, 2000)
-    full = assess(run("big", lora=8), machines, SHAPES)
-    small = assess(run("big", lora=8, quantized=True), machines, SHAPES)
+    full = assess(run("big", lora=8), LARGE, SHAPES)
+    small = assess(run("big", lora=8, quantized=True), LARGE, SHAPES)
     assert 0.25 < small.needs["actor"].weights / full.needs["actor"].weights < 0.40  # heads stay in 16 bits
     assert not small.problems
     alone = replace(run(quantized=True), request=replace(run().request, engines=None))
-    assert any("use LoRA" in problem for problem in assess(alone, machines, SHAPES).problems)
+    assert any("use LoRA" in problem for problem in assess(alone, LARGE, SHAPES).problems)
 
 
 @pytest.mark.parametrize(("release", "flag"), [("0.11.2", "--ds.load_in_4bit"), ("0.5.1", "--load_in_4bit")])
 def test_weights_of_4_bits_are_to_be_left_out_next_to_engines(release: str, flag: str) -> None:
     """LoRA was advised, with which the run is refused too: weights of 4 bits cannot be merged."""
-    machines = uniform_machines(2, 8, 80, 64, 2000)
-    found = assess(run(quantized=True, release=release), machines, SHAPES)
+    found = assess(run(quantized=True, release=release), LARGE, SHAPES)
     (problem,) = found.problems
     assert problem.endswith(f"leave {flag} out")
-    assert [one.flags for one in advise(found, machines, SHAPES)] == [(f"without {flag}",)]
+    assert [one.flags for one in advise(found, LARGE, SHAPES)] == [(f"without {flag}",)]
 
 
 def apart(
@@ -734,10 +708,9 @@ def apart(
 )
 def test_roles_share_gpus_where_there_are_too_few(one: str, other: str, release: str, flag: str) -> None:
     """24 GPUs are requested and 16 are free: nothing was advised."""
-    machines = uniform_machines(2, 8, 80, 64, 2000)
-    found = assess(apart(one, other, release=release), machines, SHAPES)
+    found = assess(apart(one, other, release=release), LARGE, SHAPES)
     assert "24 GPUs are requested" in found.refusal
-    advised = advise(found, machines, SHAPES)
+    advised = advise(found, LARGE, SHAPES)
     assert [change.flags[0] for change in advised] in ([flag], [flag, "--train.colocate_all"])
     changed = advised[0].run
     assert {role.group for role in changed.roles} == {one}
@@ -760,7 +733,7 @@ def test_advice_separates_flags_to_give_from_flags_to_leave_out(flags: tuple[str
     advised = advice.Advice(flags, "why", run(), True)
     assert str(advised) == text
     console = Console(record=True, width=400, file=io.StringIO())
-    print_assessment(console, assess(run(), uniform_machines(1, 8, 80, 64, 2000), SHAPES), [advised], None)
+    print_assessment(console, assess(run(), NODE, SHAPES), [advised], None)
     assert f"try: {text}  (why)" in console.export_text()
 
 
@@ -783,12 +756,11 @@ def test_all_share_gpus_where_there_are_too_few(asked: dict[str, Any], flags: tu
     asked = {"vllm__num_engines": 4, "vllm__tensor_parallel_size": 2, "ds__adam_offload": False} | asked
     planned = run_of("0.11.2", sections(**asked))
     shapes = dict.fromkeys([role.model for role in planned.roles], SMALL)
-    machines = uniform_machines(1, 8, 80, 64, 2000)
-    found = assess(planned, machines, shapes)
+    found = assess(planned, NODE, shapes)
     assert "GPUs are requested" in found.refusal
-    (advised,) = advise(found, machines, shapes)
+    (advised,) = advise(found, NODE, shapes)
     assert advised.flags == flags
-    assert not assess(advised.run, machines, shapes).problems
+    assert not assess(advised.run, NODE, shapes).problems
     followed = asked | {"train__colocate_all": True, "train__colocate_critic_reward": False}
     followed |= {"vllm__enable_sleep": True, "vllm__num_engines": 4}
     followed |= {"ds__enable_sleep": not asked["ds__adam_offload"]}
@@ -836,20 +808,19 @@ def test_sharing_and_less_memory_are_advised_together() -> None:
 
 
 def test_a_batch_that_deepspeed_accepts_is_advised() -> None:
-    machines = uniform_machines(2, 8, 80, 64, 2000)
-    found = assess(run(actor=6), machines, SHAPES)
+    found = assess(run(actor=6), LARGE, SHAPES)
     assert "multiple of 6" in found.contradictions[0]
-    assert [one.flags for one in advise(found, machines, SHAPES)] == [("--train.batch_size 126",)]
-    small = assess(run(actor=6, batch=1), machines, SHAPES)
-    assert [one.flags for one in advise(small, machines, SHAPES)] == [("--train.batch_size 6",)]
+    assert [one.flags for one in advise(found, LARGE, SHAPES)] == [("--train.batch_size 126",)]
+    small = assess(run(actor=6, batch=1), LARGE, SHAPES)
+    assert [one.flags for one in advise(small, LARGE, SHAPES)] == [("--train.batch_size 6",)]
 
 
 def test_what_would_fit_has_engines_that_vllm_accepts() -> None:
     """`vLLM cannot split 14 heads over 3 GPUs` stood next to `would fit: 2 engines x 3 GPUs`."""
-    refusal = assess(run(engines=Engines(5, 3)), uniform_machines(2, 8, 80, 64, 2000), SHAPES).refusal
+    refusal = assess(run(engines=Engines(5, 3)), LARGE, SHAPES).refusal
     assert refusal
     assert "would fit" not in refusal
-    fits = assess(run(engines=Engines(5, 2)), uniform_machines(2, 8, 80, 64, 2000), SHAPES).refusal
+    fits = assess(run(engines=Engines(5, 2)), LARGE, SHAPES).refusal
     assert "would fit: actor 1 x 8 GPUs, 4 engines x 2 GPUs" in fits
 
 
@@ -860,7 +831,7 @@ def test_nodes_with_different_gpus_are_seen(tmp_path: Path) -> None:
     found = assess(run(), machines, SHAPES)
     assert any("1 with H100 80 GiB, 1 with L40S 48 GiB" in note for note in found.notes)
     assert "node-2: 8 GPUs L40S" in shown(found, machines)
-    same = uniform_machines(2, 8, 80, 64, 500)
+    same = CLUSTER
     assert not any("different GPUs" in note for note in assess(run(), same, SHAPES).notes)
 
 
@@ -879,13 +850,8 @@ def test_engines_are_sized_for_the_smallest_gpu_that_they_use() -> None:
 
 
 def test_the_type_of_a_ray_node_is_that_of_its_resource() -> None:
-    table = [
-        {
-            "Alive": True,
-            "NodeManagerAddress": "a",
-            "Resources": {"GPU": 8.0, "CPU": 64.0, "accelerator_type:H100": 1.0},
-        }
-    ]
+    resources = {"GPU": 8.0, "CPU": 64.0, "accelerator_type:H100": 1.0}
+    table = [{"Alive": True, "NodeManagerAddress": "a", "Resources": resources}]
     (machine,) = cluster_spec.machines_of_nodes(table, [FreeNode("a", 8, 64, 8)], 80.0)
     assert machine.gpu_type == "H100"
 
@@ -922,7 +888,7 @@ def test_models_that_are_not_trained_divide_the_batch_too(
     groups = (Group("actor", 1, 8), Group("ref", 1, 6))
     roles = (planned.roles[0], replace(planned.roles[1], ranks=6))
     planned = replace(planned, roles=roles, request=replace(planned.request, groups=groups))
-    found = assess(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    found = assess(planned, LARGE, SHAPES)
     ends = [problem.rsplit(" ", 1)[1] for problem in found.problems]
     assert ends == refused, found.problems
     repaired = [run.batch for flags, _, run in advice._changes(planned) if "batch_size" in flags[0]]
@@ -933,16 +899,15 @@ def test_models_that_are_not_trained_divide_the_batch_too(
 def test_the_ranks_of_a_ring_are_no_ranks_of_their_own_unless_a_flat_release_evaluates() -> None:
     """OpenRLHF 0.5.1 multiplies the batch of a trained model by the ring, and not that of another."""
     planned = run(ring=2, batch=4)
-    machines = uniform_machines(2, 8, 80, 64, 2000)
-    assert not assess(planned, machines, SHAPES).problems
-    (problem,) = assess(replace(planned, release="0.5.1"), machines, SHAPES).problems
+    assert not assess(planned, LARGE, SHAPES).problems
+    (problem,) = assess(replace(planned, release="0.5.1"), LARGE, SHAPES).problems
     assert problem.endswith("a multiple of 8, the micro batch of 1 on all data-parallel ranks of ref")
 
 
 def test_tuning_leaves_the_micro_batches_of_dynamic_batches() -> None:
     """DeepSpeed compares them with the batch of models that are not trained; nothing else uses them."""
     planned = run(tokens=8192, rollout_tokens=8192, train_batch=2, rollout_batch=4, batch=1024)
-    tuned = tune(planned, uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    tuned = tune(planned, LARGE, SHAPES)
     assert tuned.fits
     assert (tuned.run.train_batch, tuned.run.rollout_batch) == (2, 4)
     assert not any("micro_batch" in setting.text for setting in tuned.settings)
@@ -1025,7 +990,7 @@ def test_adapters_of_experts_in_one_parameter_have_twice_the_rank_for_gate_and_u
 )
 def test_saving_needs_host_memory(changes: dict[str, Any], copies: list[int]) -> None:
     """Rank 0 gathers the weights; those that are not sharded OpenRLHF 0.11.2 copies on every rank."""
-    found = assess(run("big", **changes), uniform_machines(2, 8, 80, 64, 2000), SHAPES)
+    found = assess(run("big", **changes), LARGE, SHAPES)
     assert sorted(node.memory_saving for node in found.nodes) == [2 * QWEN_7B.total * each for each in copies]
     for node in found.nodes:
         assert node.memory_needed >= node.memory_running + node.memory_saving

@@ -259,9 +259,7 @@ def test_a_rank_that_fails_first_ends_the_broadcast_of_the_others(hanging: Gpu) 
 @ANY_ORDER
 def test_a_lost_engine_aborts_the_broadcast_for_which_the_gpu_waits(hanging: Gpu) -> None:
     """DeepSpeed's next gather waits for all work of the GPU, without a deadline."""
-
-    def lost() -> None:
-        raise PeerError("engine 0 is dead")
+    lost = MagicMock(side_effect=PeerError("engine 0 is dead"))
 
     def run(rank: int) -> None:
         group = sync.create_group(HOST, PORT, rank, 2, rank, "nccl")
@@ -277,28 +275,18 @@ def test_a_lost_engine_aborts_the_broadcast_for_which_the_gpu_waits(hanging: Gpu
 
 
 @ANY_ORDER
+@pytest.mark.parametrize(("fault", "value"), [("absent", {1}), ("hangs_in_constructor", True)])
 def test_a_rank_that_does_not_join_nccl_is_an_error_within_the_deadline(
-    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, fault: str, value: object
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
-    cuda.nccl.absent = {1}
+    setattr(cuda.nccl, fault, value)
     start = time.monotonic()
     for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
         assert isinstance(error, sync.SyncError)
         assert "nccl, joining the communicator" in str(error)
     assert time.monotonic() - start < SECONDS
-
-
-@ANY_ORDER
-def test_a_constructor_of_nccl_that_does_not_end_is_aborted_at_the_deadline(
-    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
-    cuda.nccl.hangs_in_constructor = True
-    for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
-        assert isinstance(error, sync.SyncError)
-        assert "nccl, joining the communicator" in str(error)
-    assert [each.aborts for each in cuda.communicators] == [1, 1]
+    assert fault == "absent" or [each.aborts for each in cuda.communicators] == [1, 1]
 
 
 @ANY_ORDER
@@ -328,75 +316,48 @@ def test_a_missing_nccl_is_an_error_unless_the_rank_is_alone(cuda: Gpu) -> None:
     assert alone == "nccl"
 
 
-def lose_library(gpu: Gpu) -> None:
-    gpu.nccl.missing = "libnccl.so.2: cannot open"
-
-
-def lose_library_of_older_vllm(gpu: Gpu) -> None:
-    lose_library(gpu)
-    without_vllms_groups()
-
-
-def install_defect(_: Gpu) -> None:
-    """Let the test replace the list of what is installed."""
-
-
-def share(gpu: Gpu) -> None:
-    gpu.uuids[1] = gpu.uuids[0]
-
-
-def hide(gpu: Gpu) -> None:
-    gpu.uuids.clear()
-
-
-def hang(gpu: Gpu) -> None:
-    gpu.nccl.hangs = True
-
-
-def corrupt(gpu: Gpu) -> None:
-    gpu.nccl.corrupts = True
-
-
-def hang_in_constructor(gpu: Gpu) -> None:
-    gpu.nccl.hangs_in_constructor = True
-
-
-def keep_away(gpu: Gpu) -> None:
-    gpu.nccl.absent = {1}
+MISSING = {"missing": "libnccl.so.2: cannot open"}
+LATE = "no broadcast over NCCL finished within 1 s"
 
 
 @ANY_ORDER
 @pytest.mark.parametrize(
-    ("fault", "reason", "aborted"),
+    ("fault", "of_nccl", "reason", "aborted"),
     [
-        (lose_library, "cannot use NCCL: libnccl.so.2: cannot open", []),
-        (lose_library_of_older_vllm, "cannot use NCCL: torch was built without it", []),
-        (install_defect, "cannot use NCCL: weight sync over nccl is known not to work here: ", []),
-        (share, "share GPU 00000000-aaaa, which NCCL refuses", []),
-        (hide, "rank 0 (the trainer) on 127.0.0.1 has no GPU", []),
-        (hang, "no broadcast over NCCL finished within 1 s", [1, 1]),
-        (hang_in_constructor, "no broadcast over NCCL finished within 1 s", [1, 1]),
-        (corrupt, "rank 1 on 127.0.0.1: a test broadcast delivered different bytes", [1, 1]),
-        (keep_away, "no broadcast over NCCL finished within 1 s", [1, 1]),
+        ("", MISSING, "cannot use NCCL: libnccl.so.2: cannot open", []),
+        ("older vLLM", MISSING, "cannot use NCCL: torch was built without it", []),
+        ("versions", {}, "cannot use NCCL: weight sync over nccl is known not to work here: ", []),
+        ("one GPU", {}, "share GPU 00000000-aaaa, which NCCL refuses", []),
+        ("no GPU", {}, "rank 0 (the trainer) on 127.0.0.1 has no GPU", []),
+        ("", {"hangs": True}, LATE, [1, 1]),
+        ("", {"hangs_in_constructor": True}, LATE, [1, 1]),
+        ("", {"corrupts": True}, "rank 1 on 127.0.0.1: a test broadcast delivered different bytes", [1, 1]),
+        ("", {"absent": {1}}, LATE, [1, 1]),
     ],
 )
 def test_auto_uses_gloo_on_every_rank_if_nccl_fails_on_one(
     cuda: Gpu,
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[Gpu], None],
+    fault: str,
+    of_nccl: dict[str, Any],
     reason: str,
     aborted: list[int],
 ) -> None:
     logged: list[str] = []
-    if fault is install_defect:
+    if fault == "versions":
         versions = {"openrlhf": "0.5.1", "vllm": "0.4.3"}.items()
         bad = [SimpleNamespace(name=name, version=version) for name, version in versions]
         monkeypatch.setattr(backend_selection, "distributions", lambda: bad)
-    if fault in (hang, hang_in_constructor, keep_away):
+    if fault == "older vLLM":
+        without_vllms_groups()
+    if fault in ("one GPU", "no GPU"):
+        cuda.uuids[:] = [cuda.uuids[0]] * 2 if fault == "one GPU" else []
+    if reason == LATE:
         monkeypatch.setattr(backend_selection, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(backend_selection, "GlooGroup", lambda members: SimpleNamespace(rank=members.rank))
     monkeypatch.setattr(run_log, "info", logged.append)
-    fault(cuda)
+    for name, value in of_nccl.items():
+        setattr(cuda.nccl, name, value)
     groups = both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "auto"))
     assert [group.rank for group in groups] == [0, 1]
     assert all(reason in group.selection for group in groups)

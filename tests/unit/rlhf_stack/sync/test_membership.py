@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack import sync
@@ -103,8 +104,7 @@ def test_what_a_watch_raises_ends_a_transfer_and_is_the_cause_for_the_others(
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "2")
     first, other = joined(cuda, 2)
 
-    def watch() -> None:
-        raise PeerError("engine 3 is dead")
+    watch = MagicMock(side_effect=PeerError("engine 3 is dead"))
 
     def wait(members: Members, watch: Watch) -> None:
         with members.syncing(watch):

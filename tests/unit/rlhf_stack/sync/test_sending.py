@@ -114,13 +114,10 @@ def test_a_lost_engine_ends_the_transfer_and_shards_are_gathered_to_the_end(
 
 
 def test_a_lost_engine_ends_the_wait_for_its_worker_on_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> None:
-        raise PeerError("engine 0 is dead")
-
     monkeypatch.setattr(same_gpu, "POLL_SECONDS", 0.01)
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with own, other:
         link = same_gpu.Link(own, "the engine worker on GPU 3")
-        link.watch = lost
+        link.watch = MagicMock(side_effect=PeerError("engine 0 is dead"))
         with pytest.raises(PeerError, match="engine 0 is dead"):
             link.receive("to load bucket 2 of 9")

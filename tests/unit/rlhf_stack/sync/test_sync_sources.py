@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from rlhf_stack.accelerator import devices
@@ -212,10 +213,7 @@ def test_rank_0_ends_the_formation_of_the_other_groups_when_an_engine_is_lost(
 ) -> None:
     """Otherwise the other sources, which do not know the engines' calls, wait for the deadline."""
     ended: list[Any] = []
-
-    def lost(*_: Any) -> None:
-        raise SyncError("engine 1 is dead")
-
+    lost = MagicMock(side_effect=SyncError("engine 1 is dead"))
     monkeypatch.setattr(sources, "wait_for_engine_results", lost)
     monkeypatch.setattr(sources, "end_formation", lambda *call: ended.append(call))
     ranks = [trainer(GlooGroup.__new__(GlooGroup)), trainer(None), trainer(None)]

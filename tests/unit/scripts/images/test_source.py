@@ -14,11 +14,7 @@ from scripts.paths import ROOT
 CELLS = expand(load())
 CELL = next(cell for cell in CELLS if cell.is_default)
 IMAGES = (
-    "Dockerfile",
-    "base/customize.sh",
-    "tools/new",
-    "rootfs/etc/new",
-    "runtime/pyproject.toml",
+    *("Dockerfile", "base/customize.sh", "tools/new", "rootfs/etc/new", "runtime/pyproject.toml"),
     "runtime/rlhf_stack/__init__.py",
 )
 OTHERS = (

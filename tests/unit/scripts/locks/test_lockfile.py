@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -219,10 +220,7 @@ def test_a_lock_that_the_index_would_change_is_reported(
 def test_findings_are_reported_before_an_index_error(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: resolver.Question) -> str:
-        raise UserError("the package index cannot be reached")
-
-    monkeypatch.setattr(resolver, "answer", fail)
+    monkeypatch.setattr(resolver, "answer", MagicMock(side_effect=UserError("no answer")))
     project.write_text(TEXT.replace("ray==2.55.0", "ray==2.54.0"), encoding="utf-8")
     with pytest.raises(UserError):
         commands.lock([CELL.id], host=True, check=True)
@@ -232,10 +230,7 @@ def test_findings_are_reported_before_an_index_error(
 def test_a_failed_resolution_leaves_the_files_as_they_were(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: resolver.Question) -> str:
-        raise UserError("the package index cannot be reached")
-
-    monkeypatch.setattr(resolver, "answer", fail)
+    monkeypatch.setattr(resolver, "answer", MagicMock(side_effect=UserError("no answer")))
     with pytest.raises(UserError):
         commands.lock([CELL.id])
     assert project.read_text(encoding="utf-8") == TEXT

@@ -91,14 +91,7 @@ def test_a_stand_in_is_the_twin_with_the_defaults_of_the_cell(cell: Cell) -> Non
     assert {setting.name: setting.value for setting in cell.env}.items() <= values.items()
     assert {setting.name for setting in twin.env} <= set(values)
     same = (
-        "packages",
-        "requirements",
-        "excluded",
-        "overrides",
-        "layers",
-        "build_from_source",
-        "base",
-        "lock",
+        *("packages", "requirements", "excluded", "overrides", "layers", "build_from_source", "base", "lock"),
     )
     assert all(getattr(found, name) == getattr(twin, name) for name in same)
     assert targets.requirements(found) == targets.requirements(twin)

@@ -56,11 +56,8 @@ def executed(after: str, call: str, folder: Path) -> dict[str, bool]:
         ("def one(x):", "def one(x, y=1):", 4, "one(1)", "two()"),
         ("def two():", "@staticmethod\ndef two():", 11, "two()", "one(1)"),
         (
-            "except KeyError:",
-            "except LookupError:",
-            14,
-            "two.__globals__.update(OSError=KeyError); two()",
-            "two()",
+            *("except KeyError:", "except LookupError:", 14),
+            *("two.__globals__.update(OSError=KeyError); two()", "two()"),
         ),
         ("class Kind:", "class Kind(object):", 18, "1", ""),
     ],

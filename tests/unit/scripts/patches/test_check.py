@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import date, timedelta
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import typer
@@ -73,10 +74,7 @@ def test_the_command_fails_for_one_and_reports_what_it_could_not_check(
     failed = run(APP, ["patches", "check"])
     assert failed.exit_code == 1
     assert "does not apply" in failed.output
-
-    def unreachable(*_: object) -> Path:
-        raise UserError("the package index cannot be reached")
-
+    unreachable = MagicMock(side_effect=UserError("the package index cannot be reached"))
     monkeypatch.setattr(commands, "fetch_pristine", unreachable)
     unchecked = run(APP, ["patches", "check"])
     assert unchecked.exit_code == 0

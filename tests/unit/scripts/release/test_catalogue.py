@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -416,9 +417,7 @@ def test_a_history_that_git_cannot_read_is_an_error(
 
 
 def test_the_check_goes_on_without_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> list[str]:
-        raise UserError("git cannot list what was removed: why")
-
+    fail = MagicMock(side_effect=UserError("git cannot list what was removed: why"))
     monkeypatch.setattr(catalogue, "removed", fail)
     monkeypatch.setattr(catalogue, "stale", lambda *_: ["a page is stale"])
     assert catalogue.check(offline=True) == ["a page is stale", "git cannot list what was removed: why"]
