@@ -7,6 +7,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
+import replacing
 from rlhf_stack.accelerator import devices
 from rlhf_stack.cli.main import main
 from rlhf_stack.compat.deepspeed_ops import CPU_ADAM, FUSED_ADAM, missing_for
@@ -128,7 +129,7 @@ def test_supervised_training_takes_two_steps(tmp_path, command):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launcher, "-m", command.module, *arguments],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=os.environ | replacing.variables(tmp_path) | {"HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
