@@ -135,12 +135,11 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     measured = known.get(cell.id)
     if measured is None:
         return RECIPE_ONLY if cell.sources else NO_RECORDS
-    failed = sorted(name for name, suite in measured.suites.items() if suite.outcome != "passed")
+    failed, absent = _failed(measured), _absent(cell, measured)
     noun = "test" if measured.passed == 1 else "tests"
     tests = f"{measured.passed} {noun} passed on a CPU" if measured.passed else "no test"
     if failed:
         tests = f"failed: {', '.join(failed)}"
-    absent = [name for name in records.required(cell) if name not in measured.suites]
     not_run = [f"not run: {', '.join(absent)}"] if absent else []
     if not facts.is_current(cell, measured):
         return "; ".join([NOT_YET.format(_short(measured.inputs), tests), *not_run])
@@ -150,6 +149,16 @@ def status(cell: Cell, known: Mapping[str, Facts]) -> str:
     ran = certificates.of_cell(certificates.load(), cell.id, measured.inputs)
     never = [] if cell.accelerator.kind == "cpu" else ["this build never ran on a GPU"]
     return "; ".join([*parts, *([ran] if ran else never)])
+
+
+def _failed(measured: Facts) -> list[str]:
+    """Return the suites that did not pass on a cell's image."""
+    return sorted(name for name, suite in measured.suites.items() if suite.outcome != "passed")
+
+
+def _absent(cell: Cell, measured: Facts) -> list[str]:
+    """Return the required suites that were not run on a cell's image."""
+    return [name for name in records.required(cell) if name not in measured.suites]
 
 
 def reservations(name: str, suite: SuiteResult) -> list[str]:
@@ -328,11 +337,10 @@ def _section(cell: Cell, known: Mapping[str, Facts]) -> dict[str, Any]:
     if measured is None:
         return section
     current = facts.is_current(cell, measured)
-    absent = [name for name in records.required(cell) if name not in measured.suites]
-    passed = all(suite.outcome == "passed" for suite in measured.suites.values())
+    absent = _absent(cell, measured)
     return section | {
         "current": current,
-        "verified": current and passed and not absent,
+        "verified": current and not absent and not _failed(measured),
         "commit": _commit(measured.revision),
         "inputs": _short(measured.inputs),
         "source": _short(measured.source),

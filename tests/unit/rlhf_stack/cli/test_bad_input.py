@@ -438,6 +438,7 @@ WRONG_USAGE = [
     ("plan", "--nodes 2 -- ls", "'ls' does not start a run"),
     ("start", "", "one of the arguments --head --join is required"),
     ("start", "--head --port 99999", "expected a port"),
+    ("start", "--join a:b:c --dry-run", "expected the head's HOST or HOST:PORT"),
     ("start", "--join no-such-host.invalid:6379 --dry-run", "'no-such-host.invalid' has no address"),
     ("start", "--head --num-gpus -1", "'-1': expected a whole number of at least 0"),
     ("check-network", "--size nan", "'nan': expected a number greater than 0"),

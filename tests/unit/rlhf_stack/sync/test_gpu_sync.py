@@ -275,18 +275,28 @@ def test_a_lost_engine_aborts_the_broadcast_for_which_the_gpu_waits(hanging: Gpu
 
 
 @ANY_ORDER
-@pytest.mark.parametrize(("fault", "value"), [("absent", {1}), ("hangs_in_constructor", True)])
 def test_a_rank_that_does_not_join_nccl_is_an_error_within_the_deadline(
-    cuda: Gpu, monkeypatch: pytest.MonkeyPatch, fault: str, value: object
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
-    setattr(cuda.nccl, fault, value)
+    cuda.nccl.absent = {1}
     start = time.monotonic()
     for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
         assert isinstance(error, sync.SyncError)
         assert "nccl, joining the communicator" in str(error)
     assert time.monotonic() - start < SECONDS
-    assert fault == "absent" or [each.aborts for each in cuda.communicators] == [1, 1]
+
+
+@ANY_ORDER
+def test_a_constructor_of_nccl_that_does_not_end_is_aborted_at_the_deadline(
+    cuda: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
+    cuda.nccl.hangs_in_constructor = True
+    for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
+        assert isinstance(error, sync.SyncError)
+        assert "nccl, joining the communicator" in str(error)
+    assert [each.aborts for each in cuda.communicators] == [1, 1]
 
 
 @ANY_ORDER

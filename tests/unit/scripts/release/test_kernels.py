@@ -71,9 +71,9 @@ def damaged_wheel() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.so", b"a" * 1000)
-        begin = archive.fp.tell() if archive.fp else 0
     content = bytearray(buffer.getvalue())
-    content[begin - 8 : begin] = b"\xff" * 8
+    begin = 30 + len("a.so")  # after the header of a file
+    content[begin : begin + 8] = b"\xff" * 8
     return bytes(content)
 
 
