@@ -32,7 +32,7 @@ from scripts.digests import sha256
 from scripts.errors import UserError
 from scripts.paths import ROOT
 from scripts.release import gpu_kit
-from scripts.release.facts import measurements
+from scripts.release.facts import all_measurements
 from scripts.testing.records import COMMITTED, decode
 
 FOLDER = ROOT / "images" / "certificates"
@@ -77,7 +77,7 @@ def unknown(found: Sequence[Certificate], records: Path = COMMITTED) -> list[str
 
 def _cells(records: Path) -> dict[str, str]:
     """The cells by the inputs digest of each measured image."""
-    return {one.inputs: one.cell for one in measurements("*", records)}
+    return {one.inputs: one.cell for one in all_measurements(records)}
 
 
 def add(file: Path, known: Mapping[str, str], folder: Path = FOLDER, note: str = "") -> Path:

@@ -140,11 +140,8 @@ def keep(measured: Measured, root: Path = COMMITTED, local: Path = RECORDS) -> N
 
 
 def measurements(cell_id: str, root: Path = COMMITTED) -> list[Measured]:
-    """Return the measurements of a cell's images, oldest first, of all cells for ``*``.
-
-    `UserError` if one was altered.
-    """
-    found = [_measurement(file) for file in sorted(root.glob(f"{cell_id}/*/{MEASURED}/*.json"))]
+    """Return the measurements of a cell's images, oldest first; `UserError` if one was altered."""
+    found = [_measurement(file) for file in sorted((root / cell_id).glob(f"*/{MEASURED}/*.json"))]
     return sorted(found, key=lambda measured: measured.when)
 
 
@@ -178,9 +175,14 @@ def _results(measured: Measured, root: Path) -> dict[str, list[Record]]:
     return {name: attempts for name, attempts in by_suite.items() if attempts}
 
 
+def all_measurements(root: Path = COMMITTED) -> list[Measured]:
+    """Return the measurements of every image; `UserError` if one was altered."""
+    return [_measurement(file) for file in sorted(root.glob(f"*/*/{MEASURED}/*.json"))]
+
+
 def inputs_of_images(root: Path = COMMITTED) -> dict[str, str]:
     """Return the inputs digest of each image that was measured, by its id."""
-    return {measured.image: measured.inputs for measured in measurements("*", root)}
+    return {measured.image: measured.inputs for measured in all_measurements(root)}
 
 
 def _result(attempts: Sequence[Record]) -> SuiteResult:
