@@ -124,7 +124,7 @@ def test_a_client_without_the_token_is_refused(shell, head, tmp_path):
     assert "InvalidAuthToken" in stranger.stderr
     joining = shell.stack("start", "--join", head["nodes"][0]["address"], "--dry-run", HOME=str(tmp_path))
     assert joining.returncode == 2
-    assert "this machine has none" in joining.stderr
+    assert "this machine has no token; a head has one" in joining.stderr
     messages = {
         "check-network": "InvalidAuthToken",
         "submit -- true": "it requires the head's token, which this machine does not have",
