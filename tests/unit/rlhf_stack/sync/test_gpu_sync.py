@@ -293,9 +293,11 @@ def test_a_constructor_of_nccl_that_does_not_end_is_aborted_at_the_deadline(
 ) -> None:
     monkeypatch.setenv(env_vars.SYNC_TIMEOUT, DEADLINE)
     cuda.nccl.hangs_in_constructor = True
+    start = time.monotonic()
     for error in both(cuda, lambda rank: sync.create_group(HOST, PORT, rank, 2, rank, "nccl")):
         assert isinstance(error, sync.SyncError)
         assert "nccl, joining the communicator" in str(error)
+    assert time.monotonic() - start < SECONDS
     assert [each.aborts for each in cuda.communicators] == [1, 1]
 
 
