@@ -188,3 +188,5 @@ def place_sources(cell: Cell, layer: Layer, lock_text: str, folder: Path) -> Non
         if build.recipe:
             shutil.copytree(IMAGES / "sources" / build.recipe, folder / build.recipe)
             write(folder / build.recipe / "sdist.txt", source_pin(cell, build.package, lock_text))
+        if build.edit:
+            shutil.copy(IMAGES / "sources" / build.edit / "edit", folder / f"{build.package}.edit")

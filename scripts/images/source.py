@@ -44,7 +44,8 @@ def source_digest(cell: Cell) -> str:
 
 def _files(cell: Cell) -> Iterator[Path]:
     images, scripts = ROOT / "images", ROOT / "scripts"
-    recipes = [f"sources/{build.recipe}" for build in cell.build_from_source if build.recipe]
+    named = [name for build in cell.build_from_source for name in (build.recipe, build.edit) if name]
+    recipes = [f"sources/{name}" for name in named]
     vendor = ["vendor"] if any(source.image for source in cell.sources) else []
     yield from (file for file in (lockfile.path(cell), debian.path(cell.base)) if file.exists())
     for top in (

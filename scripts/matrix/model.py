@@ -231,6 +231,10 @@ class SourceBuild(_Struct, frozen=True):
             "the package itself is then installed from its released wheel."
         ),
     ] = None
+    edit: Annotated[
+        Name | None,
+        Meta(description="Folder of images/sources with a command `edit` that changes the unpacked source."),
+    ] = None
     env: BuildEnv = ()
 
 

@@ -1,6 +1,5 @@
 """Adam: torch's, which replaces DeepSpeed's if that is not compiled, and one that was continued."""
 
-import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,11 +64,24 @@ def test_torch_s_adamw_equals_deepspeed_s(
     of_deepspeed = trained(deepspeed_ops.adam_class(offload), seed=0)
     monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
     substitute = deepspeed_ops.adam_class(offload)
-    assert isinstance(substitute, functools.partial)
+    assert substitute is deepspeed_ops.torch_adamw
     of_torch = trained(substitute, seed=0)
     torch.testing.assert_close(of_torch, of_deepspeed, rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(of_torch, trained(substitute, seed=1), rtol=1e-5, atol=1e-6)
+
+
+def test_torch_s_adamw_accepts_parameters_that_a_gpu_does_not_have_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OpenRLHF 0.5.1 creates the optimizer before DeepSpeed moves the model."""
+    import torch
+    from rlhf_stack.compat import deepspeed_ops
+
+    monkeypatch.setattr(deepspeed_ops, "load_adam_operator", lambda _: False)
+    monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: True)
+    optimizer = deepspeed_ops.adam_class(offload=False)([torch.nn.Parameter(torch.zeros(4))], **ARGUMENTS)
+    assert [group["fused"] for group in optimizer.param_groups] == [True]
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -7,7 +7,6 @@ was killed while it compiled. OpenRLHF's optimiser is selected here before DeepS
 import ast
 import contextlib
 import fcntl
-import functools
 import importlib.util
 import io
 import os
@@ -49,7 +48,18 @@ def adam_class(offload: bool) -> Any:
         from deepspeed.ops import adam
 
         return adam.DeepSpeedCPUAdam if offload else adam.FusedAdam
-    return functools.partial(torch.optim.AdamW, fused=devices.is_gpu())
+    return torch_adamw
+
+
+def torch_adamw(parameters: Any, **options: Any) -> Any:
+    """Return torch's AdamW, whose steps are fused on a GPU.
+
+    DeepSpeed moves its parameters to the GPU later: torch 2.3 refuses ``fused=True`` for those on the CPU.
+    """
+    optimizer = torch.optim.AdamW(parameters, **options)
+    for group in optimizer.param_groups:
+        group["fused"] = devices.is_gpu()
+    return optimizer
 
 
 def load_adam_operator(offload: bool) -> bool:

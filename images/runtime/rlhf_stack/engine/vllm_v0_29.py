@@ -31,6 +31,7 @@ from rlhf_stack.engine.layerwise_reload import LayerwiseReload
 from rlhf_stack.engine.startup import TRANSFER_BACKEND
 from rlhf_stack.lazy import torch
 from rlhf_stack.sync import SyncError, create_group, same_gpu
+from rlhf_stack.sync.engine_parameters import require_head
 from rlhf_stack.sync.group import WeightGroup
 from rlhf_stack.sync.nccl import StreamGroup
 from rlhf_stack.sync.reads import Reads
@@ -150,6 +151,7 @@ class SyncGroupEngine(Engine):  # type: ignore[misc]
         if self.reads is not None:
             self.reads.ended()
         sent, unsent = by_written(self.model, written)
+        require_head(sent, unsent - self.sent_before)
         if unsent != self.unsent:
             self.report["unsent"] = sorted(unsent)
         self.unsent, self.sent_before = unsent, self.sent_before | sent

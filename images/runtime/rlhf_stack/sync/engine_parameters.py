@@ -1,7 +1,7 @@
 """The trainer's parameters as engines know them: in the checkpoint's layout, LoRA adapters of PEFT merged."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,3 +144,17 @@ def lora_obstacle(arguments: Any) -> str:
         ),
     }
     return next((text for text, applies in obstacles.items() if applies), "")
+
+
+def require_head(sent: Collection[str], never_sent: Collection[str]) -> None:
+    """Raise `SyncError` if an engine's output layer keeps its first values while its embeddings do not.
+
+    The trainer then ties both, and the engine does not. The names in ``sent`` and ``never_sent`` are vLLM's.
+    """
+    heads = [name for name in never_sent if name.endswith("lm_head.weight")]
+    if heads and any(name.endswith("embed_tokens.weight") for name in sent):
+        raise SyncError(
+            f"weight sync: the engine has {heads[0]} of its own, and the trainer has none, as it shares the "
+            "embeddings: remove lm_head.weight from the checkpoint if it equals them, or set "
+            "tie_word_embeddings to false in its config.json"
+        )

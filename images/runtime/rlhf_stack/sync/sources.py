@@ -20,6 +20,8 @@ from rlhf_stack.sync.joining import WHAT, engine_calls
 from rlhf_stack.sync.membership import end_formation, listen
 from rlhf_stack.sync.trainer import own_group, shares_gpus
 
+MOST_SELECTED = 8  # a few fill the links of the engines, and each has a connection to every worker
+
 
 def are_possible(trainer: Any) -> bool:
     """Report whether several trainer ranks may send; the same on every rank."""
@@ -38,14 +40,15 @@ def have_joined(trainer: Any) -> bool:
 def select(nodes: Sequence[str], number: int | None) -> list[int]:
     """Return the trainer ranks that send, from rank 0 on, on as many nodes as possible.
 
-    ``nodes`` are the addresses of all ranks' nodes; None as ``number`` means one rank on each node.
+    ``nodes`` are the addresses of all ranks' nodes; None as ``number`` means one rank on each node, up to
+    `MOST_SELECTED` of them.
     `SyncError` if there are fewer ranks than ``number``.
     """
     if number is not None and number > len(nodes):
         raise SyncError(f"{env_vars.SYNC_SOURCES}={number}: the trainer has {len(nodes)} ranks")
     turns = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]  # of each rank on its node
     order = sorted(range(len(nodes)), key=lambda rank: (turns[rank], rank))
-    return order[: len(set(nodes)) if number is None else number]
+    return order[: min(len(set(nodes)), MOST_SELECTED) if number is None else number]
 
 
 def join(trainer: Any) -> None:

@@ -30,6 +30,8 @@ WORLD = 1 + ENGINES * TP
         ("aab", None, [0, 2]),
         ("aabb", None, [0, 2]),
         ("abab", None, [0, 1]),
+        ("abcdefghij", None, [*range(8)]),
+        ("abcdefghij", 9, [*range(9)]),
         ("aabb", 1, [0]),
         ("aabb", 2, [0, 2]),
         ("aabb", 3, [0, 2, 1]),

@@ -88,10 +88,25 @@ def test_the_folder_of_a_build_has_the_same_name_every_time(builder: Builder) ->
     assert (builder.folder / "log").read_text().splitlines() == [f"compiled {folder}"] * 2
 
 
+def test_a_source_distribution_is_edited_before_it_is_built(builder: Builder) -> None:
+    builder.write("layer/sources/deepspeed.edit", '#!/bin/sh\necho edited >"$1/edited"\n')
+    (builder.folder / "layer" / "sources" / "deepspeed.edit").chmod(0o755)
+    assert builder.run("first") == 0
+    assert (builder.folder / "sources" / "deepspeed-1" / "edited").exists()
+
+
+def test_an_edit_that_fails_ends_the_build(builder: Builder) -> None:
+    builder.write("layer/sources/deepspeed.edit", "#!/bin/sh\nexit 1\n")
+    (builder.folder / "layer" / "sources" / "deepspeed.edit").chmod(0o755)
+    assert builder.run("first") != 0
+    assert builder.compiled == 0
+
+
 CHANGES: dict[str, Callable[[Builder], object]] = {
     "source distribution": lambda it: it.write("layer/requirements.txt", "deepspeed==1 --hash=sha256:9\n"),
     "flags": lambda it: it.write("layer/sources/env", "A=2\n"),
     "torch": lambda it: it.write("layer/sources/built-against.txt", "torch==1 --hash=sha256:9\n"),
+    "an edit of another package": lambda it: it.write("layer/sources/vllm.edit", ""),
     "a file of a recipe": lambda it: it.write("layer/sources/setup.py", ""),
     "build-source": lambda it: it.write(
         "build-source", f"{(it.folder / 'build-source').read_text()}\n# another step\n"

@@ -94,4 +94,5 @@ def test_every_recipe_of_a_cell_is_a_source() -> None:
     for cell in CELLS:
         found = {str(file.relative_to(ROOT)) for file in source._files(cell)}
         for build in cell.build_from_source:
-            assert not build.recipe or any(f"images/sources/{build.recipe}/" in name for name in found)
+            for folder in filter(None, (build.recipe, build.edit)):
+                assert any(f"images/sources/{folder}/" in name for name in found)
