@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,17 +19,18 @@ from rlhf_stack.diagnostics.doctor.checks import environment_of
 from rlhf_stack.diagnostics.doctor.collect import collect_facts
 from rlhf_stack.errors import UserError
 from rlhf_stack.known_bad.finding import ERROR
+from rlhf_stack.openrlhf.run_spec import Run
 from rlhf_stack.recovery import job as jobs
 from rlhf_stack.recovery import preemption
 from rlhf_stack.recovery.attempts import Attempt
-from rlhf_stack.recovery.checkpoints import checkpoints_of
+from rlhf_stack.recovery.checkpoints import Checkpoints, checkpoints_of
 from rlhf_stack.recovery.job import Ended, HeadSilentError
 from rlhf_stack.recovery.ray_cluster import RayCluster
 from rlhf_stack.recovery.supervisor import (
     Limits,
-    State,
     Supervisor,
     TakenOverError,
+    first_state,
     is_taken_over,
     last_saved,
     read_state,
@@ -63,12 +65,12 @@ class Supervision:
     ) -> None:
         self._server, self._address, self._words, self._limits = server, address, words, limits
         run, checkpoints = checkpoints_of(words)
+        _check_folder(run, checkpoints, limits, environment().get("working_dir"))
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
         silent = max(jobs.LOST_SECONDS, limits.seconds) if limits.restarts else jobs.LOST_SECONDS
         self._cluster = RayCluster(server, address, key, assess, environment, confirmed_causes, silent)
         kept = self._cluster.recall()
-        began = 0.0 if checkpoints.loads else time.time()
-        self._state = read_state(kept) if kept and "words" in kept else State(list(words), began)
+        self._state = read_state(kept) if kept and "words" in kept else first_state(words, checkpoints)
         self._state.owner = uuid.uuid4().hex
         if self.follows_a_job:
             messages.info(f"this run is job {self._state.job}: following it")
@@ -190,6 +192,23 @@ class Supervision:
             self._cluster.remember({"owner": self._state.owner})
         except (UserError, OSError, RuntimeError):  # the head has ended, and its GCS with it
             return
+
+
+def _check_folder(run: Run, checkpoints: Checkpoints, limits: Limits, working_dir: str | None) -> None:
+    """Warn of a folder that the ranks may write elsewhere than this command looks; `UserError` if they do."""
+    if checkpoints.folder.is_absolute():
+        return
+    flag = f"{'--ckpt_path' if run.flat else '--ckpt.path'} {checkpoints.folder}"
+    remedy = "set an absolute path, on storage that all nodes share"
+    if working_dir and (checkpoints.every or limits.grace):
+        raise UserError(
+            f"{flag}: with --working-dir a relative path is in a temporary folder of each node, where no "
+            f"restart finds the checkpoints: {remedy}"
+        )
+    messages.warning(
+        f"{flag}: a relative path is below the working directory of each rank, and this command looks below "
+        f"{Path.cwd()}. If that is another folder, a restart finds no checkpoint: {remedy}"
+    )
 
 
 def described_changes(before: Sequence[str], after: Sequence[str]) -> str:

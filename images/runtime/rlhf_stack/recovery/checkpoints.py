@@ -4,9 +4,9 @@ DeepSpeed writes ``latest`` when its rank 0 has saved, and actor and critic save
 fault ``latest`` may therefore name a checkpoint without the files of other ranks, or two different steps.
 """
 
+import math
 import os
 import re
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 CONVERT = "convert the checkpoint by `python -m deepspeed.checkpoint.ds_to_universal` (see docs/faults.md)"
 UNIVERSAL_FLAG = "--ds.use_universal_ckpt"
 ASIDE = "incomplete"
+END_RECORD, END_BYTES = b"PK\5\6", 22  # of a zip file without a comment, as torch writes it
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,38 @@ class Checkpoints:
     universal: bool | None = None
     unsaved: tuple[str, ...] = ()
 
-    def complete_steps(self, since: float) -> set[int]:
-        """Return the steps of which every role has a complete checkpoint, written after ``since``.
+    def loaded_step(self) -> int:
+        """Return the step that a command with ``load_flag`` continues from, 0 if none or a universal one.
 
-        ``since`` is in unix seconds, and keeps out what an earlier run left in the folder.
+        If the roles name different ones, it is the lowest.
         """
-        return set(self._complete(since))
+        names = [] if self.universal else [_named_by(self._of(role) / LATEST) for role in self.ranks]
+        return min((int(found[1]) for name in names if (found := TAG.fullmatch(name))), default=0)
 
-    def select(self, step: int, since: float) -> list[Path]:
+    def own_since(self, loaded: int) -> float:
+        """Return since when checkpoints of steps after ``loaded`` are written by a run that begins now.
+
+        It is 0 if there are none. The time is that of the file system, which wrote those that are there.
+        """
+        found = [tag for role in self.ranks for tag, step in self._tags(role).items() if step > loaded]
+        newest = max((_written(tag, max) for tag in found), default=0.0)
+        return math.nextafter(newest, math.inf) if newest else 0.0
+
+    def complete_steps(self, since: float, loaded: int = 0) -> set[int]:
+        """Return the steps of which every role has a complete checkpoint of this run.
+
+        These are written after ``since``, in unix seconds, or at most the step ``loaded`` from which the run
+        continued. Others are what an earlier run left, or what was abandoned to go back to ``loaded``.
+        """
+        return set(self._complete(since, loaded))
+
+    def select(self, step: int, since: float, loaded: int = 0) -> list[Path]:
         """Make ``step`` the latest checkpoint of each role; return what was set aside, under new names.
 
         These are checkpoints of later steps written after ``since``; for step 0, which has no checkpoint, the
         folders of all roles.
         """
-        moved, name = [], self._name(step, since)
+        moved, name = [], self._name(step, since, loaded)
         for role in self.ranks:
             if not step:
                 moved += [_set_aside(self._of(role))] if self._of(role).is_dir() else []
@@ -75,9 +94,9 @@ class Checkpoints:
                     moved.append(_set_aside(tag))
         return moved
 
-    def convert(self, step: int, since: float) -> None:
+    def convert(self, step: int, since: float, loaded: int = 0) -> None:
         """Convert the checkpoint of ``step`` in `complete_steps` of each role, see `universal.convert`."""
-        universal.convert([self._of(role) for role in self.ranks], self._name(step, since))
+        universal.convert([self._of(role) for role in self.ranks], self._name(step, since, loaded))
 
     def obstacles(self) -> list[str]:
         """Return why the run cannot load its latest checkpoints, which have the state of every rank.
@@ -85,6 +104,13 @@ class Checkpoints:
         DeepSpeed loads them with as many ranks as saved them, or universal ones with any number, and those of
         different steps silently.
         """
+        try:
+            return self._obstacles()
+        except OSError as error:
+            where = error.filename or self.folder
+            return [f"the checkpoint to load cannot be read: {where}: {error.strerror or error}"]
+
+    def _obstacles(self) -> list[str]:
         found = self._different_steps() if self.loads else []
         for role, ranks in self.ranks.items() if self.loads and self.stage else ():
             if self.universal:
@@ -112,7 +138,7 @@ class Checkpoints:
                     f"{self._if_interrupted() if saved < ranks else ''}give {role} {saved} ranks, {convert}"
                     f"or {remedy}"
                 )
-            elif not self._is_complete(role, folder, 0.0):
+            elif self._completed(role, folder, 0.0) is None:
                 found.append(
                     f"the checkpoint {tag} in {self._of(role)} is damaged, a file is missing or was not "
                     f"written to its end: {self._if_interrupted()}{remedy}"
@@ -137,47 +163,56 @@ class Checkpoints:
 
     def _if_interrupted(self) -> str:
         """What to do if the latest checkpoint lacks ranks or a role because its save was interrupted."""
-        if not (complete := max(self.complete_steps(0.0), default=0)):
+        upto = self.loaded_step()  # later ones may have been abandoned
+        if not (complete := max(self.complete_steps(math.inf, upto), default=0)):
             return "if its save was interrupted, no complete one is left; otherwise "
-        name = self._name(complete, 0.0)
+        name = self._name(complete, math.inf, upto)
         files = ", ".join(str(self._of(role) / LATEST) for role in self.ranks)
         return f"if its save was interrupted, write {name}, which is complete, to {files}; otherwise "
 
     def _of(self, role: str) -> Path:
         return self.folder / f"_{role}"
 
-    def _name(self, step: int, since: float) -> str:
-        return self._complete(since).get(step, f"global_step{step}")
+    def _name(self, step: int, since: float, loaded: int) -> str:
+        return self._complete(since, loaded).get(step, f"global_step{step}")
 
-    def _complete(self, since: float) -> dict[int, str]:
-        """The names of `complete_steps`; of two for a step the regular one, which sorts last."""
-        names = [
+    def _complete(self, since: float, loaded: int) -> dict[int, str]:
+        """The names of `complete_steps`; of two for a step the newer one.
+
+        OpenRLHF saves the best one of an evaluation after the regular one. A run that continued from the
+        regular one would not know its metric, and replace it by a worse one.
+        """
+        found = [
             {
-                (step, tag.name)
+                (step, tag.name): time
                 for tag, step in self._tags(role).items()
-                if self._is_complete(role, tag, since)
+                if (time := self._completed(role, tag, 0.0 if step <= loaded else since)) is not None
             }
             for role in self.ranks
         ]
-        return dict(sorted(set.intersection(*names)))
+        common = sorted(set.intersection(*map(set, found)), reverse=True)  # best_... last, if equally new
+        return dict(sorted(common, key=lambda one: found[0][one]))
 
     def _tags(self, role: str) -> dict[Path, int]:
         """The checkpoints of a role and their steps, complete or not."""
         found = self._of(role).iterdir() if self._of(role).is_dir() else ()
         return {tag: int(match[1]) for tag in found if (match := TAG.fullmatch(tag.name))}
 
-    def _is_complete(self, role: str, tag: Path, since: float) -> bool:
-        """Whether a checkpoint has the files of every rank, each written after ``since`` and to its end."""
+    def _completed(self, role: str, tag: Path, since: float) -> float | None:
+        """When the last file of a checkpoint was written.
+
+        None if the files of every rank are not there, each written after ``since`` and to its end.
+        """
         ranks = self.ranks[role]
         model = (SHARDED_MODEL, ranks) if self.stage == 3 else (MODEL, self.tensor_parallel)
         expected = [model, *([(OPTIMIZER, ranks)] if self.stage else [])]
         try:
             files = [file for file in tag.iterdir() if file.suffix == ".pt"]
             counts = [sum(bool(name.fullmatch(file.name)) for file in files) for name, _ in expected]
-            is_whole = counts == [count for _, count in expected] and all(map(zipfile.is_zipfile, files))
-            return is_whole and _written(tag, min) >= since
+            is_whole = counts == [count for _, count in expected] and all(map(_is_whole, files))
+            return _written(tag, max) if is_whole and _written(tag, min) >= since else None
         except FileNotFoundError:  # a rank that is ending has removed it meanwhile
-            return False
+            return None
 
 
 def checkpoints_of(words: Sequence[str]) -> tuple[Run, Checkpoints]:
@@ -216,6 +251,16 @@ def _named_by(latest: Path) -> str:
 def _written(tag: Path, choose: Callable[[list[float]], float]) -> float:
     """The oldest or newest time of a checkpoint's files; 0 without a file."""
     return choose([file.stat().st_mtime for file in tag.glob("*.pt")] or [0.0])
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether torch wrote a file to its end.
+
+    `zipfile.is_zipfile` is also False for an error of the file system, such as ESTALE of NFS.
+    """
+    with file.open("rb") as opened:
+        opened.seek(max(0, os.fstat(opened.fileno()).st_size - END_BYTES))
+        return opened.read().startswith(END_RECORD)
 
 
 def _set_aside(path: Path) -> Path:

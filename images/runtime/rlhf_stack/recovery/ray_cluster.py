@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_stack.cluster import gcs_kv
@@ -52,9 +53,11 @@ class RayCluster:
         return jobs.follow(self._server, job, write, self._seconds)
 
     def clean(self) -> Nodes:
-        """Remove what the run left on each node."""
+        """Remove what the run left on each node; one that the user excludes need not answer."""
+        unused = env_vars.excluded_nodes(os.environ | self._environment()["env_vars"])
         with connected(self._address):
-            return clean_nodes()
+            nodes = clean_nodes()
+        return replace(nodes, silent=tuple(address for address in nodes.silent if address not in unused))
 
     def remember(self, state: dict[str, Any]) -> None:
         """Keep ``state`` in the GCS, which a restart of the head empties."""

@@ -97,10 +97,12 @@ class Limits:
 class State:
     """The progress of a supervised run: the command line of ``job``, the attempts before it, and its nodes.
 
-    ``began`` is the unix time of the first attempt, 0 if that one already loaded a checkpoint. ``converted``
-    is the step whose checkpoint was converted for the present number of ranks, 0 if none was. ``nodes`` has
-    Ray's id of the node at each address when ``job`` was placed, and ``gone`` the ids of nodes that were dead
-    or silent then. ``waited`` and ``changed`` are those of the `Attempt` of ``job``. ``owner`` identifies the
+    The first attempt continued from step ``loaded``, 0 if from none; checkpoints of later steps are the run's
+    own if they were written after the unix time ``began``. ``converted`` is the step whose checkpoint was
+    converted for the present number of ranks, 0 if none was. ``nodes`` has Ray's id of the node at each
+    address when ``job`` was placed, ``gone`` the ids of nodes that were dead or silent then, and ``silent``
+    the addresses of those that ``job`` does not use because they did not answer although Ray listed them as
+    alive. ``waited`` and ``changed`` are those of the `Attempt` of ``job``. ``owner`` identifies the
     supervisor.
     """
 
@@ -116,11 +118,18 @@ class State:
     changed: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     owner: str = ""
+    loaded: int = 0
+    silent: list[str] = field(default_factory=list)
 
     @property
     def excluded(self) -> list[str]:
-        """The nodes that were lost too often, except ``readmitted`` ones, without which there was no room."""
-        return [node for node in excluded_nodes(self.attempts) if node not in self.readmitted]
+        """The nodes that the job must not use.
+
+        These are those that were lost too often, except ``readmitted`` ones, without which there was no room,
+        and ``silent`` ones.
+        """
+        lost = [node for node in excluded_nodes(self.attempts) if node not in self.readmitted]
+        return sorted({*lost, *self.silent})
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values from which `read_state` makes an equal state."""
@@ -296,7 +305,7 @@ class Supervisor:
             + (f"from the checkpoint of step {saved}" if saved else "from its beginning: no checkpoint")
         )
         before, converted = state.words, state.converted
-        excluded = set(excluded_nodes(state.attempts[:-1])) - set(state.readmitted)
+        excluded = set(excluded_nodes(state.attempts[:-1])) - set(state.readmitted) | set(state.silent)
         state.words = self._placeable()
         state.changed = changed_layout(before, state.words)
         if state.converted != converted:
@@ -316,6 +325,7 @@ class Supervisor:
         """
         state, limits = self.state, self._limits
         scales = not is_unplaced(state.attempts[-1])
+        state.silent = []
         excluded = state.excluded
         if excluded:
             messages.warning(f"nodes that were lost twice are not used: {', '.join(excluded)}")
@@ -329,14 +339,22 @@ class Supervisor:
             if time.monotonic() > end:
                 break
             time.sleep(POLL_SECONDS)
+        lost = [address for address in excluded if address not in nodes.silent]
+        if unknown := [address for address in nodes.silent if address not in excluded]:
+            messages.warning(f"nodes that do not answer are not used: {', '.join(unknown)}")
+            state.silent = unknown
+            excluded = state.excluded
+            if not (problems := self._problems(state.words, excluded, scales)):
+                self._keep(nodes, excluded)
+                return state.words
         words, why_not = self._smaller(len(usable), excluded)
         if words:
             self._keep(nodes, excluded)
             return words
-        if excluded and not self._look(state.words, ())[1]:
-            messages.warning(f"nodes that were lost twice are used again: {', '.join(excluded)}")
-            state.readmitted = excluded_nodes(state.attempts)
-            self._keep(nodes)
+        if lost and not self._look(state.words, nodes.silent)[1]:
+            messages.warning(f"nodes that were lost twice are used again: {', '.join(lost)}")
+            state.readmitted += lost
+            self._keep(nodes, state.excluded)
             return state.words
         raise GivenUpError(
             f"the run cannot be placed after {limits.seconds:.0f} s on {len(usable)} nodes "
@@ -363,10 +381,10 @@ class Supervisor:
         kinds = {kind_of(reason): reason for reason in reversed(refused)}
         return [], "; ".join([*filter(None, impossible), *reversed(kinds.values())])
 
-    def _problems(self, words: Sequence[str], excluded: Sequence[str]) -> list[str]:
-        """Why a smaller command line cannot be placed; its numbers may also contradict each other."""
+    def _problems(self, words: Sequence[str], excluded: Sequence[str], scales: bool = False) -> list[str]:
+        """Why a command line cannot be placed; numbers of a smaller one may also contradict each other."""
         try:
-            return self._cluster.problems(words, excluded)
+            return self._cluster.problems(words, excluded, scales)
         except UserError as error:
             return [str(error)]
 
@@ -392,7 +410,7 @@ class Supervisor:
                 return words if self._checkpoints.universal else bare
             if saved > state.converted:
                 self._check_owner()
-                self._checkpoints.convert(saved, state.began)
+                self._checkpoints.convert(saved, state.began, state.loaded)
                 state.converted = saved
             return [*bare, load, UNIVERSAL_FLAG]
         if not is_any and not why_no_fewer_ranks(self._run):
@@ -440,10 +458,19 @@ def _kept(problem: HeadSilentError) -> HeadSilentError:
     return HeadSilentError(f"{problem}. The same command follows it again", problem.code)
 
 
+def first_state(words: Sequence[str], checkpoints: Checkpoints) -> State:
+    """Return the state of a run that begins now, from the checkpoint that its command loads."""
+    if not checkpoints.loads:
+        return State(list(words), time.time())
+    with _readable(checkpoints):
+        loaded = checkpoints.loaded_step()
+        return State(list(words), checkpoints.own_since(loaded), loaded=loaded)
+
+
 def last_saved(checkpoints: Checkpoints, state: State) -> int:
     """Return the last step from which a run can continue, 0 if there is none."""
     with _readable(checkpoints):
-        return max(checkpoints.complete_steps(state.began) | {state.converted})
+        return max(checkpoints.complete_steps(state.began, state.loaded) | {state.converted})
 
 
 def select_checkpoint(checkpoints: Checkpoints, state: State, saved: int) -> list[Path]:
@@ -454,7 +481,7 @@ def select_checkpoint(checkpoints: Checkpoints, state: State, saved: int) -> lis
     if not saved and (checkpoints.universal or not checkpoints.loads):
         return []
     with _readable(checkpoints):
-        return checkpoints.select(saved, state.began)
+        return checkpoints.select(saved, state.began, state.loaded)
 
 
 @contextmanager

@@ -16,12 +16,13 @@ CONVERTER = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--in
 def convert(folders: Iterable[Path], name: str) -> None:
     """Convert the checkpoints ``name`` in ``folders``, one for each role, by DeepSpeed's own program.
 
-    Each folder then has ``NAME_universal`` and a ``latest_universal`` that names it. `UserError` with
+    Each folder then has ``global_stepN_universal`` and a ``latest_universal`` that names it. `UserError` with
     the program's last line if it fails. Source: ``deepspeed/checkpoint/ds_to_universal.py``.
     """
     for folder in folders:
         tag = folder / name
-        converted = folder / f"{tag.name}_universal"
+        # OpenRLHF removes a folder best* before it has saved the next one.
+        converted = folder / f"{name.removeprefix('best_')}_universal"
         messages.info(f"converting {tag} for another number of ranks")
         shutil.rmtree(converted, ignore_errors=True)  # what an interrupted conversion left
         done = subprocess.run(

@@ -745,3 +745,43 @@ def test_a_state_that_no_checkpoint_has_is_one_warning_at_the_start(
     assert main(["submit", "--grace", "30", "--restarts", restarts, "--", "train"]) == 0
     lacks = "the checkpoints of this run lack the average (--train.enable_ema), the position in x:"
     assert capsys.readouterr().err.count(lacks) == warned
+
+
+@pytest.mark.parametrize(
+    ("folder", "flat", "options", "expected"),
+    [
+        ("/ckpt", False, ["--restarts", "1"], ""),
+        (
+            "ckpt/x",
+            False,
+            ["--restarts", "1"],
+            "--ckpt.path ckpt/x: a relative path is below the working dir",
+        ),
+        ("ckpt/x", True, ["--grace", "30"], "--ckpt_path ckpt/x: a relative path is below the working dir"),
+        (
+            "ckpt/x",
+            False,
+            ["--restarts", "1", "--working-dir", "."],
+            "where no restart finds the checkpoints",
+        ),
+        ("/ckpt", False, ["--restarts", "1", "--working-dir", "."], ""),
+    ],
+)
+def test_a_relative_folder_for_checkpoints_is_reported(
+    folder: str,
+    flat: bool,
+    options: list[str],
+    expected: str,
+    supervise: Supervise,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ranks saved below their own working directory, so that each restart silently began again."""
+    supervise(lambda _: Ended("j", "SUCCEEDED", 0))
+    saved = MagicMock(loads=False, unsaved=(), folder=Path(folder), every=20)
+    monkeypatch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(flat=flat), saved))
+    is_refused = "no restart" in expected
+    assert main(["submit", *options, "--", "train"]) == (submit.WRONG_USAGE if is_refused else 0)
+    printed = capsys.readouterr().err
+    assert expected in printed
+    assert ("absolute path, on storage that all nodes share" in printed) == bool(expected)

@@ -1,10 +1,12 @@
 """rlhf_stack.recovery.checkpoints: which checkpoints are complete, and what the next attempt loads."""
 
 import errno
+import json
 import os
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,19 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from rlhf_stack.cli import supervised
 from rlhf_stack.errors import UserError
 from rlhf_stack.recovery import checkpoints as checkpoints_module
 from rlhf_stack.recovery import universal
 from rlhf_stack.recovery.checkpoints import Checkpoints
-from rlhf_stack.recovery.supervisor import State, select_checkpoint
+from rlhf_stack.recovery.supervisor import (
+    GivenUpError,
+    Limits,
+    State,
+    Supervisor,
+    last_saved,
+    select_checkpoint,
+)
 
 EARLIER, BEGAN, NOW = 1000.0, 2000.0, 3000.0
 
@@ -221,7 +231,7 @@ def test_a_checkpoint_that_was_set_aside_is_the_first_that_openrlhf_removes(
 def test_the_best_checkpoint_of_an_evaluation_is_one_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the only one by default (--ckpt.save_steps -1); a regular one of the same step is preferred."""
+    """It is the only one by default (--ckpt.save_steps -1), and knows its metric, unlike the regular one."""
     own, best = checkpoints(tmp_path, actor=2, critic=2), "best_global_step"
     for role in ("actor", "critic"):
         save(tmp_path, role, 40, prefix=best)
@@ -232,13 +242,112 @@ def test_the_best_checkpoint_of_an_evaluation_is_one_too(
     assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "best_global_step40"
     names: list[str] = []
     monkeypatch.setattr(universal, "convert", lambda _, name: names.append(name))
-    own.convert(40, BEGAN)
-    for role in ("actor", "critic"):
-        save(tmp_path, role, 40)
+    for written, expected in ((NOW - 1, f"{best}40"), (NOW, f"{best}40"), (NOW + 1, "global_step40")):
+        for role in ("actor", "critic"):
+            shutil.rmtree(tmp_path / f"_{role}" / "global_step40", ignore_errors=True)
+            save(tmp_path, role, 40, written=written)
         own.select(40, BEGAN)
-    own.convert(40, BEGAN)
-    assert names == ["best_global_step40", "global_step40"]
-    assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == "global_step40"
+        own.convert(40, BEGAN)
+        assert latest(tmp_path, "actor") == latest(tmp_path, "critic") == names[-1] == expected
+
+
+def interrupted(folder: Path, job: Callable[[], object], kept: dict[str, Any] | None = None) -> State:
+    """Start `submit --grace` of a command that loads a checkpoint, and interrupt it after ``job``."""
+    own = replace(checkpoints(folder), loads=True)
+    cluster = MagicMock(**{"return_value.recall.return_value": kept})
+    states: list[State] = []
+
+    def supervise(supervisor: Supervisor) -> None:
+        states.append(supervisor.state)
+        supervisor.state.job = "job"
+        job()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised, "checkpoints_of", lambda _: (MagicMock(flat=False), own))
+        patch.setattr(supervised, "RayCluster", cluster)
+        patch.setattr(supervised.Supervision, "_stop", lambda *_: True)
+        patch.setattr(Supervisor, "supervise", supervise)
+        one = supervised.Supervision("", "", ["x", "--load"], Limits(0, grace=30.0), lambda *_: [], dict)
+        with pytest.raises(KeyboardInterrupt):
+            one.run(print)
+    return states[0]
+
+
+@pytest.fixture
+def rolled_back(tmp_path: Path) -> Path:
+    """A folder whose user went back to step 60."""
+    for step in (40, 60, 80, 90, 100):
+        save(tmp_path, "actor", step)
+    (tmp_path / "_actor" / "latest").write_text("global_step60")
+    return tmp_path
+
+
+def save_again(folder: Path, step: int, files: str = "*") -> None:
+    for file in (folder / "_actor" / f"global_step{step}").glob(files):
+        os.utime(file, (NOW + step, NOW + step))
+    (folder / "_actor" / "latest").write_text(f"global_step{step}")
+
+
+def test_a_run_that_was_rolled_back_does_not_continue_from_what_was_abandoned(rolled_back: Path) -> None:
+    """It jumped from step 60 to step 100 after its first fault."""
+    interrupted(rolled_back, lambda: None)
+    assert latest(rolled_back, "actor") == "global_step60"
+    assert len(list((rolled_back / "_actor").glob("global_step*"))) == 5, "nothing is moved"
+
+
+def test_a_run_that_was_rolled_back_continues_from_what_it_has_saved_again(rolled_back: Path) -> None:
+    """Also after another supervisor has taken it over, for which ``latest`` names another step."""
+
+    def job() -> None:
+        save_again(rolled_back, 80)
+        save_again(rolled_back, 100, "*rank_0_mp*")  # interrupted
+        (rolled_back / "_actor" / "incomplete-global_step100-1").mkdir(exist_ok=True)
+
+    state = interrupted(rolled_back, job)
+    assert latest(rolled_back, "actor") == "global_step80"
+    assert (rolled_back / "_actor" / "incomplete-global_step100-2").is_dir(), "set aside"
+    (rolled_back / "_actor" / "latest").write_text("global_step100")
+    interrupted(rolled_back, lambda: None, json.loads(json.dumps(state.to_json())))
+    assert latest(rolled_back, "actor") == "global_step80", "not 90"
+    shutil.rmtree(rolled_back / "_actor" / "global_step80")
+    shutil.rmtree(rolled_back / "_actor" / "global_step60")
+    interrupted(rolled_back, lambda: None, json.loads(json.dumps(state.to_json())))
+    assert latest(rolled_back, "actor") == "global_step40", "as --ckpt.max_num may leave"
+
+
+def test_a_damaged_checkpoint_is_not_replaced_by_an_abandoned_one(rolled_back: Path) -> None:
+    next((rolled_back / "_actor" / "global_step60").glob("*optim_states.pt")).unlink()
+    (found,) = replace(checkpoints(rolled_back), loads=True).obstacles()
+    assert "write global_step40, which is complete" in found
+
+
+def test_a_universal_checkpoint_that_was_loaded_is_not_replaced_by_an_earlier_one(tmp_path: Path) -> None:
+    save(tmp_path, "actor", 20)
+    own = replace(checkpoints(tmp_path), loads=True, universal=True)
+    since = own.own_since(own.loaded_step())
+    assert own.complete_steps(since, own.loaded_step()) == set()
+    save(tmp_path, "actor", 60, written=NOW + 1)
+    assert own.complete_steps(since, own.loaded_step()) == {60}
+
+
+def test_a_run_that_goes_on_from_its_last_checkpoint_has_no_other_time_than_its_files(tmp_path: Path) -> None:
+    save(tmp_path, "actor", 4, written=EARLIER)
+    own = replace(checkpoints(tmp_path), loads=True)
+    assert (own.loaded_step(), own.own_since(4)) == (4, 0.0), "whatever the clocks of two machines"
+
+
+def test_an_error_of_the_file_system_does_not_make_a_checkpoint_incomplete(tmp_path: Path) -> None:
+    """Every checkpoint was set aside, and the run began again."""
+    file = save(tmp_path, "actor", 4) / "mp_rank_00_model_states.pt"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # EIO
+    own = replace(checkpoints(tmp_path), loads=True)
+    with pytest.raises(GivenUpError, match=r"the checkpoint to continue from: .*Input/output error"):
+        last_saved(own, State([], BEGAN))
+    (found,) = own.obstacles()
+    assert "the checkpoint to load cannot be read: " in found
+    assert "Input/output error" in found
 
 
 def test_what_an_earlier_run_left_is_neither_loaded_nor_moved(tmp_path: Path) -> None:
@@ -279,7 +388,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_complete(
 ) -> None:
     """As when a rank of a job that is ending removes an old one."""
     save(tmp_path, "actor", 4)
-    monkeypatch.setattr(zipfile, "is_zipfile", MagicMock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(Path, "open", MagicMock(side_effect=FileNotFoundError))
     assert checkpoints(tmp_path).complete_steps(BEGAN) == set()
 
 
@@ -327,6 +436,9 @@ def test_checkpoints_are_converted_by_deepspeed_for_each_role(
     checkpoints(tmp_path, actor=2).convert(4, BEGAN)
     kept = tmp_path / "_actor" / "global_step4_universal" / "metric.json"
     assert kept.is_file(), "OpenRLHF removes a checkpoint without one first"
+    save(tmp_path, "actor", 5, prefix="best_global_step")
+    checkpoints(tmp_path, actor=2).convert(5, BEGAN)
+    assert (tmp_path / "_actor" / "global_step5_universal").is_dir(), "OpenRLHF removes best... too early"
     program.write_text("print('a line'); raise SystemExit('no universal information')")
     with pytest.raises(UserError, match=r"_actor/global_step4 cannot be converted .*: no universal info"):
         checkpoints(tmp_path, actor=2).convert(4, BEGAN)

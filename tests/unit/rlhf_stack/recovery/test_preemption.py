@@ -387,13 +387,14 @@ def test_the_command_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPat
 class Checkpoints:
     """The checkpoints of a run whose step 4 is complete."""
 
-    loads, every, load_flag = False, 0, "--load"
+    loads, every, load_flag, folder = False, 0, "--load", Path("/ckpt")
 
-    def complete_steps(self, since: float) -> set[int]:
+    def complete_steps(self, since: float, loaded: int) -> set[int]:
         assert since
+        assert not loaded
         return {4}
 
-    def select(self, step: int, since: float) -> list[Path]:
+    def select(self, step: int, since: float, loaded: int) -> list[Path]:
         assert since
         return [Path(f"incomplete-after-{step}")]
 

@@ -52,14 +52,14 @@ class Saved:
         self.selected: list[int] = []
         self.converted: list[int] = []
 
-    def complete_steps(self, since: float) -> set[int]:
+    def complete_steps(self, since: float, loaded: int) -> set[int]:
         return {self.steps.pop(0)} - {0}
 
-    def select(self, step: int, since: float) -> list[Path]:
+    def select(self, step: int, since: float, loaded: int) -> list[Path]:
         self.selected.append(step)
         return []
 
-    def convert(self, step: int, since: float) -> None:
+    def convert(self, step: int, since: float, loaded: int) -> None:
         self.converted.append(step)
 
 
@@ -202,7 +202,7 @@ def test_what_a_lost_head_s_ranks_wrote_is_set_aside_before_it_could_be_an_obsta
             order.append("looked")
             return super().problems(words, excluded, scales)
 
-    def select(self: Saved, step: int, since: float) -> list[Path]:
+    def select(self: Saved, step: int, since: float, loaded: int) -> list[Path]:
         order.append(f"selected {step}")
         return []
 
@@ -356,6 +356,40 @@ def test_a_node_that_was_lost_twice_is_left_out_if_the_run_has_room_without_it(
     _, state, _ = supervise(cluster, [4, 5, 9], Limits(3, seconds=60.0))
     assert [without for _, without in cluster.submitted] == [[], [], excluded]
     assert list(state.nodes) == used
+
+
+SILENT = nodes("abd", silent="c")
+
+
+def test_a_node_that_stays_silent_is_left_out_of_one_attempt_if_the_run_has_room_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every restart was given up, although the other nodes had room."""
+    run_log.configure_messages()
+    full = nodes("abcd")
+    cluster = Faulty([DEAD, "OSError: x", "ok"], [full, *[SILENT] * 40, nodes("abCd"), full])
+    _, state, _ = supervise(cluster, [4, 5, 9], Limits(3, seconds=60.0))
+    assert cluster.submitted[1] == ([*WORDS, "--load"], ["c"])
+    kept = next(one for one in cluster.remembered if one["job"] == "job2")
+    assert (list(kept["nodes"]), kept["silent"]) == (["a", "b", "d"], ["c"]), "so that it is not lost again"
+    assert [one.changed for one in state.attempts] == [(), ("without c",), ("again with c",)]
+    assert [one.lost for one in state.attempts] == [("c",), (), ()]
+    assert cluster.submitted[2][1] == []
+    assert "nodes that do not answer are not used: c\n" in capsys.readouterr().err
+
+
+def test_a_smaller_layout_is_not_placed_on_a_node_that_stays_silent() -> None:
+    cluster = Faulty([DEAD, "ok"], [nodes("abcd"), SILENT], needs=4)
+    supervise(cluster, [4, 9], Limits(3, min_nodes=2, seconds=60.0))
+    assert cluster.submitted[1] == (["train", "--vllm.num_engines", "1", "--load"], ["c"])
+
+
+def test_a_node_that_was_lost_twice_is_used_again_instead_of_a_silent_one() -> None:
+    full, lost = nodes("abcd"), nodes("acd")
+    cluster = Faulty([DEAD, DEAD, "ok"], [full, lost, full, lost, SILENT])
+    _, state, _ = supervise(cluster, [4, 5, 9], Limits(3, seconds=60.0))
+    assert [without for _, without in cluster.submitted] == [[], [], ["c"]]
+    assert list(state.nodes) == ["a", "b", "d"]
 
 
 def test_a_node_that_was_restarted_twice_and_answers_again_is_left_out_too() -> None:
@@ -596,7 +630,7 @@ def test_a_job_that_another_command_has_submitted_while_this_one_planned_is_foll
 
 def test_an_error_of_the_file_system_with_the_checkpoints_names_it() -> None:
     class Gone(Saved):
-        def complete_steps(self, since: float) -> set[int]:
+        def complete_steps(self, since: float, loaded: int) -> set[int]:
             raise OSError(errno.ESTALE, "Stale file handle", "/ckpt/_actor")
 
     state = State(list(WORDS), 0.0)
