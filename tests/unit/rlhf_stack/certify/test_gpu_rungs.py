@@ -1,6 +1,8 @@
 """Rungs of certify on GPUs: what each measures there, and that each finds what it is for."""
 
+import dataclasses
 import io
+import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from rlhf_stack.accelerator import devices, visible_devices
 from rlhf_stack.certify import (
+    attention,
     climb,
     collectives,
     engines,
@@ -142,10 +145,48 @@ def test_an_actor_computes_on_the_gpu_that_ray_assigned_to_it_though_it_sees_all
     monkeypatch.setattr(ray_private, "visible_devices_variable", lambda: visible_devices.CUDA)
     for name in devices.VISIBLE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(env_vars.SYNC_SPARSE, "")  # which a probe sets, restored after the test
+    for name in (env_vars.SYNC_SPARSE, env_vars.SYNC_SOURCES):
+        monkeypatch.setenv(name, "")  # which a probe sets, restored after the test
     cuda.process.index = 1
     begin(monkeypatch)
     assert cuda.process.index == current
+
+
+@dataclasses.dataclass
+class Element:
+    """A tensor with one element."""
+
+    value: Any
+
+    def float(self) -> "Element":
+        return self
+
+    def __sub__(self, other: "Element") -> "Element":
+        return Element(self.value - other.value)
+
+    def abs(self) -> "Element":
+        return Element(max(self.value, -self.value))
+
+    def max(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("wrong", ["nan", "inf"])
+def test_a_result_that_is_no_number_fails_the_rung_of_attention_and_not_its_json(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "torch", MagicMock(bfloat16="torch.bfloat16"))
+    monkeypatch.setattr(devices, "torch_device", lambda: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(attention, "_packed", lambda *_: None)
+    right = [Element(1.0)] * len(attention.PARTS)
+    results = [right, [right[0], Element(float(wrong)), *right[2:]], *[right] * 4]
+    monkeypatch.setattr(attention, "_with_gradients", MagicMock(side_effect=results))
+    (step,) = (step for step in LADDER if step.name == "attention")
+    record = climb.attempt(step, PLACE)
+    assert record.state == FAILED
+    assert record.reason == f"equal heads: the query's gradient differs by {wrong}"
+    assert [one.value for one in record.measurements] == [0.0] * 11
+    assert json.loads(json.dumps(dataclasses.asdict(record), allow_nan=False))
 
 
 @pytest.mark.parametrize(("freed", "problem"), [(600, ""), (0, "no GPU memory was freed")])

@@ -29,6 +29,7 @@ from rlhf_stack.known_bad.finding import Finding
 from rlhf_stack.recovery.preemption import Answer
 
 RUNTIME = Path(commands.__file__).parents[3]
+RUN = ("python", "-m", "openrlhf.cli.train_ppo_ray")
 HEAVY = ("torch", "ray", "vllm", "transformers", "rich")
 
 
@@ -118,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_wrong_usage(
 def test_the_progress_of_the_network_check_is_json_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(*options: Any, progress: Callable[[str], None]) -> model.NetworkReport:
+    def check(*_: Any, progress: Callable[[str], None], **__: Any) -> model.NetworkReport:
         progress("the group of 2 ranks")
         return model.NetworkReport("gloo", 0.1, (), (), None)
 
@@ -154,7 +155,7 @@ def test_the_network_check_uses_the_sync_backend_of_the_run(
     run = SimpleNamespace(request=None, sync_backend=of_run)
     used: list[Any] = []
 
-    def check(backend: str, *_: Any, progress: Callable[[str], None]) -> model.NetworkReport:
+    def check(backend: str, *_: Any, **__: Any) -> model.NetworkReport:
         used.append(backend)
         return model.NetworkReport(backend, 0.1, (), (), None)
 
@@ -165,6 +166,26 @@ def test_the_network_check_uses_the_sync_backend_of_the_run(
     monkeypatch.setattr("rlhf_stack.cluster.connect.connected", nullcontext)
     main(["check-network", *words])
     assert used == [tested]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ([], {}),
+        (["--", "env", "NCCL_IB_HCA==mlx5_0", "CUDA_VISIBLE_DEVICES=1", *RUN], {"NCCL_IB_HCA": "=mlx5_0"}),
+    ],
+)
+def test_the_network_check_gives_its_processes_the_variables_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], variables: dict[str, str]
+) -> None:
+    check = MagicMock(return_value=model.NetworkReport("gloo", 0.1, (), (), None))
+    run = SimpleNamespace(request=None, sync_backend="nccl")
+    monkeypatch.setenv(env_vars.ACCELERATOR, "cuda")
+    monkeypatch.setattr(run_options, "parse_run", lambda _: (run, ()))
+    monkeypatch.setattr(network_check, "check_network", check)
+    monkeypatch.setattr("rlhf_stack.cluster.connect.connected", nullcontext)
+    main(["check-network", *words])
+    assert check.call_args.kwargs["variables"] == variables
 
 
 def test_help_lists_no_old_name(capsys: pytest.CaptureFixture[str]) -> None:

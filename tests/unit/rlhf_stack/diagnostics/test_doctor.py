@@ -216,6 +216,11 @@ def test_an_interface_may_be_named_differently_on_each_node() -> None:
     assert bad(comparison.compare_nodes(found)) == []
 
 
+def test_the_device_plugin_of_kubernetes_gives_each_node_its_own_gpus() -> None:
+    found = [answer(name, ray_processes=raylet(NVIDIA_VISIBLE_DEVICES=f"GPU-{name}")) for name in "ab"]
+    assert bad(comparison.compare_nodes(found)) == []
+
+
 def test_different_processes_of_a_node_are_grouped_by_value() -> None:
     one = RayProcess("driver", 7, "python", {"NCCL_CUMEM_ENABLE": "0"})
     other = RayProcess("worker", 9, "ray::A", {"CUDA_VISIBLE_DEVICES": "1"})

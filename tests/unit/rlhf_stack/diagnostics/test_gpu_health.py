@@ -2,13 +2,15 @@
 
 import dataclasses
 import subprocess
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlhf_stack.diagnostics.doctor import gpu_health
+from rlhf_stack.accelerator import nvidia
+from rlhf_stack.diagnostics.doctor import collect, gpu_health
 from rlhf_stack.diagnostics.doctor.facts import GpuHealth, GpuReport
 from rlhf_stack.known_bad.finding import Finding
 
@@ -147,6 +149,23 @@ def test_the_report_of_a_machine_is_collected(monkeypatch: pytest.MonkeyPatch) -
     report = gpu_health.collect_gpu_report(1)
     assert (report.gpus, report.nvlinks, report.unavailable) == ((ONE,), (2, 1), "")
     assert report.xids_unavailable == "dmesg: read kernel buffer failed: Operation not permitted"
+
+
+def test_the_commands_of_a_node_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, on a node whose driver has no persistence mode, they exceed doctor's deadline."""
+    at_once = threading.Barrier(4)
+    answers = {"-q": log({}), "nvlink": LINKS, "dmesg": "", "--query-compute-apps": "7, 900, python"}
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        at_once.wait(5)
+        name = command[-1 if len(command) == 1 else 1].partition("=")[0]
+        return subprocess.CompletedProcess(command, 0, answers[name], "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(nvidia, "count", lambda: 1)
+    facts = collect.collect_facts()
+    assert (facts.gpu_report.gpus, facts.gpu_report.nvlinks) == ((ONE,), (2, 1))
+    assert [process.pid for process in facts.gpu_processes] == [7]
 
 
 @pytest.mark.parametrize(

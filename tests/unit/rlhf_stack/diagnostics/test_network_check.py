@@ -8,11 +8,13 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rlhf_stack.accelerator import devices
 from rlhf_stack.config import env_vars
 from rlhf_stack.diagnostics.network_adapters import RdmaAdapter
 from rlhf_stack.diagnostics.network_check import (
@@ -28,6 +30,7 @@ from rlhf_stack.diagnostics.network_check import (
 )
 from rlhf_stack.errors import UserError
 from rlhf_stack.placement import Engines, FreeNode, Group, Request
+from rlhf_stack.sync.encoding import refuse_gloo_only
 from rlhf_stack.sync.errors import SyncError
 
 SLOW_CARD = Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1000)
@@ -37,8 +40,10 @@ FLOOR = 0.1
 
 @pytest.fixture(autouse=True)
 def image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe asks whether it has a GPU."""
+    """A probe asks whether it has a GPU, and sets variables, which are restored after the test."""
     monkeypatch.setenv(env_vars.ACCELERATOR, "cpu")
+    for name in (env_vars.SYNC_TIMEOUT, env_vars.SYNC_SPARSE, env_vars.SYNC_SOURCES):
+        monkeypatch.setenv(name, "")
 
 
 def node(number: int, *cards: Interface, used: str = "") -> CheckedNode:
@@ -222,7 +227,6 @@ def test_a_probe_describes_the_speeds_of_its_node(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(probe, "rdma_adapters", lambda: adapters)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "")  # which a probe sets, restored after the test
     for name in ("NCCL_IB_DISABLE", "NCCL_IB_HCA"):
         monkeypatch.delenv(name, raising=False)
     described = probe.Probe("10.0.0.1", "nccl", 1.0).describe()
@@ -253,6 +257,104 @@ def test_a_probe_of_nccl_takes_a_gpu_and_the_error_says_so(
     with pytest.raises(UserError, match=need):
         cluster._Probes(machines(1, 8), backend, 1.0).describe()
     assert ray.remote.return_value.options.call_args.kwargs["num_gpus"] == gpus
+
+
+@pytest.mark.parametrize("variables", [{}, {"NCCL_IB_HCA": "mlx5_0"}])
+def test_a_probe_has_the_variables_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    """Otherwise it inherits those of the raylet."""
+    ray = MagicMock()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    cluster._Probes(machines(1, 8), "nccl", 1.0, variables)._actor(0, 0)
+    environment = ray.remote.return_value.options.call_args.kwargs.get("runtime_env")
+    assert environment == ({"env_vars": variables} if variables else None)
+
+
+class EndedError(RuntimeError):
+    """Ray's RayActorError."""
+
+
+class LateError(RuntimeError):
+    """Ray's GetTimeoutError."""
+
+
+class Cluster:
+    """A Ray on which calls of the first process of a node fail with ``errors``, by address and method."""
+
+    def __init__(self, errors: dict[tuple[str, str], Exception]) -> None:
+        self.exceptions = SimpleNamespace(
+            RayError=RuntimeError, RayActorError=EndedError, GetTimeoutError=LateError
+        )
+        self.errors, self.started = errors, list[str]()
+        self.killed: list[str] = []
+
+    def remote(self, _: object) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.start))
+
+    def start(self, address: str, *_: object) -> Any:
+        errors = {} if address in self.started else self.errors
+        self.started.append(address)
+        results = {"listen": 7, "describe": None, "transfer": probe.Outcome(0.1, 0.5, 8, True)}
+        calls = {name: errors.get((address, name), result) for name, result in results.items()}
+        methods = {name: MagicMock(**{"remote.return_value": call}) for name, call in calls.items()}
+        return SimpleNamespace(address=address, **methods)
+
+    def wait(self, *_: object, **__: object) -> None: ...
+
+    def get(self, call: object, timeout: float) -> object:
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    def kill(self, process: Any) -> None:
+        self.killed.append(process.address)
+
+
+FIRST, SECOND = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason", "is_replaced"),
+    [
+        ({}, "", False),
+        ({(FIRST, "listen"): EndedError()}, f"the process on {FIRST} ended: see the logs of that node", True),
+        ({(FIRST, "listen"): LateError()}, "no response in time", True),
+        ({(FIRST, "listen"): RuntimeError("cannot listen")}, "cannot listen", False),
+        (
+            {(SECOND, "describe"): EndedError()},
+            f"the process on {SECOND} ended: see the logs of that node",
+            True,
+        ),
+        ({(SECOND, "transfer"): LateError()}, "no response in time", True),
+        ({(SECOND, "transfer"): RuntimeError("refused")}, "refused", False),
+        (
+            {(FIRST, "transfer"): RuntimeError("rank 1 is late"), (SECOND, "transfer"): EndedError()},
+            f"the process on {SECOND} ended: see the logs of that node",
+            True,
+        ),
+        (
+            {(FIRST, "transfer"): EndedError(), (SECOND, "transfer"): RuntimeError("rank 0 is unreachable")},
+            f"the process on {FIRST} ended: see the logs of that node",
+            True,
+        ),
+    ],
+)
+def test_an_attempt_names_the_process_that_ended_and_the_next_one_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+    errors: dict[tuple[str, str], Exception],
+    reason: str,
+    is_replaced: bool,
+) -> None:
+    """A process ends by NCCL's watchdog, for lack of memory, or with its node."""
+    ray = Cluster(errors)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    probes = cluster._Probes(machines(2, 8), "nccl", 1.0)
+    (attempt,) = probes.attempt([(0, (1,))], 8)
+    assert attempt.error == reason
+    assert sorted(ray.killed) == ([FIRST, SECOND] if is_replaced else [])
+    if is_replaced or not errors:
+        assert not probes.attempt([(1, (0,))], 8)[0].error
 
 
 def machines(count: int, gpus: int) -> list[FreeNode]:
@@ -405,16 +507,36 @@ def test_the_network_of_an_address(family: int, address: str, netmask: str | Non
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_probe_listens_at_an_address_of_either_family(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_listens_at_an_address_of_either_family(address: str) -> None:
     if address == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
     listening = probe.Probe(address, "gloo", 1.0)
     with socket.create_connection((address, listening.listen()), timeout=5):
         assert listening._listener
     listening._listener.close()
+
+
+def test_a_probe_of_nccl_joins_whatever_the_run_demands_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `auto` such a run uses gloo."""
+    monkeypatch.setenv(env_vars.SYNC_SPARSE, "on")
+    monkeypatch.setenv(env_vars.SYNC_SOURCES, "2")
+    probe.Probe("10.0.0.1", "nccl", 1.0)
+    refuse_gloo_only("this group is NCCL's")
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "rocm"])
+def test_a_probe_of_gloo_uses_no_gpu(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray hides the GPUs from a process that requests none, or shows all of them if a variable says so."""
+    monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
+    monkeypatch.setitem(sys.modules, "ray", MagicMock(get_gpu_ids=list))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(device=str))  # and no torch.cuda
+    create = MagicMock()
+    monkeypatch.setattr("rlhf_stack.sync.create_group", create)
+    monkeypatch.setattr(probe, "_measure", lambda *_: (1.0, 8, True))
+    probe.Probe("10.0.0.1", "gloo", 1.0).transfer("10.0.0.1", 1, 0, 2, 8)
+    assert create.call_args.args[4] == "cpu"
+    assert not devices.is_gpu()  # by which buffers are pinned
+    devices.synchronize()
 
 
 @pytest.mark.parametrize("failing", [False, True])
@@ -425,7 +547,6 @@ def test_each_attempt_closes_its_group(failing: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr("rlhf_stack.accelerator.devices.current_device", lambda: "cpu")
     measured = MagicMock(side_effect=SyncError("rank 1 does not answer") if failing else [(1.0, 8, True)])
     monkeypatch.setattr(probe, "_measure", measured)
-    monkeypatch.setenv(env_vars.SYNC_TIMEOUT, "1")  # the probe sets it
     with pytest.raises(SyncError) if failing else nullcontext():
         assert probe.Probe("10.0.0.1", "nccl", 1.0).transfer("10.0.0.1", 1, 0, 2, 8).equal
     measured.assert_called_once_with(group, 8)

@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     words = run_options.command_words(options) if options.command_line else ()
     with run_options.environment_of_run(words):
         planned = run_options.parse_run(options)[0] if words else None
+        variables = dict(text.split("=", 1) for text in run_options.variables_of_run(words)[0])
         run_log.configure_messages()
         with connected():
             report = check_network(
@@ -91,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
                 options.timeout,
                 ranks_of_run(planned.request) if planned else one_worker_per_node,
                 progress=messages.info,
+                variables=variables,
             )
     if options.json:
         print_json("rehearse", 1, is_well=report.is_well, **asdict(report))

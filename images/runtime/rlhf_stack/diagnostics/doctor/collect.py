@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -35,10 +36,9 @@ from rlhf_stack.diagnostics.doctor.facts import (
     RayProcess,
     relevant_variables,
 )
-from rlhf_stack.diagnostics.doctor.gpu_health import collect_gpu_report
+from rlhf_stack.diagnostics.doctor.gpu_health import SMI_SECONDS, collect_gpu_report
 from rlhf_stack.diagnostics.host_check import amd_gpus, nvidia_driver
 
-SMI_SECONDS = 10.0
 PORTS = (6379, 8265, 10001)
 SHM = Path("/dev/shm")  # noqa: S108  (the location of Ray's objects)
 BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([\d.]+)", re.MULTILINE)
@@ -52,11 +52,12 @@ WITHOUT_JOB = ("ray::IDLE", "ray::JobSupervisor")
 def collect_facts() -> NodeFacts:
     """Collect the facts of this node."""
     table = process_table.snapshot()
-    gpu_processes = _gpu_processes({process.pid for process in table})
+    with ThreadPoolExecutor() as pool:  # at once, as the commands of the report
+        gpu_processes = pool.submit(_gpu_processes, {process.pid for process in table})
+        gpu_report = collect_gpu_report(nvidia.count())
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     found, missing = _libraries()
     accelerator = env_vars.accelerator() or _guessed_accelerator()
-    gpu_report = collect_gpu_report(nvidia.count())
     return NodeFacts(
         host=socket.gethostname(),
         accelerator=accelerator,
@@ -81,7 +82,7 @@ def collect_facts() -> NodeFacts:
         stale_processes=tuple(
             f"{p.pid} {p.line[:80]}" for p in stale_resources.orphaned_workers(table, os.getuid())
         ),
-        gpu_processes=gpu_processes,
+        gpu_processes=gpu_processes.result(),
         rdma=collect_rdma(),
         gpu_report=gpu_report,
         attention=attention_provider.provider(),

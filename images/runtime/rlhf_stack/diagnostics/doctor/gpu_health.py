@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from xml.etree import ElementTree
 
 from rlhf_stack.diagnostics.doctor.facts import GpuHealth, GpuReport, NodeFacts
@@ -23,13 +24,14 @@ def collect_gpu_report(gpus: int) -> GpuReport:
     """Query the health of the ``gpus`` NVIDIA GPUs of this machine; nothing is run if there is none."""
     if not gpus:
         return GpuReport(unavailable="no NVIDIA GPU")
-    query, error = _output(QUERY)
+    # At once: each call of nvidia-smi initializes all GPUs if the driver's persistence mode is off.
+    with ThreadPoolExecutor() as pool:
+        (query, error), (links, _), (kernel, kernel_error) = pool.map(_output, (QUERY, LINKS, KERNEL_LOG))
     health = health_in(query)
-    kernel, kernel_error = _output(KERNEL_LOG)
     return GpuReport(
         gpus=health,
         unavailable="" if health else error or "nvidia-smi reports no GPU",
-        nvlinks=active_links(_output(LINKS)[0]),
+        nvlinks=active_links(links),
         xids=xids_in(kernel),
         xids_unavailable=kernel_error,
     )

@@ -1,7 +1,7 @@
 """Runs the network check on a Ray cluster: a probe per node, links of nodes, then the whole group."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,17 +28,18 @@ def check_network(
     deadline: float,
     ranks: Ranks = one_worker_per_node,
     progress: Callable[[str], None] = print,
+    variables: Mapping[str, str] | None = None,
 ) -> NetworkReport:
     """Test links of GPU nodes (of all if none has a GPU; see `sampling`), then the group of ``ranks``.
 
     ``size`` in bytes, ``floor`` in 10^9 bytes/s, None to derive it as `judge_links` does, ``deadline`` in
-    seconds per step. ``ranks`` returns the node of each rank. This process must be connected to the cluster;
-    all actors are removed afterwards.
+    seconds per step. ``ranks`` returns the node of each rank, ``variables`` are those of the run, for all
+    actors. This process must be connected to the cluster; all actors are removed afterwards.
     `UserError` names a node on which no process starts, and one whose only GPU leaves no group over NCCL.
     """
     free = free_nodes()
     free = [node for node in free if node.total_gpus] or free
-    with _probes(free, backend, deadline) as probes:
+    with _probes(free, backend, deadline, variables) as probes:
         nodes = probes.describe()
         found, attempts = check_links(
             nodes, lambda groups: probes.attempt(groups, size), floor, backend, progress
@@ -66,8 +67,15 @@ def check_network(
 class _Probes:
     """The probe actors of each node, created when an attempt needs them."""
 
-    def __init__(self, free: Sequence[FreeNode], backend: str, deadline: float) -> None:
+    def __init__(
+        self,
+        free: Sequence[FreeNode],
+        backend: str,
+        deadline: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._free, self._backend, self._deadline = free, backend, deadline
+        self._environment = {"runtime_env": {"env_vars": dict(variables)}} if variables else {}
         self._actors: list[list[Any]] = [[] for _ in free]
 
     def describe(self) -> tuple[CheckedNode, ...]:
@@ -81,8 +89,8 @@ class _Probes:
         started = [self._begin(sender, receivers, size) for sender, receivers in groups]
         end = time.monotonic() + 2 * self._deadline + GRACE_SECONDS
         return [
-            self._end(sender, receivers, answers, end)
-            for (sender, receivers), answers in zip(groups, started, strict=True)
+            begun if isinstance(begun, Attempt) else self._end(sender, receivers, begun, end)
+            for (sender, receivers), begun in zip(groups, started, strict=True)
         ]
 
     def close(self) -> None:
@@ -111,36 +119,32 @@ class _Probes:
                 "num_cpus": 0,
                 "num_gpus": 1 if takes_gpus(self._backend) else 0,
                 "resources": {PIN + address: SLIVER},
+                **self._environment,
             }
             actor = ray.remote(Probe).options(**options).remote(address, self._backend, self._deadline)
             self._actors[node].append(actor)
         return self._actors[node][number]
 
-    def _begin(self, sender: int, receivers: tuple[int, ...], size: int) -> list[Any]:
+    def _begin(self, sender: int, receivers: tuple[int, ...], size: int) -> list[Any] | Attempt:
+        """Start a group when all of its processes have started; a failed attempt if one does not."""
         taken: dict[int, int] = {}
         members = []
         for node in (sender, *receivers):
             members.append(self._actor(node, taken.setdefault(node, 0)))
             taken[node] += 1
-        port = ray.get(members[0].listen.remote(), timeout=START_SECONDS)
-        host, world = self._free[sender].address, len(members)
+        ready = [members[0].listen.remote(), *(member.describe.remote() for member in members[1:])]
+        found, error = self._results((sender, *receivers), ready, START_SECONDS)
+        if error:
+            return Attempt(sender, receivers, error=error)
+        host, port, world = self._free[sender].address, found[0], len(members)
         return [member.transfer.remote(host, port, rank, world, size) for rank, member in enumerate(members)]
 
     def _end(self, sender: int, receivers: tuple[int, ...], answers: list[Any], end: float) -> Attempt:
-        """Collect the results of one group; processes of a node that exceeds the deadline are replaced."""
-        ray.wait(answers, num_returns=len(answers), timeout=max(0.0, end - time.monotonic()))
-        outcomes: list[Outcome] = []
-        errors = []
-        for answer in answers:
-            try:
-                outcomes.append(ray.get(answer, timeout=0))
-            except ray.exceptions.GetTimeoutError:
-                errors.append("no response in time")
-                self._replace((sender, *receivers))
-            except ray.exceptions.RayError as error:
-                errors.append(cause(error))
-        if errors:
-            return Attempt(sender, receivers, error=errors[-1])  # a receiver's error names host and port
+        """Collect the results of one group."""
+        outcomes: list[Outcome]
+        outcomes, error = self._results((sender, *receivers), answers, max(0.0, end - time.monotonic()))
+        if error:
+            return Attempt(sender, receivers, error=error)
         root, *others = outcomes
         return Attempt(
             sender,
@@ -151,6 +155,27 @@ class _Probes:
             tuple(node for node, outcome in zip(receivers, others, strict=True) if not outcome.equal),
         )
 
+    def _results(self, nodes: Sequence[int], answers: list[Any], limit: float) -> tuple[list[Any], str]:
+        """The results of a process on each of ``nodes`` within ``limit`` seconds; why one failed, or "".
+
+        The processes of all these nodes are replaced if one has ended or is late.
+        """
+        ray.wait(answers, num_returns=len(answers), timeout=limit)
+        results, late, errors, ended = [], [], [], []
+        for node, answer in zip(nodes, answers, strict=True):
+            try:
+                results.append(ray.get(answer, timeout=0))
+            except ray.exceptions.GetTimeoutError:
+                late.append("no response in time")
+            except ray.exceptions.RayActorError:
+                ended.append(f"the process on {self._free[node].address} ended: see the logs of that node")
+            except ray.exceptions.RayError as error:
+                errors.append(cause(error))
+        if late or ended:
+            self._replace(nodes)
+        reasons = [*late, *errors, *ended]  # others fail because one ended; a receiver's names host and port
+        return results, reasons[-1] if reasons else ""
+
     def _replace(self, nodes: Sequence[int]) -> None:
         for node in set(nodes):
             for actor in self._actors[node]:
@@ -159,8 +184,10 @@ class _Probes:
 
 
 @contextmanager
-def _probes(free: Sequence[FreeNode], backend: str, deadline: float) -> Iterator[_Probes]:
-    probes = _Probes(free, backend, deadline)
+def _probes(
+    free: Sequence[FreeNode], backend: str, deadline: float, variables: Mapping[str, str] | None
+) -> Iterator[_Probes]:
+    probes = _Probes(free, backend, deadline, variables)
     try:
         yield probes
     finally:

@@ -36,7 +36,9 @@ class Probe:
         self._address, self._backend = address, backend
         self._listener: socket.socket | None = None
         os.environ[env_vars.SYNC_TIMEOUT] = str(deadline)  # of this process, which does nothing else
-        os.environ[env_vars.SYNC_SPARSE] = "off"
+        os.environ |= {env_vars.SYNC_SPARSE: "off", env_vars.SYNC_SOURCES: "auto"}  # others need gloo
+        if backend == "gloo":  # it sends from host memory, and Ray may hide the GPUs from this process
+            os.environ[env_vars.ACCELERATOR] = "cpu"
         assigned_gpu.select()
 
     def describe(self) -> CheckedNode:
