@@ -199,7 +199,7 @@ def test_the_plan_in_the_docs_is_what_is_printed(shell):
     assert list(dict.fromkeys(line for line in printed.splitlines() if line in lines)) == lines, printed
     small = shell.stack(*words.replace("--gpu-memory 80", "--gpu-memory 40").split(), COLUMNS="96")
     assert small.returncode == 1
-    assert "try: --ds.zero_stage 3" in small.stdout
+    assert "try: --ds.zero_stage 3 --vllm.gpu_memory_utilization 0.9 " in small.stdout
 
 
 @pytest.mark.timeout(SECONDS)

@@ -2,13 +2,13 @@
 
 import pytest
 
-# A process of the rank misses SIGTERM, as it can with the Python handler of a Ray worker.
+# A process of the rank is stopped, and so misses SIGTERM, as it can with the Python handler of a Ray worker.
 PROBE = """
 on_cpu()
 import signal
 
 import datasets
-import multiprocess
+import multiprocess.pool
 
 from rlhf_stack.demo import tiny_run
 from rlhf_stack.openrlhf import command_line
@@ -32,8 +32,13 @@ def loader(rows, *_):
     return [rows]
 
 
-loaded = []
-os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}))
+def terminate(pool):
+    os.kill(pool._pool[0].pid, signal.SIGSTOP)
+    upstream(pool)
+
+
+loaded, upstream = [], multiprocess.pool.Pool.terminate
+replace(multiprocess.pool.Pool, terminate=terminate)
 signal.signal(signal.SIGALRM, hang)
 replace(
     ppo_actor,

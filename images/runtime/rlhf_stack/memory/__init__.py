@@ -10,6 +10,13 @@ from rlhf_stack.memory.activations import (
     saved_activations,
     training_peak,
 )
-from rlhf_stack.memory.engine import EngineSettings, KvCache, kv_cache, reload_memory, sync_memory
+from rlhf_stack.memory.engine import (
+    BATCHED,
+    EngineSettings,
+    KvCache,
+    kv_cache,
+    reload_memory,
+    sync_memory,
+)
 from rlhf_stack.memory.model_shape import Shape, ShapeError, parse_shape, read_shape
 from rlhf_stack.memory.training import Zero, model_states

@@ -6,7 +6,9 @@ from rlhf_stack.memory.model_shape import Shape
 from rlhf_stack.memory.training import BYTES_16BIT, BYTES_32BIT, shard_size
 
 BLOCK = 16  # tokens per block of vLLM's KV cache on a GPU
-BATCHED = 8192  # tokens of the profiling pass with which vLLM measures its peak at startup
+# Tokens of an engine's largest step. OpenRLHF's engines of vLLM 0.29 take 2048 at a time, also of a longer
+# prompt; the rest stands for CUDA graphs, which leave less room for the cache too.
+BATCHED = 8192
 BUFFERS = 2  # `rlhf_stack.sync.group.SLOTS`
 VOCABULARY = 64  # its padding is a multiple of this
 SEQUENCES = 256  # sequences that it samples in one step
@@ -14,12 +16,16 @@ SEQUENCES = 256  # sequences that it samples in one step
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """An engine over ``size`` GPUs that uses the fraction ``utilization`` of each, for ``length`` tokens."""
+    """An engine over ``size`` GPUs that uses the fraction ``utilization`` of each.
+
+    Its sequences have up to ``length`` tokens, its steps up to ``step``.
+    """
 
     size: int
     utilization: float
     length: int
     block: int = BLOCK
+    step: int = BATCHED
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,7 @@ def blocks(shape: Shape, engine: EngineSettings, cache: int) -> int:
 
 def working(shape: Shape, engine: EngineSettings) -> int:
     """Bytes of vLLM's largest step: the widest layer, and the logits for sampling."""
-    tokens = max(BATCHED, engine.length)
-    wide = BYTES_16BIT * tokens * (4 * shape.hidden + shard_size(3 * shape.mlp_width, engine.size))
+    wide = BYTES_16BIT * engine.step * (4 * shape.hidden + shard_size(3 * shape.mlp_width, engine.size))
     return wide + BYTES_32BIT * 2 * SEQUENCES * shape.vocabulary
 
 

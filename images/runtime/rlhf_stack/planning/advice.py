@@ -216,11 +216,10 @@ def _changes(run: Run) -> Iterator[Change]:
     if run.can_offload and not run.zero.offload:
         reason = "the optimiser runs on the host: slower steps and more host memory"
         yield from change("offload", reason, replace(run, zero=replace(run.zero, offload=True)))
-    if shared and run.utilization - STEP >= LOWEST_UTILIZATION:
+    if run.request.engines is not None and run.utilization - STEP >= LOWEST_UTILIZATION:
         less = round(run.utilization - STEP, 2)
-        yield from change(
-            "utilization", "a smaller KV cache next to the trainer", replace(run, utilization=less), less
-        )
+        reason = "a smaller KV cache leaves more memory to the trainer, or for a sync"
+        yield from change("utilization", reason, replace(run, utilization=less), less)
     yield from _engine_changes(run)
     yield from _host_changes(run)
     yield from _repairs(run)

@@ -19,6 +19,9 @@ from rlhf_stack.planning.upstream_placement_flat import upstream_layout_flat
 from rlhf_stack.sync import sources
 
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+# The part of a GPU that trainer and engine leave free if they share it: for CUDA graphs of a sleeping engine,
+# gaps between allocations, and what CUDA does not give of the size that nvidia-smi reports.
+SPARE = 0.03
 
 
 @dataclass
@@ -214,7 +217,8 @@ def _fill(
         used = [gpu for gpu in node.gpus if gpu.holds]
         node.cpus_needed = float(len(used))
         for gpu in used:
-            _count(run, gpu, loads.get(id(gpu), []), taken.get(id(gpu)))
+            spare = int(SPARE * node.machine.gpu_memory)
+            _count(run, gpu, loads.get(id(gpu), []), taken.get(id(gpu)), spare)
 
 
 def _saved(run: Run, role: Role, rank: int) -> int:
@@ -229,22 +233,23 @@ def _saved(run: Run, role: Role, rank: int) -> int:
     return 0 if gathers and rank else BYTES_16BIT
 
 
-def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | None) -> None:
+def _count(run: Run, gpu: PlannedGpu, roles: Sequence[Need], engine: KvCache | None, spare: int) -> None:
     """Compute the peak of a GPU: its roles hold memory at the same time, but compute sequentially.
 
-    Exceptions in training: actor and critic train at once, or, if they sleep, hold their states in turn.
+    Exceptions in training: actor and critic train at once, or, if they sleep, hold their states in turn. The
+    budget of an engine excludes its context, for which one alone has room: no step runs in a sync, its peak.
     """
-    contexts = CONTEXT * (len(roles) + (1 if engine else 0))
+    fixed = CONTEXT * len(roles) + (CONTEXT + spare if roles and engine else 0)
     budget = engine.budget if engine else 0
     awake = 0 if run.engine_sleeps else budget
     asleep = sum(need.asleep for need in roles)
-    gpu.generating = CONTEXT * len(roles) + budget + asleep
+    gpu.generating = fixed + budget + asleep
     if roles and run.trainer_sleeps:
-        gpu.training = contexts + awake + asleep
+        gpu.training = fixed + awake + asleep
         gpu.training += max(need.held - need.asleep + need.working for need in roles)
     elif roles:
         at_once = sum(need.working for need in roles if need.role in (ACTOR, CRITIC))
-        gpu.training = contexts + awake + sum(need.held for need in roles)
+        gpu.training = fixed + awake + sum(need.held for need in roles)
         gpu.training += max(at_once, *(need.working for need in roles))
 
 

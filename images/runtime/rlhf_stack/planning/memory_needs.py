@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf_stack.memory import (
+    BATCHED,
     EngineSettings,
     KvCache,
     Pass,
@@ -13,11 +14,11 @@ from rlhf_stack.memory import (
     model_states,
     training_peak,
 )
-from rlhf_stack.memory.training import BYTES_16BIT, shard_size
+from rlhf_stack.memory.training import BUCKET, BYTES_16BIT, shard_size
 from rlhf_stack.openrlhf.run_spec import ACTOR, Role, Run
 from rlhf_stack.planning.cluster_spec import GIB
 
-CONTEXT = 3 * GIB // 4  # of a CUDA process: context, kernels, NCCL buffers; assumed, not measured
+CONTEXT = GIB  # of a CUDA process: context, kernels, NCCL buffers (nccl#1685: 1.06 GB); assumed, not measured
 NF4_BYTES = (
     4 + 8 / 64 + 32 / 64 / 256
 ) / 8  # per weight: a scale of 8 bits for 64, one of 32 bits for 256 of these
@@ -72,6 +73,8 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
         weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
     moves = run.trainer_sleeps and role.trained and not zero.offload  # OpenRLHF skips an offloaded optimiser
     sleeping = found.optimizer + found.gradients if moves else 0
+    # DeepSpeed allocates ZeRO-3's bucket once, and frees it only where it moves the state.
+    bucket = BYTES_16BIT * BUCKET if trained and zero.stage == 3 and not moves else 0
     return Need(
         role=role.name,
         parameters=parameters,
@@ -81,7 +84,7 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
         activations=_activations(run, role, shape),
         buffers=found.buffers,
         step=found.step,
-        asleep=weights + found.gradients + found.optimizer - sleeping,
+        asleep=weights + found.gradients + found.optimizer - sleeping + bucket,
         host=PROCESS + host + sleeping,
         loading=BYTES_16BIT * (shard_size(own, zero.ranks) + stacked if zero.stage == 3 else own),
     )
@@ -103,7 +106,8 @@ def engine_cache(run: Run, shapes: Mapping[str, Shape], gpu_memory: int) -> KvCa
     engines = run.request.engines
     if engines is None:
         return None
-    settings = EngineSettings(engines.size, run.utilization, run.length)
+    step = max(BATCHED, run.length) if run.flat else BATCHED  # vLLM 0.4 computes a prompt at once
+    settings = EngineSettings(engines.size, run.utilization, run.length, step=step)
     return kv_cache(shapes[run.engine_model], settings, gpu_memory)
 
 

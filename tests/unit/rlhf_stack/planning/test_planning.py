@@ -21,6 +21,7 @@ from rlhf_stack.placement import FreeNode
 from rlhf_stack.placement.model import ENGINES, Engines, Group, Request
 from rlhf_stack.planning import Machine, advice, advise, assess, cluster_spec, display, uniform_machines
 from rlhf_stack.planning.advice import symmetric_layout
+from rlhf_stack.planning.assessment import SPARE
 from rlhf_stack.planning.cluster_spec import GIB
 from rlhf_stack.planning.display import as_json, print_assessment
 from rlhf_stack.planning.memory_needs import CONTEXT, need
@@ -109,6 +110,15 @@ def test_a_sync_needs_memory_next_to_the_engines_own(monkeypatch: pytest.MonkeyP
     assert not assess(replace(planned, utilization=0.95), LARGE, SHAPES).problems
 
 
+def test_engines_alone_that_leave_too_little_for_a_sync_are_advised_to_use_less() -> None:
+    planned = run("big", utilization=0.99)
+    found = assess(planned, LARGE, SHAPES)
+    assert [one.flags for one in advise(found, LARGE, SHAPES)] == [("--vllm.gpu_memory_utilization 0.94",)]
+    flat, alone = replace(planned, release="0.5.1"), replace(planned.request, engines=None)
+    for without in (flat, replace(planned, request=alone)):
+        assert not [flags for flags, _, _ in advice._changes(without) if "utilization" in flags[0]]
+
+
 def test_a_sync_of_engines_that_sleep_needs_no_kv_cache() -> None:
     """It wakes up their weights alone."""
     planned = run("big", engines=Engines(2, 4, "actor"), utilization=0.5)
@@ -165,6 +175,58 @@ def test_a_sleeping_trainer_moves_its_optimiser_to_the_host() -> None:
     assert asleep.nodes[0].memory_running - awake.nodes[0].memory_running == 8 * moved
 
 
+def test_trainer_and_engine_on_a_gpu_have_a_process_each_and_leave_a_part_free() -> None:
+    """vLLM takes its share of a GPU next to its context; an engine alone has room for that."""
+    both = run("big", engines=Engines(8, 1, "actor"), utilization=0.5, engine_sleeps=True)
+    found = assess(both, NODE, SHAPES)
+    gpu, roles = found.nodes[0].gpus[0], found.needs.values()
+    kept = 40 * GIB + sum(role.asleep for role in roles)
+    assert gpu.generating == kept + 3 * CONTEXT + int(SPARE * 80 * GIB)
+    separate = assess(run("big", engines=Engines(8, 1), utilization=0.5), LARGE, SHAPES)
+    engine, trainer = (node.gpus[0] for node in separate.nodes)
+    assert engine.holds == ["engine 0"]
+    assert engine.generating == 40 * GIB
+    assert trainer.generating == kept - 40 * GIB + 2 * CONTEXT
+    limit = replace(both, utilization=0.99 - (gpu.generating - 40 * GIB) / (80 * GIB))
+    assert not assess(limit, NODE, SHAPES).problems
+    more = replace(limit, utilization=limit.utilization + 0.02)
+    assert any("while generating" in problem for problem in assess(more, NODE, SHAPES).problems)
+
+
+LLAMA_8B = parse_shape("layers:32,hidden:4096,intermediate:14336,heads:32,kv_heads:8,vocabulary:128256")
+
+
+def test_tuning_does_not_aim_at_the_limit() -> None:
+    """It chose 0.6, for 79.2 of 79.6 GiB without the engine's own process, where CUDA offers 79.18."""
+    planned = run("llama", engines=Engines(8, 1, "actor"), length=4096)
+    machines, shapes = uniform_machines(1, 8, 79.6, 96, 2000), {"llama": LLAMA_8B}
+    tuned = tune(planned, machines, shapes)
+    assert (tuned.run.utilization, tuned.run.zero.stage) == (0.55, 2)
+    found = assess(replace(tuned.run, utilization=0.6), machines, shapes)
+    assert round(found.nodes[0].gpus[0].generating / GIB, 1) == 83.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, 1),
+        ({"trainer_sleeps": True}, 0),
+        ({"trainer_sleeps": True, "zero": Zero(3, 1, offload=True)}, 1),
+        ({"zero": Zero(2, 1)}, 0),
+    ],
+    ids=str,
+)
+def test_a_role_that_does_not_move_its_state_keeps_the_bucket_of_stage_3(
+    changes: dict[str, Any], kept: int
+) -> None:
+    """DeepSpeed allocates 500,000,000 elements of 16 bits with the optimiser, once."""
+    planned = run("big", **({"zero": Zero(3, 1)} | changes))
+    actor, ref = (need(planned, role, QWEN_7B) for role in planned.roles)
+    moved = actor.gradients + actor.optimizer if planned.trainer_sleeps and not planned.zero.offload else 0
+    assert actor.asleep == actor.held - moved + kept * 1_000_000_000
+    assert ref.asleep == ref.weights
+
+
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_actor_and_critic_train_at_once_or_hold_their_states_in_turn(sleeps: bool) -> None:
     """OpenRLHF starts both trainings at once, but with --ds.enable_sleep one after the other."""
@@ -172,7 +234,7 @@ def test_actor_and_critic_train_at_once_or_hold_their_states_in_turn(sleeps: boo
     planned = run_of("0.11.2", sections(train__colocate_all=True, **asked))
     found = assess(planned, NODE, dict.fromkeys(MODELS, SMALL))
     actor, ref, critic, reward = (found.needs[name] for name in ("actor", "ref", "critic", "reward"))
-    processes = 5 * CONTEXT + ref.weights + reward.weights
+    processes = 5 * CONTEXT + int(SPARE * 80 * GIB) + ref.weights + reward.weights
     whole = [role.held + role.working for role in (actor, critic)]
     in_turn = max(whole[0] + critic.weights, whole[1] + actor.weights)
     assert found.nodes[0].gpus[0].training == processes + (in_turn if sleeps else sum(whole))
@@ -199,9 +261,15 @@ def test_too_little_memory_names_the_gpus_the_roles_and_the_phase() -> None:
     assert any("of a GPU's 40.0 while training (actor, ref)" in problem for problem in found.problems)
 
 
-def test_a_cache_without_room_for_one_sequence_is_a_problem() -> None:
-    found = assess(run("big", length=400_000), uniform_machines(2, 8, 24, 64, 0), SHAPES)
-    assert any("has room for" in problem and "400000" in problem for problem in found.problems)
+@pytest.mark.parametrize(
+    ("release", "length", "refused"),
+    [("0.11.2", 400_000, False), ("0.11.2", 600_000, True), ("0.5.1", 400_000, True)],
+)
+def test_a_cache_without_room_for_one_sequence_is_a_problem(release: str, length: int, refused: bool) -> None:
+    """A step of vLLM 0.4 has all tokens of a prompt, one of vLLM 0.29 no more for a longer prompt."""
+    machines = uniform_machines(2, 8, 24, 64, 0)
+    found = assess(run("big", length=length, release=release), machines, SHAPES)
+    assert any("has room for" in one and str(length) in one for one in found.problems) == refused
 
 
 def test_heads_that_do_not_divide_are_a_problem() -> None:

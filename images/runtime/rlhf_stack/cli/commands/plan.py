@@ -21,8 +21,9 @@ Further sizes are optional: head_dim, tied, experts, active, parameters, and max
 `problems`, `notes`, `advice` (flags and reason), `symmetric` (a layout identical on all nodes, or null),
 `gpus_needed`, `nodes` (address, cpus, cpus_needed, memory, memory_running, memory_loading, memory_saving:
 added to memory_running while the model is saved, gpu_memory, gpu_type, and gpus: index, `holds`, and the
-bytes needed in `training`, `generating` and `syncing`), `roles` (role, ranks, parameters, and per rank
-weights, gradients, optimizer, activations, buffers, step, asleep, host, loading),
+bytes needed in `training`, `generating` and `syncing`, with the 3 % that a trainer and an engine on one GPU
+leave free), `roles` (role, ranks, parameters, and per rank weights, gradients, optimizer, activations,
+buffers, step, asleep, host, loading),
 `engine` (count, size, shares, and cache, per GPU: budget, weights, working, cache, per engine: tokens,
 concurrency; or null), `memory_checked` (false if the memory of the GPUs is unknown: then `fits` is about the
 placement alone) and `straddling` (indices of engines that span more nodes than they need: ours, upstream;
