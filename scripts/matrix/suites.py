@@ -62,6 +62,7 @@ SUITES: Mapping[str, Suite] = {
             "this image is ours: no package is added to it",
             "this image has no OpenTelemetry",
             "this image has no Triton for AMD GPUs",
+            "this image has no nvcc",
             "this image promises no GPU",
             "this torch has no variable-length attention",
             "vLLM's operators of this cell come with its wheel",

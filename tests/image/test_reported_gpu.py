@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_properties = lambda *_: gpu
 torch.cuda.get_device_capability = lambda *_: (gpu.major, gpu.minor)
 """
+TOOLKIT = Path("/opt/rlhf-stack/cuda")
+KERNEL = """
+#include <nccl.h>
+__global__ void kernel(int *value) { *value = NCCL_MAJOR; }
+extern "C" void launch(int *value) { kernel<<<1, 1>>>(value); }
+"""
 MODULES = ("deepspeed", "deepspeed.launcher.runner", "deepspeed.env_report", "openrlhf.cli.train_ppo_ray")
 
 
@@ -33,3 +40,21 @@ def test_a_machine_with_a_gpu_imports(module: str, cell: dict[str, Any]) -> None
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_compiler_for_cuda_links_against_the_driver_of_another_machine(tmp_path: Path) -> None:
+    """As FlashInfer does for the attention of B200, and DeepSpeed with NCCL's header."""
+    if not TOOLKIT.exists():
+        pytest.skip("this image has no nvcc")
+    (tmp_path / "kernel.cu").write_text(KERNEL)
+    stubs = TOOLKIT / "lib64" / "stubs"
+    command = [
+        str(TOOLKIT / "bin" / "nvcc"),
+        "-arch=sm_90",
+        "-shared",
+        "-Xcompiler=-fPIC",
+        "kernel.cu",
+        "-o",
+        "k.so",
+    ]
+    subprocess.run([*command, f"-L{stubs}", "-lcuda"], cwd=tmp_path, check=True, timeout=120)

@@ -36,7 +36,10 @@ class Rank:
 
     def prepare(self, is_trainer: bool, backend: str, small: bool) -> None:
         """Import libraries and make the parameters, which may take longer than ranks wait for each other."""
-        assigned_gpu.select()
+        if is_trainer:
+            assigned_gpu.select()
+        else:
+            assigned_gpu.restrict()
         if backend != "gloo" and devices.is_gpu():
             import_module("vllm.distributed")
         self._limit = SMALL_BUCKET if small else BUCKET

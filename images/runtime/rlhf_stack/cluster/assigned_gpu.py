@@ -31,5 +31,13 @@ def select() -> None:
         devices.set_device(local_rank())
 
 
+def restrict() -> None:
+    """Hide all GPUs but the one that Ray assigned to this actor, as OpenRLHF does for an engine of one GPU.
+
+    To be called before torch uses a GPU; does nothing without one.
+    """
+    os.environ |= devices.environment_for(found[:1]) if (found := _assigned()) else {}
+
+
 def _assigned() -> list[Any]:
     return list(ray.get_gpu_ids()) if devices.is_gpu() and ray.is_initialized() else []

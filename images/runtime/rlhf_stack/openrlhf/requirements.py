@@ -14,6 +14,7 @@ from rlhf_stack.openrlhf.run_limits import KERNEL, flags_of
 SWITCHES = {  # the end of a flag and the packages that it needs
     "load_in_4bit": ("bitsandbytes",),
     "use_liger_kernel": ("liger_kernel",),
+    "sync_with_ray": ("cupy",),  # Ray's group over NCCL
     "use_ms": ("modelscope",),
     "wandb.key": ("wandb",),
     "use_wandb": ("wandb",),

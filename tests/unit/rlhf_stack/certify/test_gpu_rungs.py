@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
@@ -129,6 +130,15 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_network(_: pytest.MonkeyPatch) -> None:
     probe.Probe("10.0.0.1", "nccl", 1.0)
+
+
+def test_a_rank_that_receives_sees_its_own_gpu_alone(cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine of one GPU: RCCL of ROCm 7.2 fails between it and a trainer that sees all."""
+    monkeypatch.setitem(sys.modules, "ray", MagicMock(get_gpu_ids=lambda: ["3"]))
+    monkeypatch.setenv(visible_devices.CUDA, "0,1,2,3")
+    monkeypatch.setattr(weight_sync, "parameters", lambda _: {})
+    weight_sync.Rank().prepare(False, "gloo", True)
+    assert os.environ[visible_devices.CUDA] == "3"
 
 
 @pytest.mark.parametrize("begin", [compute, reduce, prepare, check_network])
