@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-if version("deepspeed").partition("+")[0] != "0.15.0":
-    pytest.skip("for deepspeed==0.15.0, which this cell does not have", allow_module_level=True)
+pytestmark = pytest.mark.carries("deepspeed==0.15.0")
 
 RANKS, SECONDS = 2, 240
 SCRIPT = """

@@ -93,18 +93,17 @@ def variables_of_run(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @contextmanager
-def environment_of_run(words: Sequence[str]) -> Iterator[None]:
+def environment_of_run(words: Sequence[str]) -> Iterator[dict[str, str]]:
     """Set the variables of the run that ``words`` start, as `submit` does for its job, inside the context.
 
-    `UserError` if one of this distribution is invalid.
+    The context's value are these variables. `UserError` if one of this distribution is invalid.
     """
     before = dict(os.environ)
-    for text in variables_of_run(words)[0]:
-        name, value = text.split("=", 1)
-        os.environ[name] = value
+    variables = dict(text.split("=", 1) for text in variables_of_run(words)[0])
+    os.environ |= variables
     try:
         env_vars.check()
-        yield
+        yield variables
     finally:
         os.environ.clear()
         os.environ.update(before)

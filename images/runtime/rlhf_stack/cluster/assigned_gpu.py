@@ -36,7 +36,8 @@ def restrict() -> None:
 
     To be called before torch uses a GPU; does nothing without one.
     """
-    os.environ |= devices.environment_for(found[:1]) if (found := _assigned()) else {}
+    if assigned := _assigned():
+        os.environ |= devices.environment_for(assigned[:1])
 
 
 def _assigned() -> list[Any]:

@@ -80,9 +80,8 @@ def run(options: argparse.Namespace) -> int:
     from rlhf_stack.diagnostics.network_check.ranks import one_worker_per_node, ranks_of_run
 
     words = run_options.command_words(options) if options.command_line else ()
-    with run_options.environment_of_run(words):
+    with run_options.environment_of_run(words) as variables:
         planned = run_options.parse_run(options)[0] if words else None
-        variables = dict(text.split("=", 1) for text in run_options.variables_of_run(words)[0])
         run_log.configure_messages()
         with connected():
             report = check_network(
