@@ -31,7 +31,8 @@ class Model(torch.nn.Module):
 
 
 def start():
-    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="NONE"))
+    compiled = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="NONE")
+    config = VllmConfig(compilation_config=compiled)
     with set_current_vllm_config(config), set_forward_context({}, config), torch.inference_mode():
         model = Model(vllm_config=config)
         assert model(torch.zeros(8)).tolist() == [1.0] * 8
