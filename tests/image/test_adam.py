@@ -31,6 +31,23 @@ for step in range(first, last):
     optimizer.step()
 torch.save(([parameter.data for parameter in parameters], optimizer.state_dict()), path)
 """
+OVERFLOWS = f"""
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import deepspeed
+import torch
+import torch.distributed as dist
+from rlhf_stack.compat import deepspeed_ops
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+deepspeed_ops.MOST_ELEMENTS = 8
+model = torch.nn.Linear(3, 3)
+optimizer = deepspeed_ops.torch_adamw(model.parameters(), **{ARGUMENTS})
+for group in optimizer.param_groups:
+    group["fused"] = True
+config = {{"train_batch_size": 1, "zero_optimization": {{"stage": 2}}, "bf16": {{"enabled": True}}}}
+deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+"""
 
 
 def trained(optimizer_class: Callable[..., Any], seed: int) -> list[Any]:
@@ -82,6 +99,21 @@ def test_torch_s_adamw_accepts_parameters_that_a_gpu_does_not_have_yet(
     monkeypatch.setattr("rlhf_stack.accelerator.devices.is_gpu", lambda: True)
     optimizer = deepspeed_ops.adam_class(offload=False)([torch.nn.Parameter(torch.zeros(4))], **ARGUMENTS)
     assert [group["fused"] for group in optimizer.param_groups] == [True]
+
+
+@pytest.mark.carries("deepspeed==0.15.0")
+def test_deepspeed_refuses_a_partition_that_torch_would_update_wrongly_when_it_starts(
+    tmp_path: Path,
+) -> None:
+    """Its first step is that with which ZeRO-2 makes the states, before any prompt is answered."""
+    script = tmp_path / "starts.py"
+    script.write_text(OVERFLOWS)
+    done = subprocess.run(
+        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("train with --zero_stage 3 or on more GPUs")
+    assert "_configure_zero_optimizer" in done.stderr
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -41,7 +41,8 @@ class Rank:
         else:
             assigned_gpu.restrict()
         if backend != "gloo" and devices.is_gpu():
-            import_module("vllm.distributed")
+            for module in ("vllm.distributed", "openrlhf.utils.distributed_util"):
+                import_module(module)
         self._limit = SMALL_BUCKET if small else BUCKET
         made = parameters(small)
         self._expected = {name: checksum(tensor) for name, tensor in made.items()}

@@ -27,6 +27,7 @@ INSTALLED = "git_version_info_installed.py"  # of DeepSpeed: which operators its
 TORCH_LOCK_FILE = "lock"  # of torch.utils.cpp_extension: exists during a compilation, or after its kill
 FLOCK_FILE = "rlhf-stack.lock"  # an flock: the kernel releases it when its owner ends
 COMPILE_SECONDS = 1800.0
+MOST_ELEMENTS, CHUNK = 2**31, 2**16  # of a tensor in a fused step of torch 2.3
 POLL_SECONDS = 0.2
 LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 
@@ -59,7 +60,23 @@ def torch_adamw(parameters: Any, **options: Any) -> Any:
     optimizer = torch.optim.AdamW(parameters, **options)
     for group in optimizer.param_groups:
         group["fused"] = devices.is_gpu()
+    optimizer.register_step_pre_hook(refuse_overflow)
     return optimizer
+
+
+def refuse_overflow(optimizer: Any, *_: Any) -> None:
+    """Raise `RuntimeError` if fused steps would write beyond a tensor; DeepSpeed takes one when it starts.
+
+    torch 2.3 counts elements in 32 bits (pytorch/pytorch#137368): in a tensor of 2^31 elements or more it
+    takes an incomplete last chunk for a whole one. ZeRO-2 has all of a rank's elements in one tensor.
+    """
+    for group in optimizer.param_groups:
+        sizes = [tensor.numel() for tensor in group["params"]]
+        if group["fused"] and any(size >= MOST_ELEMENTS and size % CHUNK for size in sizes):
+            raise RuntimeError(
+                f"torch's fused AdamW writes beyond a tensor of {MOST_ELEMENTS} elements or more, and a rank"
+                f" has {max(sizes)}: train with --zero_stage 3 or on more GPUs"
+            )
 
 
 def load_adam_operator(offload: bool) -> bool:

@@ -264,8 +264,19 @@ class BlockingEngineMixin(_EngineState):
         """See `AsyncEngineMixin.receive_weights`; no answer is in progress meanwhile."""
         with self._recorded_sync_error():
             ranks = self.call_workers("receive_weights", parameters, limit, encoding)
+            self._forget_prompts()
         self.weight_version = version
         return {"ranks": ranks, "work": self._throughput_meter().take(), "mixed": 0}
+
+    def _forget_prompts(self) -> None:
+        """Let vLLM compute the keys and values of cached prompts again (--enable_prefix_caching).
+
+        vLLM 0.4 finds them by their tokens alone. Without a request in progress all are in the evictor.
+        """
+        allocator = self.llm.llm_engine.scheduler.block_manager.gpu_allocator
+        if hasattr(allocator, "evictor"):  # prefixes are cached
+            for block in allocator.evictor.free_table.values():
+                block.computed = False
 
     def sync_error(self) -> str | None:
         """Return the error of a weight sync that failed in this engine, or None."""

@@ -15,6 +15,7 @@ from rlhf_stack.cluster.answer_once import AnswersOnce, repeats_calls
 from rlhf_stack.cluster.assigned_gpu import local_rank
 from rlhf_stack.compat.deepspeed_ops import optimizer_config
 from rlhf_stack.compat.determinism import continues_from, seed_prompt_shuffle, seed_training, wait_for_answer
+from rlhf_stack.compat.offloaded_states import drop_loaded_copies
 from rlhf_stack.compat.varlen_attention import check_model as check_attention
 from rlhf_stack.compat.varlen_attention import implementation as attention_implementation
 from rlhf_stack.config.env_vars import sync_backend as default_sync_backend

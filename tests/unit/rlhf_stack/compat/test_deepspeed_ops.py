@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -22,6 +23,7 @@ time.sleep(600)
 COMPILE = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 from rlhf_stack.compat import deepspeed_ops
 with deepspeed_ops.compilation_lock("fused_adam", Path(sys.argv[1])):
@@ -288,3 +290,23 @@ def test_on_a_network_file_system_a_lock_is_stale_after_the_longest_build(
     assert deepspeed_ops.stale_locks(tmp_path) == []
     os.utime(lock, (1, 1))
     assert deepspeed_ops.stale_locks(tmp_path) == [lock]
+
+
+@pytest.mark.parametrize(
+    ("size", "fused", "refused"),
+    [
+        (2**31 - 1, True, False),
+        (2**31, True, False),  # whole chunks
+        (2**31 + 1, True, True),
+        (2**31 + 1, False, False),
+        (2**32 + 2**16, True, False),
+    ],
+)
+def test_a_tensor_that_torch_would_update_wrongly_is_refused(size: int, fused: bool, refused: bool) -> None:
+    tensors = [SimpleNamespace(numel=lambda size=size: size) for size in (5, size)]
+    optimizer = SimpleNamespace(param_groups=[{"params": tensors, "fused": fused}])
+    if not refused:
+        deepspeed_ops.refuse_overflow(optimizer)
+        return
+    with pytest.raises(RuntimeError, match=f"a rank has {size}: train with --zero_stage 3 or on more GPUs"):
+        deepspeed_ops.refuse_overflow(optimizer)

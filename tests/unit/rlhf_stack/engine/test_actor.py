@@ -36,6 +36,18 @@ def test_single_worker_is_called_directly() -> None:
     assert engine(SimpleNamespace(driver_worker=worker)).call_workers("where", 1, 2) == [(1, 2)]
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_prompts_are_computed_again_after_a_sync(caches: bool) -> None:
+    """vLLM 0.4 with --enable_prefix_caching would answer with keys and values of the former weights."""
+    blocks = {number: SimpleNamespace(computed=True) for number in range(2)}
+    evictor = {"evictor": SimpleNamespace(free_table=blocks)} if caches else {}
+    blocking = engine(SimpleNamespace(driver_worker=SimpleNamespace(receive_weights=lambda *_: {})))
+    manager = SimpleNamespace(gpu_allocator=SimpleNamespace(**evictor))
+    blocking.llm.llm_engine.scheduler = SimpleNamespace(block_manager=manager)
+    blocking.receive_weights([], 1, "raw", version=1)
+    assert [block.computed for block in blocks.values()] == [not caches] * 2
+
+
 def test_a_restarted_engine_does_not_join_by_the_call_for_its_predecessor() -> None:
     blocking = engine(SimpleNamespace(driver_worker=SimpleNamespace(join=lambda *given: given)))
     assert blocking.call_workers_of(blocking.process(), "join", 1) == [(1,)]

@@ -28,6 +28,7 @@ OF_ONE_NODE = (  # may differ between nodes
     "VLLM_HOST_IP",
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",  # Kubernetes: the UUIDs of the pod's GPUs
 )
 UNSET = "not set"
