@@ -46,7 +46,9 @@ optimizer = deepspeed_ops.torch_adamw(model.parameters(), **{ARGUMENTS})
 for group in optimizer.param_groups:
     group["fused"] = True
 config = {{"train_batch_size": 1, "zero_optimization": {{"stage": 2}}, "bf16": {{"enabled": True}}}}
-deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+engine.step()
 """
 
 
@@ -102,10 +104,8 @@ def test_torch_s_adamw_accepts_parameters_that_a_gpu_does_not_have_yet(
 
 
 @pytest.mark.carries("deepspeed==0.15.0")
-def test_deepspeed_refuses_a_partition_that_torch_would_update_wrongly_when_it_starts(
-    tmp_path: Path,
-) -> None:
-    """Its first step is that with which ZeRO-2 makes the states, before any prompt is answered."""
+def test_a_step_on_a_partition_that_torch_would_update_wrongly_is_refused(tmp_path: Path) -> None:
+    """ZeRO-2 of DeepSpeed 0.15.0 has replaced the parameters by one flat tensor."""
     script = tmp_path / "starts.py"
     script.write_text(OVERFLOWS)
     done = subprocess.run(
@@ -113,7 +113,6 @@ def test_deepspeed_refuses_a_partition_that_torch_would_update_wrongly_when_it_s
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("train with --zero_stage 3 or on more GPUs")
-    assert "_configure_zero_optimizer" in done.stderr
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -65,7 +65,7 @@ def torch_adamw(parameters: Any, **options: Any) -> Any:
 
 
 def refuse_overflow(optimizer: Any, *_: Any) -> None:
-    """Raise `RuntimeError` if fused steps would write beyond a tensor; DeepSpeed takes one when it starts.
+    """Raise `RuntimeError` before a fused step that would write beyond a tensor.
 
     torch 2.3 counts elements in 32 bits (pytorch/pytorch#137368): in a tensor of 2^31 elements or more it
     takes an incomplete last chunk for a whole one. ZeRO-2 has all of a rank's elements in one tensor.
