@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+RECOVERY_ACTION = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, which older releases of pynvml do not name
+# Other actions, such as "drain and reset", leave a GPU that still computes.
+RESETS = {1: "a reset of the GPU", 2: "a reboot", 6: "a reset of the GPU's bus", 7: "a reboot"}
+NO_PERMISSION, IS_LOST, RESET_REQUIRED = 4, 15, 16  # NVML's error codes
 MODEL = re.compile(r"^Model:\s*(\S.*?)\s*$", re.MULTILINE)
 
 
@@ -34,6 +38,41 @@ def models() -> tuple[str, ...]:
         with suppress(OSError):
             found += MODEL.findall(file.read_text(encoding="utf-8", errors="replace"))
     return tuple(found)
+
+
+def faults() -> dict[int, str]:
+    """Return why a GPU cannot be used, by its number: it is lost, or the driver requires a reset or a reboot.
+
+    Empty without NVML. GPUs to which this process has no access are left out.
+    """
+    found: dict[int, str] = {}
+    with _nvml() as nvml, suppress(Exception):  # NVML's own errors
+        if nvml is not None:
+            for index in range(int(nvml.nvmlDeviceGetCount())):
+                if fault := _fault(nvml, index):
+                    found[index] = fault
+    return found
+
+
+def _fault(nvml: Any, index: int) -> str:
+    """Return why the GPU cannot be used, "" if it can or if the driver reports no recovery action."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except Exception as error:  # NVML's own errors
+        return "" if _code(error) in (None, NO_PERMISSION) else str(error)
+    try:
+        [answer] = nvml.nvmlDeviceGetFieldValues(handle, [RECOVERY_ACTION])
+        if answer.nvmlReturn:
+            raise nvml.NVMLError(answer.nvmlReturn)
+    except Exception as error:  # also of a driver that does not know the field
+        return str(error) if _code(error) in (IS_LOST, RESET_REQUIRED) else ""
+    action = RESETS.get(int(answer.value.uiVal))
+    return f"the driver requires {action}" if action else ""
+
+
+def _code(error: Exception) -> object:
+    """Return the code of an error of NVML, None for another error."""
+    return getattr(error, "value", None)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What this machine offers a Ray node: GPUs, memory, shared memory and an address."""
 
 import contextlib
+import errno
 import ipaddress
 import os
 import shutil
@@ -86,6 +87,24 @@ def free_port(address: str) -> int:
     with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as listener:
         listener.bind((address, 0))
         return int(listener.getsockname()[1])
+
+
+def require_free_port(address: str, port: int) -> None:
+    """Raise `UserError` if a server listens on ``port`` of this machine's ``address``: another Ray's.
+
+    An address that cannot be used for another reason is left to Ray, which reports it.
+    """
+    with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray, which restarts on its port
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"port {port} of {address}, for Ray's dashboard and job server, is in use, probably by "
+                    "another Ray: end that one first (ray stop), or start this head on another machine or "
+                    "in a container with a network of its own"
+                ) from None
 
 
 def endpoint(address: str, port: int) -> str:

@@ -51,6 +51,8 @@ def ray_start_command(options: StartOptions, host: Host, token: bool) -> list[st
     command = ["ray", "start", "--node-ip-address", address]
     if options.join is None:
         command += ["--head", "--port", str(options.port), "--dashboard-host", options.dashboard]
+        # Otherwise Ray starts without a job server if the port is taken, and its owner takes our jobs.
+        command += ["--include-dashboard", "true"]
     else:
         command += ["--address", with_port(options.join)]
     command += ["--num-gpus", str(gpus_to_declare(options.gpus, host))]

@@ -119,6 +119,18 @@ def has_token_authentication() -> bool:
     )
 
 
+def node_gpu_entries() -> list[str] | None:
+    """Return the entries of the variable that restricts the GPUs of this worker's node, None for all GPUs.
+
+    Ray hides all GPUs from a task that requests none, but keeps what the variable was. Read in Ray 2.9.3,
+    2.12.0 and 2.55.0.
+    """
+    from ray._private.worker import global_worker
+
+    entries = global_worker.original_visible_accelerator_ids.get("GPU")
+    return None if entries is None else [str(entry) for entry in entries]
+
+
 def visible_devices_variable() -> str:
     """Return the variable by whose entries Ray names the GPUs that it assigns.
 

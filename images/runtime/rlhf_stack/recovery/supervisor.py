@@ -101,9 +101,9 @@ class State:
     own if they were written after the unix time ``began``. ``converted`` is the step whose checkpoint was
     converted for the present number of ranks, 0 if none was. ``nodes`` has Ray's id of the node at each
     address when ``job`` was placed, ``gone`` the ids of nodes that were dead or silent then, and ``silent``
-    the addresses of those that ``job`` does not use because they did not answer although Ray listed them as
-    alive. ``waited`` and ``changed`` are those of the `Attempt` of ``job``. ``owner`` identifies the
-    supervisor.
+    the addresses of those that ``job`` does not use because they did not answer, or had a GPU that could not
+    be used, although Ray listed them as alive. ``waited`` and ``changed`` are those of the `Attempt` of
+    ``job``. ``owner`` identifies the supervisor.
     """
 
     words: list[str]
@@ -284,14 +284,14 @@ class Supervisor:
         self.state.nodes, self.state.gone = usable, sorted(nodes.gone)
 
     def _lost(self, now: Nodes) -> tuple[str, ...]:
-        """Return, and report with Ray's reasons, the nodes that the job may have used and that were lost."""
+        """Return, and report with the reasons, the nodes that the job may have used and that were lost."""
         excluded, found = self.state.excluded, lost_nodes(self.state.nodes, self.state.gone, now)
         lost = {address: reason for address, reason in found.items() if address not in excluded}
         if lost:
             reasons = (
                 f"{address} ({shortened(one_line(why)) or 'unknown'})" for address, why in lost.items()
             )
-            messages.warning(f"lost nodes (Ray's reason): {', '.join(reasons)}")
+            messages.warning(f"lost nodes (reason): {', '.join(reasons)}")
         return tuple(lost)
 
     def _prepare(self) -> None:
@@ -341,7 +341,8 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         lost = [address for address in excluded if address not in nodes.silent]
         if unknown := [address for address in nodes.silent if address not in excluded]:
-            messages.warning(f"nodes that do not answer are not used: {', '.join(unknown)}")
+            for how, those in _kinds(nodes, unknown):
+                messages.warning(f"nodes that {how} are not used: {those}")
             state.silent = unknown
             excluded = state.excluded
             if not (problems := self._problems(state.words, excluded, scales)):
@@ -444,6 +445,19 @@ class Supervisor:
         if last.status == HEAD_LOST and settled != self._settled:
             self._select(last.saved)
             self._settled = settled
+
+
+def _kinds(nodes: Nodes, silent: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield why ``silent`` nodes cannot be used, and their addresses, with the faults of their GPUs."""
+    if unknown := [address for address in silent if address not in nodes.faults]:
+        yield "do not answer", ", ".join(unknown)
+    faulty = [
+        f"{address} ({shortened(one_line(nodes.faults[address]))})"
+        for address in silent
+        if address in nodes.faults
+    ]
+    if faulty:
+        yield "have a GPU that cannot be used", ", ".join(faulty)
 
 
 def is_taken_over(cluster: Cluster, state: State) -> bool:

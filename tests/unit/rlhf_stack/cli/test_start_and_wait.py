@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rlhf_stack.cli.commands import start
 from rlhf_stack.cli.main import main
 from rlhf_stack.cluster import auth_token, readiness
+from rlhf_stack.cluster.host import require_free_port
 from rlhf_stack.config import env_vars
 
 WORDS = ["start", "--head", "--auth", "none", "--node-ip-address", "127.0.0.1", "--json"]
@@ -30,7 +32,11 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Put a `ray` on the PATH that ends at once, with the code that the fixture is called with."""
+    """Put a `ray` on the PATH that ends at once, with the code that the fixture is called with.
+
+    The port of the job server is free, also if a Ray runs on this machine.
+    """
+    monkeypatch.setattr(start, "require_free_port", lambda *_: None)
 
     def put(code: int) -> None:
         file = tmp_path / "ray"
@@ -62,6 +68,24 @@ def test_ray_that_does_not_start_is_an_error_as_json(
     ray(3)
     assert main(WORDS) == 1
     require_error(1, "ray start ended with code 3", capfd.readouterr())
+
+
+def test_a_head_is_not_started_where_another_one_has_the_job_server(
+    ray: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ray ran without one, readiness queried the other cluster's, and `submit` would have used it."""
+    ray(0)
+    monkeypatch.setattr(start, "require_free_port", require_free_port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(readiness, "DASHBOARD_PORT", port)
+        assert main([*WORDS, "--port", "6380"]) == 2
+        printed = capfd.readouterr()
+        assert (
+            f"error: port {port} of 127.0.0.1, for Ray's dashboard and job server, is in use" in printed.err
+        )
+        assert main([*WORDS, "--port", "6380", "--dry-run"]) == 0, "which needs no port"
+    assert main([*WORDS, "--port", "6380"]) == 0
 
 
 @pytest.mark.usefixtures("_late_node")

@@ -27,6 +27,7 @@ def test_head_declares_visible_gpus_and_binds_its_dashboard_to_loopback() -> Non
     assert "--head" in words
     assert value(words, "--num-gpus") == "8"
     assert value(words, "--dashboard-host") == "127.0.0.1"
+    assert value(words, "--include-dashboard") == "true", "without it Ray starts without a job server"
     assert value(words, "--object-store-memory") == str(int(100 * GIB * 0.9))
     assert "--block" not in words
 
@@ -34,7 +35,7 @@ def test_head_declares_visible_gpus_and_binds_its_dashboard_to_loopback() -> Non
 def test_node_joins_rays_default_port_unless_another_is_given() -> None:
     assert value(ray_start_command(NODE, HERE, token=True), "--address") == "10.0.0.1:6379"
     assert value(ray_start_command(replace(NODE, join="h:1"), HERE, token=True), "--address") == "h:1"
-    assert "--dashboard-host" not in ray_start_command(NODE, HERE, token=True)
+    assert "dashboard" not in " ".join(ray_start_command(NODE, HERE, token=True)), "Ray refuses it"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,21 @@ def test_ipv6_address_is_in_brackets(address: str) -> None:
     words = ray_start_command(replace(NODE, join=address), HERE, token=True)
     assert value(words, "--address") == "[fd00::1]:6379"
     assert host.endpoint("fd00::1", 80) == "[fd00::1]:80"
+
+
+@pytest.mark.parametrize("listening", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "localhost"])  # noqa: S104
+def test_a_port_on_which_another_server_listens_is_an_error(listening: str, address: str) -> None:
+    with socket.create_server((listening, 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of {address}, .* is in use, probably by another"):
+            host.require_free_port(address, port)
+    host.require_free_port(address, port)
+
+
+def test_an_address_that_cannot_be_bound_is_left_to_ray() -> None:
+    host.require_free_port("192.0.2.1", host.free_port("127.0.0.1"))
+    host.require_free_port("no-such-host.invalid", host.free_port("127.0.0.1"))
 
 
 @pytest.mark.parametrize("address", ["fd00:0:0:0:0:0:0:1", "fd00::1:9abc", "[fd00::1:6379]"])

@@ -378,6 +378,24 @@ def test_a_node_that_stays_silent_is_left_out_of_one_attempt_if_the_run_has_room
     assert "nodes that do not answer are not used: c\n" in capsys.readouterr().err
 
 
+def test_a_node_with_a_gpu_that_cannot_be_used_is_left_out_and_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each restart used the GPU again."""
+    run_log.configure_messages()
+    why = "GPU 3: GPU is lost"
+    full, answering = nodes("abcd"), nodes("ab").answering
+    broken = Nodes(answering, ("c", "d"), {"id c": ("c", why), "id d": ("d", "")}, (), {"c": why})
+    cluster = Faulty([DEAD, "ok"], [full, broken])
+    _, state, _ = supervise(cluster, [4, 9], Limits(3, min_nodes=2, seconds=60.0))
+    assert cluster.submitted[1] == (["train", "--vllm.num_engines", "1", "--load"], ["c", "d"])
+    assert state.attempts[0].lost == ("c", "d")
+    errors = capsys.readouterr().err
+    assert f"lost nodes (reason): c ({why}), d (unknown)\n" in errors
+    assert "nodes that do not answer are not used: d\n" in errors
+    assert f"nodes that have a GPU that cannot be used are not used: c ({why})\n" in errors
+
+
 def test_a_smaller_layout_is_not_placed_on_a_node_that_stays_silent() -> None:
     cluster = Faulty([DEAD, "ok"], [nodes("abcd"), SILENT], needs=4)
     supervise(cluster, [4, 9], Limits(3, min_nodes=2, seconds=60.0))
@@ -413,7 +431,7 @@ def test_a_node_that_joined_during_the_attempt_is_lost_and_one_that_was_removed_
     cluster = Faulty([DEAD, "ok"], [placed, ended])
     _, state, _ = supervise(cluster, [4, 9], Limits(3))
     assert [one.lost for one in state.attempts] == [("d",), ()]
-    assert "lost nodes (Ray's reason): d (health check failed)\n" in capsys.readouterr().err
+    assert "lost nodes (reason): d (health check failed)\n" in capsys.readouterr().err
     assert read_state(cluster.remembered[-1]).gone == ["id d", "id e", "id f"]
 
 

@@ -37,10 +37,10 @@ def error(text: str) -> str:
     ("old", "new", "message"),
     [
         (
-            "[sm_70, sm_75]",
+            "[sm_80, sm_86, sm_89]",
             "[sm_71]",
-            ": variants[1].without_code[1].architectures: expected one of sm_70, sm_75, sm_80, sm_86, sm_89, "
-            "sm_90; got 'sm_71'",
+            ": variants[3].without_code[4].architectures: expected one of sm_80, sm_86, sm_89, sm_90, "
+            "sm_100, sm_103, sm_120; got 'sm_71'",
         ),
         ('release: "', 'release: ["', ":10:1: not valid YAML: did not find expected ','"),
         ("release:", "release: a\nrelease:", ":10:1: not valid YAML: key 'release' appears twice"),

@@ -19,7 +19,7 @@ from scripts.release.image_probe import UnreadableError
 CUDA = find(load(), "ray2.12.0-vllm0.4.2-cuda12.1")
 ROCM = find(load(), "ray2.12.0-vllm0.4.2-rocm6.1")
 TORCH, VLLM = "torch/lib/libtorch_cuda.so", "vllm/_C.cpython-311-x86_64-linux-gnu.so"
-COMPLETE = {TORCH: ["sm_70", "sm_75", "sm_80", "sm_90"], VLLM: ["compute_70"]}
+COMPLETE = {TORCH: ["sm_80", "sm_90"], VLLM: ["compute_80"]}
 
 
 def fatbin(*entries: tuple[int, int]) -> bytes:
@@ -161,23 +161,23 @@ def test_a_gpu_runs_code_of_its_own_kind(gpu: str, code: list[str], runs: bool) 
 
 
 def test_the_supported_gpus_follow_from_the_range_of_the_matrix() -> None:
-    assert targets(CUDA.accelerator) == ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+    assert targets(CUDA.accelerator) == ("sm_80", "sm_86", "sm_89", "sm_90")
     assert targets(ROCM.accelerator) == ("gfx90a", "gfx942")
 
 
 def test_a_library_without_code_is_named_unless_the_matrix_has_its_reason() -> None:
     plain = msgspec.structs.replace(CUDA, without_code=())
     assert list(architectures.gaps(plain, COMPLETE)) == []
-    libraries = COMPLETE | {"punica/a.so": ["sm_80", "sm_90"]}
+    libraries = COMPLETE | {"punica/a.so": ["sm_89", "sm_90"]}
     [line] = architectures.gaps(plain, libraries)
-    assert line.startswith("punica/a.so: no code for sm_70, sm_75, only for sm_80, sm_90;")
-    excuse = WithoutCode(library="punica/*.so", architectures=("sm_70", "sm_75"), reason="r", source="s")
+    assert line.startswith("punica/a.so: no code for sm_80, sm_86, only for sm_89, sm_90;")
+    excuse = WithoutCode(library="punica/*.so", architectures=("sm_80", "sm_86"), reason="r", source="s")
     excused = msgspec.structs.replace(CUDA, without_code=(excuse,))
     assert list(architectures.gaps(excused, libraries)) == []
     [line] = architectures.gaps(excused, COMPLETE)
     assert line.startswith("punica/*.so: no library needs this")
     [line] = architectures.gaps(excused, COMPLETE | {"punica/a.so": ["sm_90"]})
-    assert "no code for sm_80, sm_86, sm_89, only" in line
+    assert "no code for sm_89, only" in line
 
 
 def test_operators_without_any_gpu_code_are_named() -> None:

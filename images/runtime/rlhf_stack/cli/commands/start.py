@@ -41,7 +41,7 @@ from rlhf_stack.cli.option_types import (
     seconds,
 )
 from rlhf_stack.cluster import auth_token
-from rlhf_stack.cluster.host import inspect_host, is_ipv6, wait_for_name, wait_for_port
+from rlhf_stack.cluster.host import inspect_host, is_ipv6, require_free_port, wait_for_name, wait_for_port
 from rlhf_stack.cluster.start_command import LOOPBACK, PORT, StartOptions, ray_start_command, with_port
 from rlhf_stack.compat import ray_private
 from rlhf_stack.config import env_vars
@@ -146,10 +146,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if shutil.which(started[0]) is None:
         raise UserError("`ray` is not on the PATH: run this in an image, or activate the environment of Ray")
-    if with_token and options.head and auth_token.ensure(environment):
-        messages.info(
-            f"created a token in {auth_token.path(environment)}: the other machines need the same token"
-        )
+    if options.head:
+        _prepare_head(start_options.dashboard, environment, with_token)
     if options.join:
         wait_for_port(with_port(options.join), options.timeout)
     os.environ.update(environment)  # Ray reads the mode when it is imported
@@ -184,6 +182,20 @@ def _token(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
             f"{auth_token.REMEDY}; for a head without one (--auth none) give --auth none here too"
         )
     return True
+
+
+def _prepare_head(dashboard: str, environment: Mapping[str, str], with_token: bool) -> None:
+    """Require that the port of the job server is free; create a token if one is required and none exists.
+
+    A second head of a machine would otherwise run without a job server, and use that of the first one.
+    """
+    from rlhf_stack.cluster.readiness import DASHBOARD_PORT
+
+    require_free_port(dashboard, DASHBOARD_PORT)
+    if with_token and auth_token.ensure(environment):
+        messages.info(
+            f"created a token in {auth_token.path(environment)}: the other machines need the same token"
+        )
 
 
 def _start(started: list[str], options: argparse.Namespace, with_token: bool) -> int:

@@ -254,7 +254,8 @@ def ports(node: NodeFacts) -> Iterator[Finding]:
             "ports",
             WARNING,
             f"no Ray node runs on this machine, but ports are in use: {taken}",
-            remedy="`ray stop` if a cluster still runs; else `ray start --head --port` with another port",
+            remedy="`ray stop` if a cluster still runs; else another machine, or a container with a network "
+            "of its own",
         )
     else:
         yield Finding("ports", OK, "the ports of a head are free or used by Ray")
