@@ -1,5 +1,6 @@
 """rlhf_stack.recovery.nodes: which nodes answer after a fault, and which were lost."""
 
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -121,7 +122,7 @@ def test_a_node_reports_the_faults_of_the_gpus_that_it_offers(
     monkeypatch.setenv(env_vars.ACCELERATOR, accelerator)
     monkeypatch.setattr(nvidia, "faults", lambda: {1: "GPU is lost", 3: "the driver requires a reboot"})
     monkeypatch.setattr(nodes, "node_gpu_entries", lambda: offered)
-    monkeypatch.setattr(nodes.subprocess, "run", reap := MagicMock())
+    monkeypatch.setattr(subprocess, "run", reap := MagicMock())
     assert nodes._reap() == answer
     reap.assert_called_once()
 
@@ -130,6 +131,6 @@ def test_a_node_without_nvidia_gpus_reports_none(monkeypatch: pytest.MonkeyPatch
     """Without asking Ray, whose private API this is."""
     monkeypatch.setenv(env_vars.ACCELERATOR, "rocm")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(nodes.subprocess, "run", MagicMock())
+    monkeypatch.setattr(subprocess, "run", MagicMock())
     monkeypatch.setattr(nodes, "node_gpu_entries", MagicMock(side_effect=AssertionError))
     assert nodes._reap() == ""
