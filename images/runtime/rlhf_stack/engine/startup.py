@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_stack.cluster import actor_registry, answer_once, gcs_kv
 from rlhf_stack.compat import resource_tracker
+from rlhf_stack.compat.byte_level_tokenizers import keep_byte_level_tokenizers
 from rlhf_stack.config import env_vars
 from rlhf_stack.engine import recipes, restarted
 from rlhf_stack.lazy import ray
@@ -70,10 +71,11 @@ def step(name: str, rank: int | None = None) -> Iterator[None]:
 
 
 async def start_engine(engine_class: Any, arguments: Any) -> Any:
-    """Return vLLM's asynchronous engine once it responds; the step is reported.
+    """Return vLLM's asynchronous engine, which loads tokenizers as the trainer, once it responds; reported.
 
     If vLLM's process was killed and this engine can be restarted, this process ends, so that Ray restarts it.
     """
+    keep_byte_level_tokenizers()
     try:
         with step("engine up"):
             engine = engine_class.from_engine_args(arguments)

@@ -13,11 +13,13 @@ from rlhf_stack.accelerator.devices import environment_for as environment_for_gp
 from rlhf_stack.cluster.actor_registry import register_rank, translate_actor_errors
 from rlhf_stack.cluster.answer_once import AnswersOnce, repeats_calls
 from rlhf_stack.cluster.assigned_gpu import local_rank
+from rlhf_stack.compat.byte_level_tokenizers import keep_byte_level_tokenizers
 from rlhf_stack.compat.deepspeed_ops import optimizer_config
 from rlhf_stack.compat.determinism import continues_from, seed_prompt_shuffle, seed_training, wait_for_answer
 from rlhf_stack.compat.offloaded_states import drop_loaded_copies
 from rlhf_stack.compat.varlen_attention import check_model as check_attention
 from rlhf_stack.compat.varlen_attention import implementation as attention_implementation
+from rlhf_stack.compat.zero3_buffers import keep_buffers_precise
 from rlhf_stack.config.env_vars import sync_backend as default_sync_backend
 from rlhf_stack.diagnostics.installed_patches import warn_of_replaced_packages
 from rlhf_stack.engine.actor import AsyncEngineMixin
@@ -38,6 +40,8 @@ from rlhf_stack.engine.restarts import wait_for_start as wait_for_engine_startup
 from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
+from rlhf_stack.openrlhf.generation_config import make_generation_config_valid
+from rlhf_stack.openrlhf.moving_average import average_weights
 from rlhf_stack.openrlhf.run_groups import (
     claim_engine_groups,
     claim_role_group,

@@ -204,6 +204,7 @@ def test_the_time_of_the_others_starts_again_when_an_engine_is_given_up(
 def test_an_engine_whose_process_is_killed_while_it_starts_is_restarted(
     monkeypatch: pytest.MonkeyPatch, codes: str, before: int, allowed: int, ends: bool
 ) -> None:
+    monkeypatch.setattr(startup, "keep_byte_level_tokenizers", lambda: None)
     monkeypatch.setenv(env_vars.ENGINE_RESTARTS, str(allowed))
     end = MagicMock()
     monkeypatch.setattr(restarted, "end_process", end)
