@@ -34,7 +34,8 @@ IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 def test_only_an_inconsistent_configuration_is_changed_and_logged(
     given: dict[str, Any], kept: dict[str, Any], logged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers, lines = ModuleType("transformers"), []
+    transformers = ModuleType("transformers")
+    lines: list[str] = []
     vars(transformers)["GenerationConfig"] = Settings
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setattr(run_log, "warning", lines.append)
