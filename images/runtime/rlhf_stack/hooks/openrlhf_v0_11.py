@@ -41,6 +41,7 @@ from rlhf_stack.engine.startup import begin as begin_engine_startup
 from rlhf_stack.engine.startup import start_engine, startup_arguments
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
 from rlhf_stack.openrlhf.generation_config import make_generation_config_valid
+from rlhf_stack.openrlhf.last_batch import check_trained, leave_out_incomplete_batch
 from rlhf_stack.openrlhf.moving_average import average_weights
 from rlhf_stack.openrlhf.run_groups import (
     claim_engine_groups,

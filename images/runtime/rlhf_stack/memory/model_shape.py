@@ -15,7 +15,7 @@ from rlhf_stack.errors import UserError
 from rlhf_stack.inputs import numbers
 from rlhf_stack.inputs.files import parse_json_object, read_config, read_json_object
 from rlhf_stack.inputs.text import shortened
-from rlhf_stack.memory import families
+from rlhf_stack.memory import families, rope_scaling
 
 # Names of GPT-2 for dimensions, and of older families.
 ALIASES = {
@@ -32,7 +32,7 @@ UNSCALED = ("su", "longrope", "llama3")  # rotary embeddings whose scaling the l
 VISION = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 14, "spatial_merge_size": 2, "depth": 32}
 VISION |= {"intermediate_size": 3420}  # of Qwen2.5-VL, whose config.json omits its defaults
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-NOT_SIZES = ("recurrent", "attention", "estimated")
+NOT_SIZES = ("recurrent", "attention", "rotary", "estimated")
 HEADER = struct.Struct("<Q")  # a safetensors file starts with the length of its JSON header
 MOST_PARAMETERS, MOST_SIZE = 10**15, 10**9  # of a model, and of one of its dimensions
 LIMIT = 100_000_000  # bytes: maximum length of the header, and of an index
@@ -50,7 +50,8 @@ class Shape:
     uses ``active`` of them. ``cached_layers`` have a cache that grows with the length, 0: all. ``latent`` is
     what latent attention caches for a token, 0 without it. ``max_length`` is the longest sequence in
     tokens, 0 if unknown. ``recurrent``: layers pass a state from token to token. ``attention`` is a feature
-    that torch's FlashAttention does not compute, "" without one. ``estimated``: the family is not known.
+    that torch's FlashAttention does not compute, "" without one. ``rotary`` is a scaling of the rotary
+    embeddings that vLLM 0.4.2 does not compute, "" without one. ``estimated``: the family is not known.
     """
 
     layers: int
@@ -71,6 +72,7 @@ class Shape:
     max_length: int = 0
     recurrent: bool = False
     attention: str = ""
+    rotary: str = ""
     estimated: bool = False
 
     @property
@@ -189,6 +191,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "config.json", stor
         max_length=_max_length(config, family),
         recurrent=families.is_recurrent(read, config),
         attention=families.special_attention(read, config, family),
+        rotary=rope_scaling.fault(config),
         estimated=not stored and family not in families.KNOWN,
     )
     if stored < shape.embedding:  # beside the config.json are only a part of the weights, or an adapter

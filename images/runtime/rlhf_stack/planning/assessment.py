@@ -116,6 +116,7 @@ def assess(
     contradictions = [*_mismatches(run), *_mismatches_of_engines(run, shapes), *_quantized(run)]
     contradictions += attention.obstacles(run, shapes)
     contradictions += _too_long(run, shapes[run.engine_model], variables)
+    contradictions += _other_rotation(run, shapes[run.engine_model])
     problems = list(contradictions)
     allow_straddle = env_vars.flag(env_vars.ALLOW_STRADDLE, variables)
     ours, upstream, refusal = _placed(run, free, shapes, allow_straddle)
@@ -378,6 +379,13 @@ def _too_long(run: Run, shape: Shape, variables: Mapping[str, str]) -> list[str]
         f"(max_position_embeddings): lower {flags}"
         + ("" if run.flat else f", or set {ALLOW_LONG}=1 (submit: --env)")
     ]
+
+
+def _other_rotation(run: Run, shape: Shape) -> list[str]:
+    """A line if vLLM 0.4.2, the one of OpenRLHF before 0.9, refuses the model's rotary embeddings."""
+    if run.request.engines is None or not run.flat or not shape.rotary:
+        return []
+    return [f"{run.engine_model} has {shape.rotary}"]
 
 
 def _quantized(run: Run) -> list[str]:

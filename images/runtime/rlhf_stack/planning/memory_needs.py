@@ -14,7 +14,7 @@ from rlhf_stack.memory import (
     model_states,
     training_peak,
 )
-from rlhf_stack.memory.training import BUCKET, BYTES_16BIT, shard_size
+from rlhf_stack.memory.training import BUCKET, BYTES_16BIT, BYTES_32BIT, shard_size
 from rlhf_stack.openrlhf.run_spec import ACTOR, Role, Run
 from rlhf_stack.planning.cluster_spec import GIB
 
@@ -70,7 +70,9 @@ def need(run: Run, role: Role, shape: Shape) -> Need:
     weights, host = found.weights * stored // (BYTES_16BIT * parameters), found.host
     if role.name == ACTOR and run.ema:
         copy = BYTES_16BIT * (shard_size(own, zero.ranks) if zero.stage == 3 else own)
+        exact = BYTES_32BIT * (shard_size(trained, zero.ranks) if zero.stage == 3 else trained)
         weights, host = (weights, host + copy) if zero.stage == 3 else (weights + copy, host)
+        host += exact  # of `rlhf_stack.openrlhf.moving_average`
     moves = run.trainer_sleeps and role.trained and not zero.offload  # OpenRLHF skips an offloaded optimiser
     sleeping = found.optimizer + found.gradients if moves else 0
     # DeepSpeed allocates ZeRO-3's bucket once, and frees it only where it moves the state.

@@ -227,6 +227,20 @@ def test_a_role_that_does_not_move_its_state_keeps_the_bucket_of_stage_3(
     assert ref.asleep == ref.weights
 
 
+@pytest.mark.parametrize(
+    ("stage", "on_gpu", "on_host"), [(2, 2 * QWEN_7B.total, 4 * QWEN_7B.total), (3, 0, 6 * QWEN_7B.total / 8)]
+)
+def test_a_moving_average_is_kept_in_32_bits_on_the_host(stage: int, on_gpu: int, on_host: float) -> None:
+    """OpenRLHF has a second model, in 16 bits: on the GPU, or on the host as shards at stage 3."""
+    planned = run("big", zero=Zero(stage, 1))
+    actor, ref = (
+        [need(replace(planned, ema=ema), role, QWEN_7B) for ema in (False, True)] for role in planned.roles
+    )
+    assert actor[1].weights - actor[0].weights == on_gpu
+    assert actor[1].host - actor[0].host == pytest.approx(on_host)
+    assert ref[0] == ref[1]
+
+
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_actor_and_critic_train_at_once_or_hold_their_states_in_turn(sleeps: bool) -> None:
     """OpenRLHF starts both trainings at once, but with --ds.enable_sleep one after the other."""
