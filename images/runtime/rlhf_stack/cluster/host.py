@@ -89,22 +89,31 @@ def free_port(address: str) -> int:
         return int(listener.getsockname()[1])
 
 
+def is_taken(address: str, port: int) -> bool:
+    """Report whether a server listens on ``port`` of this machine's ``address``; "" stands for all of IPv4.
+
+    False if the address cannot be used for another reason.
+    """
+    with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray, which restarts on its port
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
 def require_free_port(address: str, port: int) -> None:
     """Raise `UserError` if a server listens on ``port`` of this machine's ``address``: another Ray's.
 
     An address that cannot be used for another reason is left to Ray, which reports it.
     """
-    with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray, which restarts on its port
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    f"port {port} of {address}, for Ray's dashboard and job server, is in use, probably by "
-                    "another Ray: end that one first (ray stop), or start this head on another machine or "
-                    "in a container with a network of its own"
-                ) from None
+    if is_taken(address, port):
+        raise UserError(
+            f"port {port} of {address}, for Ray's dashboard and job server, is in use, probably by another "
+            "Ray: end that one first (ray stop), or start this head on another machine or in a container "
+            "with a network of its own"
+        )
 
 
 def endpoint(address: str, port: int) -> str:

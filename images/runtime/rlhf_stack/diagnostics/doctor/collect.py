@@ -1,6 +1,5 @@
 """Collects the facts of this node in under a second, without importing torch, ray or vllm."""
 
-import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -11,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from packaging.utils import canonicalize_name
 from rlhf_stack.accelerator import nvidia, rocm
 from rlhf_stack.cleanup import process_table, stale_resources
 from rlhf_stack.cleanup.process_table import Process
+from rlhf_stack.cluster.host import is_taken
 from rlhf_stack.compat import attention_provider, deepspeed_ops
 from rlhf_stack.config import env_vars, image
 from rlhf_stack.diagnostics import installed_patches
@@ -76,7 +76,7 @@ def collect_facts() -> NodeFacts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         resolves_to=_resolves_to(),
-        taken_ports=_taken(PORTS),
+        taken_ports=tuple(port for port in PORTS if is_taken("", port)),
         disks=_disks(),
         stale_locks=tuple(map(str, deepspeed_ops.stale_locks(deepspeed_ops.extensions_directory()))),
         stale_processes=tuple(
@@ -211,20 +211,6 @@ def _resolves_to() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def _taken(ports: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``ports`` that are in use."""
-    found = []
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    found.append(port)
-    return tuple(found)
 
 
 def _disks() -> tuple[Disk, ...]:
