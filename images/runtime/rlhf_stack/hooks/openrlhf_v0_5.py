@@ -29,6 +29,7 @@ from rlhf_stack.engine.startup import wait_for_engine_startup
 from rlhf_stack.engine.worker_extension import use_worker_class, worker_class
 from rlhf_stack.openrlhf import run_groups
 from rlhf_stack.openrlhf.checkpoint_errors import name_checkpoint_errors
+from rlhf_stack.openrlhf.log_probs import language_model_loss, log_probs
 from rlhf_stack.openrlhf.moving_average import average_weights
 from rlhf_stack.openrlhf.run_groups import claim_engine_groups, claim_role_group, wait_for_role_group
 from rlhf_stack.placement import rank_bundles

@@ -1,7 +1,8 @@
 """Estimates the activation memory of a pass on one GPU: saved for the backward pass, and at its peak.
 
-All results are bytes, for a 16-bit Hugging Face decoder with a gated MLP and RMS norms, whose logits OpenRLHF
-converts to 32-bit log-probabilities. ``tests/image/test_memory.py`` compares them with torch's allocations.
+All results are bytes, for a 16-bit Hugging Face decoder with a gated MLP and RMS norms whose
+log-probabilities are computed in 32 bits. ``tests/image/test_memory.py`` compares them with torch's
+allocations.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from rlhf_stack.memory.model_shape import Shape
 from rlhf_stack.memory.training import BYTES_16BIT, BYTES_32BIT
 
 EAGER = "eager"
-LOGIT_ROWS = 1024  # tokens whose log-probabilities OpenRLHF 0.11 computes at a time
+LOGIT_ROWS = 1024  # tokens whose log-probabilities are computed at a time
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Pass:
 
     ``checkpointing``: only the input of each layer is saved. ``split``: ranks that share each sequence (ring
     attention) or each layer (tensor parallelism). ``value_head``: the output is a scalar per token instead of
-    logits. ``half_precision_logits``: logits stay in 16 bits, and their log-probabilities are kept too
+    logits. ``half_precision_logits``: the logits stay in 16 bits, except those of `LOGIT_ROWS` tokens
     (OpenRLHF 0.5).
     """
 
@@ -49,9 +50,10 @@ def training_peak(shape: Shape, work: Pass) -> int:
     The peak is either at the gradient of the logits or in the recomputation of a layer.
     """
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    head = logits * 2 * (BYTES_16BIT if work.half_precision_logits else BYTES_32BIT) + _normalizer(
-        shape, work
-    )
+    if work.half_precision_logits:
+        head = logits * BYTES_16BIT + max(logits * BYTES_16BIT, _block(shape, work))
+    else:
+        head = logits * 2 * BYTES_32BIT + _block(shape, work)
     recomputed = _layer(shape, work) if work.checkpointing else 0
     in_mlp = max(2 * shape.mlp_width, shape.routed) + shape.routed
     gradient = work.tokens * BYTES_16BIT * (in_mlp + shape.hidden)
@@ -62,19 +64,20 @@ def forward_peak(shape: Shape, work: Pass) -> int:
     """Peak bytes of a pass without gradients."""
     logits = 0 if work.value_head else work.tokens * shape.vocabulary
     if work.half_precision_logits:
-        head = logits * 3 * BYTES_16BIT
+        head = logits * BYTES_16BIT + _block(shape, work)
     else:
-        head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _normalizer(shape, work))
+        head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _block(shape, work))
     in_mlp = 3 * max(shape.mlp_width, shape.routed) + shape.routed
     layer = work.tokens * BYTES_16BIT * (in_mlp + 4 * shape.hidden)
     return max(head, layer + _scores(shape, work))
 
 
-def _normalizer(shape: Shape, work: Pass) -> int:
+def _block(shape: Shape, work: Pass) -> int:
     """The exponentials of 32-bit logits, which exist for `LOGIT_ROWS` tokens at a time."""
-    if work.value_head or work.half_precision_logits:
+    if work.value_head:
         return 0
-    return BYTES_32BIT * min(work.tokens, LOGIT_ROWS) * shape.vocabulary
+    tokens = -(-work.length // work.split) if work.half_precision_logits else work.tokens
+    return BYTES_32BIT * min(tokens, LOGIT_ROWS) * shape.vocabulary
 
 
 def _boundary(shape: Shape, work: Pass) -> int:
@@ -106,7 +109,7 @@ def _scores(shape: Shape, work: Pass) -> int:
 
 
 def _head(shape: Shape, work: Pass) -> int:
-    """The logits, in 16 bits with their log-probabilities, or one scalar per token."""
+    """The logits, or one scalar per token."""
     if work.value_head:
         return BYTES_32BIT * work.tokens
-    return work.tokens * shape.vocabulary * (2 * BYTES_16BIT if work.half_precision_logits else BYTES_32BIT)
+    return work.tokens * shape.vocabulary * (BYTES_16BIT if work.half_precision_logits else BYTES_32BIT)
