@@ -1,0 +1,55 @@
+"""Rewards from a function or a server of the user."""
+
+import pytest
+
+PROBE = """
+import asyncio
+
+on_cpu()
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+FUNCTIONS = {
+    "raises": ("raise KeyError('answer')", "KeyError: 'answer'"),
+    "forgets": ("pass", "ValueError: the answer has no rewards: None"),
+    "misnames": ("return {'score': [1.0]}", "ValueError: the answer has no rewards: {'score': [1.0]}"),
+}
+
+
+async def generate(*_, **__):
+    answer = stub("vLLM's completion", token_ids=[5, 6], finish_reason="stop", logprobs=None)
+    return stub("vLLM's answer", outputs=[answer])
+
+
+def tokenizer(text, **_):
+    return {"input_ids": torch.tensor([[1, 2, 3]])}
+
+
+import torch
+
+tokenizer.decode = lambda tokens, **_: "text"
+sampling = stub("vLLM's SamplingParams", max_tokens=8, logprobs=None)
+engine = stub("vLLM's engine", generate=generate)
+
+
+def rewarded(source):
+    executor = SingleTurnAgentExecutor(source)
+    return asyncio.run(executor.execute("question", "label", sampling, 64, tokenizer, engine))["reward"]
+
+
+for name, (body, cause) in FUNCTIONS.items():
+    file = Path(f"{name}.py")
+    file.write_text(f"def reward_func(queries, prompts, labels):\\n    {body}\\n")
+    try:
+        found = f"reward {rewarded(str(file))}"
+    except RuntimeError as error:
+        found = str(error)
+    assert found == f"no reward from {file}: {cause}", f"a function that {name}: {found}"
+Path("works.py").write_text("def reward_func(*_):\\n    return {'rewards': [0.5]}\\n")
+assert rewarded("works.py") == [0.5]
+print("a failed reward is reported with its cause")
+"""
+
+
+@pytest.mark.patch("openrlhf/0.11.2/0071-name-the-cause-of-a-missing-reward")
+def test_a_failed_reward_is_reported_with_its_cause(proves):
+    proves(PROBE, "AssertionError: a function that raises: reward None")
