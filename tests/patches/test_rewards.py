@@ -4,6 +4,7 @@ import pytest
 
 PROBE = """
 import asyncio
+import socket
 
 on_cpu()
 from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -46,6 +47,43 @@ for name, (body, cause) in FUNCTIONS.items():
     assert found == f"no reward from {file}: {cause}", f"a function that {name}: {found}"
 Path("works.py").write_text("def reward_func(*_):\\n    return {'rewards': [0.5]}\\n")
 assert rewarded("works.py") == [0.5]
+
+
+def server_of(head):
+    async def answer(reader, writer):
+        writer.write(head.encode())
+        await reader.read()
+        writer.close()
+
+    return asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+async def rewarded_by_servers(urls):
+    executor = SingleTurnAgentExecutor(urls)
+    return await asyncio.gather(
+        *(executor.execute("question", "label", sampling, 64, tokenizer, engine) for _ in urls),
+        return_exceptions=True,
+    )
+
+
+async def failing_servers():
+    end = "\\r\\n"
+    refusing = await server_of(f"HTTP/1.1 500 Broken{end}Content-Length: 0{end}{end}")
+    json = f"Content-Type: application/json{end}Content-Length: 4"
+    babbling = await server_of(f"HTTP/1.1 200 OK{end}{json}{end}{end}text")
+    with socket.socket() as absent:
+        absent.bind(("127.0.0.1", 0))  # and does not listen
+        sockets = refusing.sockets[0], absent, babbling.sockets[0]
+        urls = [f"http://127.0.0.1:{one.getsockname()[1]}/" for one in sockets]
+        return urls, await rewarded_by_servers(urls)
+
+
+CAUSES = "ClientResponseError: 500", "ClientConnectorError: Cannot connect", "JSONDecodeError: Expecting"
+urls, errors = asyncio.run(failing_servers())
+for url, cause, error in zip(urls, CAUSES, errors, strict=True):
+    attempts = f"RuntimeError: 5 requests to {url} failed, the last with {cause}"
+    assert str(error).startswith(f"no reward from {', '.join(urls)}: {attempts}"), error
+    assert type(error.__cause__.__cause__).__name__ == cause.split(":")[0], "the cause is not chained"
 print("a failed reward is reported with its cause")
 """
 
