@@ -1,6 +1,6 @@
 """The kernels that are executed: their inputs, how they are launched, and the results in float64.
 
-The launches are those of vLLM 0.4.2's and DeepSpeed 0.15.0's own C++ code. Names are mangled C++.
+The launches are those of vLLM 0.4.2's and DeepSpeed's own C++ code. Names are mangled C++.
 """
 
 import functools
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.hip.inspection import DEEPSPEED_0_15, DEEPSPEED_0_19, VLLM_0_4, Built
+
 Numbers = Sequence[float]
 Triple = tuple[int, int, int]
-VLLM, DEEPSPEED = "vllm_rocm_ops", "deepspeed"
 HEAD_SIZES = (64, 80, 96, 112, 128, 256)
 PARTITION, THREADS, WAVE = 512, 128, 64
 TOKENS, EPSILON = 2, 1e-5  # of activations and norms
@@ -98,7 +99,7 @@ class Case:
 
     kernel: str
     type: Type
-    package: str
+    package: Built
     make: Callable[[], Work] = field(repr=False)
     head_size: int | None = None
 
@@ -113,23 +114,24 @@ def cases() -> Iterator[Case]:
     """Yield all cases."""
     for kind in FLOATS:
         for name in GATES:
-            yield Case(f"{name}_and_mul", kind, VLLM, functools.partial(gate_and_mul, name, kind))
+            yield Case(f"{name}_and_mul", kind, VLLM_0_4, functools.partial(gate_and_mul, name, kind))
         for name in ACTIVATIONS:
-            yield Case(name, kind, VLLM, functools.partial(activation, name, kind))
-        yield Case("fused_add_rms_norm", kind, VLLM, functools.partial(fused_add_rms_norm, kind))
-        yield Case("rms_norm", kind, VLLM, functools.partial(rms_norm, kind))
-        yield Case("rotary_embedding", kind, VLLM, functools.partial(rotary_embedding, kind))
-        yield Case("reshape_and_cache", kind, VLLM, functools.partial(reshape_and_cache, kind))
-        yield Case("copy_blocks", kind, VLLM, functools.partial(copy_blocks, kind))
+            yield Case(name, kind, VLLM_0_4, functools.partial(activation, name, kind))
+        yield Case("fused_add_rms_norm", kind, VLLM_0_4, functools.partial(fused_add_rms_norm, kind))
+        yield Case("rms_norm", kind, VLLM_0_4, functools.partial(rms_norm, kind))
+        yield Case("rotary_embedding", kind, VLLM_0_4, functools.partial(rotary_embedding, kind))
+        yield Case("reshape_and_cache", kind, VLLM_0_4, functools.partial(reshape_and_cache, kind))
+        yield Case("copy_blocks", kind, VLLM_0_4, functools.partial(copy_blocks, kind))
         for size in HEAD_SIZES:
             for kernel, tokens in (("paged_attention_v1", 35), ("paged_attention_v2", PARTITION + 19)):
                 make = functools.partial(paged_attention, kernel, kind, size, tokens)
-                yield Case(kernel, kind, VLLM, make, size)
+                yield Case(kernel, kind, VLLM_0_4, make, size)
     for kind in (*FLOATS, DOUBLE):
-        yield Case("fused_adam", kind, DEEPSPEED, functools.partial(fused_adam, kind))
-    yield Case("copy_blocks", UINT8, VLLM, functools.partial(copy_blocks, UINT8))
+        yield Case("fused_adam", kind, DEEPSPEED_0_15, functools.partial(fused_adam, kind, INT32))
+        yield Case("fused_adam", kind, DEEPSPEED_0_19, functools.partial(fused_adam, kind, INT64))
+    yield Case("copy_blocks", UINT8, VLLM_0_4, functools.partial(copy_blocks, UINT8))
     for kind in INTEGERS:
-        yield Case("moe_align_block_size", kind, VLLM, functools.partial(moe_align_block_size, kind))
+        yield Case("moe_align_block_size", kind, VLLM_0_4, functools.partial(moe_align_block_size, kind))
 
 
 def worst_error(expected: tuple[Type, Numbers], content: bytes) -> float:
@@ -356,8 +358,8 @@ def paged_attention(kernel: str, kind: Type, size: int, tokens: int) -> Work:
     return Work((zero, *inputs, *tables, sums, sums, partial), (first, reduce), {0: (kind, wanted)})
 
 
-def fused_adam(kind: Type) -> Work:
-    """A step of AdamW on two tensors, of which one has two chunks."""
+def fused_adam(kind: Type, count: Type) -> Work:
+    """A step of AdamW on two tensors, of which one has two chunks; ``count``: the type of their sizes."""
     chunk, sizes, step = 600, (1000, 77), 3
     # A rate at which no tensor is left as it was within the tolerance of bfloat16.
     beta1, beta2, epsilon, rate, decay = 0.9, 0.95, 1e-8, 0.1, 0.1
@@ -378,7 +380,7 @@ def fused_adam(kind: Type) -> Work:
     blocks = [(tensor, number) for tensor, size in enumerate(sizes) for number in range(-(-size // chunk))]
     # TensorListMetadata<4>: addresses[4][36], sizes[36], block_to_tensor[320], block_to_chunk[320], an int.
     tensors = bytes(4 * 36 * 8)
-    lists = struct.pack("<36i", *sizes, *[0] * (36 - len(sizes)))
+    lists = count.encode([*sizes, *[0] * (36 - len(sizes))])
     lists += bytes(tensor for tensor, _ in blocks).ljust(320, b"\0")
     lists += struct.pack("<320i", *(number for _, number in blocks), *[0] * (320 - len(blocks)))
     pointers = [((of * 36 + tensor) * 8, 2 * of + tensor) for of in range(4) for tensor in range(len(sizes))]

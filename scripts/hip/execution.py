@@ -15,6 +15,7 @@ from scripts.docker.client import docker_command
 from scripts.errors import UserError
 from scripts.hip import cases
 from scripts.hip.cases import Case, Work
+from scripts.hip.inspection import Built
 from scripts.paths import ROOT
 from scripts.release import kernels
 from scripts.testing.cluster import LABEL, owner_label
@@ -61,7 +62,7 @@ def checkout() -> Path:
 class Executor:
     """Runs cases for one architecture; a container keeps what the emulator compiled for the next case."""
 
-    def __init__(self, root: str, folder: Path, emulator: Path, wheels: Mapping[str, Path]) -> None:
+    def __init__(self, root: str, folder: Path, emulator: Path, wheels: Mapping[Built, Path]) -> None:
         """Prepare for the image ``root`` of a toolchain; ``folder`` keeps code objects and compiled code."""
         self.root, self.folder, self.emulator = root, folder, emulator
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,7 @@ class Executor:
         }
 
     def _kernel(
-        self, architecture: str, package: str, pattern: str, same: str | None
+        self, architecture: str, package: Built, pattern: str, same: str | None
     ) -> tuple[dict[str, Any], str]:
         """Return metadata and file of a kernel, in the code object ``same`` if one is given."""
         found = {}

@@ -13,17 +13,25 @@ from scripts.digests import sha256_file
 from scripts.docker.client import docker_command
 from scripts.errors import UserError
 from scripts.hip import symbols
-from scripts.hip.torch_for_rocm import LIBRARIES, MASQUERADING
+from scripts.hip.torch_for_rocm import LIBRARIES, MASQUERADING, OF_ROCM_7
 from scripts.processes import captured
 from scripts.release import kernels
 from scripts.release.kernels import Kernel
 
+Built = tuple[str, int]  # a package, and the major release of ROCm whose torch it is built for
+VLLM_0_4, VLLM_0_29 = ("vllm_rocm_ops", 6), ("vllm_rocm", 7)
+DEEPSPEED_0_15, DEEPSPEED_0_19 = ("deepspeed", 6), ("deepspeed", 7)
 # Device objects and kernels of each package for each architecture. Nine of the ten CUDA sources in the
 # CMakeLists.txt of vLLM 0.4.2 have kernels; the tenth, cuda_utils_kernels.cu, queries the device.
-EXPECTED = {"vllm_rocm_ops": (9, 351), "deepspeed": (1, 8), "vllm_rocm": (33, 6158)}
+EXPECTED: dict[Built, tuple[int, int]] = {
+    VLLM_0_4: (9, 351),
+    DEEPSPEED_0_15: (1, 8),
+    VLLM_0_29: (33, 6158),
+    DEEPSPEED_0_19: (1, 8),
+}
 # What the sources without kernels define, by which it is seen that they are in.
-DEFINED = {
-    "vllm_rocm_ops": {
+DEFINED: dict[Built, dict[str, str]] = {
+    VLLM_0_4: {
         "PyInit__C": "csrc/pybind.cpp",
         "_Z20get_device_attributeii": "csrc/cuda_utils_kernels.cu",
     }
@@ -42,10 +50,11 @@ OF_SYSTEM = (
 )
 # How each requires HIP: the recipe of vLLM's names the file in torch's wheel. DeepSpeed's own build names the
 # SONAME, under which ``import torch`` has loaded that file.
-HIP = {
-    "vllm_rocm_ops": "libamdhip64.so",
-    "vllm_rocm": "libamdhip64.so",
-    "deepspeed": LIBRARIES["libamdhip64.so"],
+HIP: dict[Built, str] = {
+    VLLM_0_4: "libamdhip64.so",
+    VLLM_0_29: "libamdhip64.so",
+    DEEPSPEED_0_15: LIBRARIES["libamdhip64.so"],
+    DEEPSPEED_0_19: OF_ROCM_7["libamdhip64.so"],
 }
 # All that call hipBLAS name the file in torch's wheel. hipBLASLt's functions are those of another library.
 BLAS, OF_BLAS = "libhipblas.so", re.compile(r"hipblas(?!Lt)[A-Z]\w*")
@@ -60,14 +69,15 @@ SHIMS = (
     "torch_get_current_cuda_blas_handle",
 )
 # What each package leaves undefined that nothing here defines, and which library of torch's wheel does.
-EXPLAINED: dict[str, dict[str, str]] = {
-    "deepspeed": MASQUERADED,
-    "vllm_rocm_ops": {
+EXPLAINED: dict[Built, dict[str, str]] = {
+    DEEPSPEED_0_15: MASQUERADED,
+    DEEPSPEED_0_19: {},
+    VLLM_0_4: {
         "_ZN2at4cuda24getCurrentCUDABlasHandleEv": "libtorch_hip.so; in libtorch_cuda.so under the same name",
         **MASQUERADED,
         **HGEMM,
     },
-    "vllm_rocm": {
+    VLLM_0_29: {
         **dict.fromkeys(SHIMS, "libtorch_hip.so; in libtorch_cuda.so of torch 2.12 under the same name"),
         **HGEMM,
     },
@@ -90,7 +100,7 @@ class Package(msgspec.Struct, frozen=True):
 
 
 def inspect(
-    name: str, wheel: Path, architectures: Sequence[str], providers: Mapping[str, Set[str]]
+    built: Built, wheel: Path, architectures: Sequence[str], providers: Mapping[str, Set[str]]
 ) -> Package:
     """Return the facts about a wheel, with everything that is wrong about it."""
     with zipfile.ZipFile(wheel) as archive:
@@ -105,8 +115,8 @@ def inspect(
     left = {symbol for symbol, owned in owners.items() if not owned}
     needed = {library for one in linked.values() for library in one.needed}
     defined = set().union(*(one.defined for one in linked.values()))
-    expected = dict.fromkeys(architectures, EXPECTED[name]) if name in EXPECTED else {}
-    explained = EXPLAINED[name]
+    expected = dict.fromkeys(architectures, EXPECTED[built]) if built in EXPECTED else {}
+    explained = EXPLAINED[built]
     return Package(
         wheel=wheel.name,
         sha256=sha256_file(wheel),
@@ -126,16 +136,16 @@ def inspect(
             ),
             *(
                 f"{source} is not in it: {symbol} is not defined"
-                for symbol, source in DEFINED.get(name, {}).items()
+                for symbol, source in DEFINED.get(built, {}).items()
                 if symbol not in defined
             ),
             *(f"undefined and unexplained: {symbol}" for symbol in sorted(left - explained.keys())),
             *(f"explained, but not undefined: {symbol}" for symbol in sorted(explained.keys() - left)),
             *(
                 f"it requires {library}, which torch's wheel lacks"
-                for library in sorted(needed - LOADED - {HIP[name]})
+                for library in sorted(needed - LOADED - {HIP[built]})
             ),
-            *(() if HIP[name] in needed else (f"it does not require {HIP[name]}",)),
+            *(() if HIP[built] in needed else (f"it does not require {HIP[built]}",)),
             *(
                 f"{file} leaves {symbol} undefined, and does not require {BLAS}"
                 for file, one in linked.items()

@@ -105,6 +105,11 @@ def packages(cell: Cell) -> set[str]:
     return {(build.recipe or build.package).replace("-", "_") for build in builds(cell)}
 
 
+def rocm(cell: Cell) -> int:
+    """Return the major release of ROCm for which the cell's torch is built."""
+    return int(cell.package("torch").requirement.partition("+rocm")[2].partition(".")[0])
+
+
 def toolchain_root(matrix: Matrix, toolchain: str) -> Root:
     """Return the root of a toolchain by its name."""
     return rootfs.toolchain(matrix, named(matrix.toolchains, toolchain))

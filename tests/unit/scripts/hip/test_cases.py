@@ -7,6 +7,7 @@ import pytest
 
 from scripts.hip import cases
 from scripts.hip.cases import BFLOAT, FLOAT, HALF, INT8, INT16, UINT8, Case, Type
+from scripts.hip.inspection import DEEPSPEED_0_15, DEEPSPEED_0_19, VLLM_0_4
 
 ALL = list(cases.cases())
 
@@ -41,12 +42,20 @@ def test_exactly_these_kernels_types_and_head_sizes_are_executed() -> None:
     wanted = [(kernel, kind, None) for kernel, kinds in plain.items() for kind in kinds]
     for kernel in ("paged_attention_v1", "paged_attention_v2"):
         wanted += [(kernel, kind, size) for kind in floats for size in (64, 80, 96, 112, 128, 256)]
-    found = [(case.kernel, case.type.name, case.head_size) for case in ALL]
+    found = [(case.kernel, case.type.name, case.head_size) for case in ALL if case.package != DEEPSPEED_0_19]
     assert sorted(found, key=str) == sorted(wanted, key=str)
 
 
 def test_only_fused_adam_is_not_of_vllm() -> None:
-    assert {case.kernel for case in ALL if case.package != cases.VLLM} == {"fused_adam"}
+    assert {case.kernel for case in ALL if case.package != VLLM_0_4} == {"fused_adam"}
+
+
+def test_both_releases_of_deepspeed_have_the_same_cases_with_sizes_of_their_own_type() -> None:
+    older, newer = ([case for case in ALL if case.package == one] for one in (DEEPSPEED_0_15, DEEPSPEED_0_19))
+    assert [case.id for case in older] == [case.id for case in newer]
+    for old, new in zip(older, newer, strict=True):
+        short, long = (case.make().launches[0].values[2]["bytes"] for case in (old, new))
+        assert len(long) - len(short) == 2 * 36 * 4  # as hex
 
 
 # As g++ mangles the instantiations of vLLM 0.4.2's templates.

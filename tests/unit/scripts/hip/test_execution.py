@@ -11,6 +11,7 @@ from scripts.errors import UserError
 from scripts.hip import emulate, execution
 from scripts.hip.cases import FLOAT, Case, Launch, Work
 from scripts.hip.execution import CHECKOUT, EMULATOR, Executor
+from scripts.hip.inspection import VLLM_0_4
 
 
 def test_a_missing_or_different_emulator_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,7 @@ def test_a_missing_or_different_emulator_is_one_line(tmp_path: Path, monkeypatch
 def case(name: str) -> Case:
     zero, one = FLOAT.encode([0.0]), FLOAT.encode([1.0])
     launch = Launch("scale", (1, 1, 1), 64, ({"buffer": 0},))
-    return Case(name, FLOAT, "vllm", lambda: Work((zero, one), (launch,), {1: (FLOAT, [1.0])}))
+    return Case(name, FLOAT, VLLM_0_4, lambda: Work((zero, one), (launch,), {1: (FLOAT, [1.0])}))
 
 
 def test_a_case_that_ends_the_emulator_does_not_end_the_others(
@@ -116,7 +117,7 @@ def test_the_scratch_memory_of_a_case_is_the_most_of_its_kernels_on_the_gpu(tmp_
         return gpu, gpu.encode(), {"amdhsa.kernels": kernels}
 
     launches = tuple(Launch(name, (1, 1, 1), 64, ()) for name in ("scale", "reduce"))
-    both = Case("both", FLOAT, "vllm", lambda: Work((), launches, {}))
+    both = Case("both", FLOAT, VLLM_0_4, lambda: Work((), launches, {}))
     executor = Executor("root", tmp_path, tmp_path, {})
-    executor.codes = {"vllm": [code("gfx90a", 0, 724), code("gfx942", 0, 0)]}
+    executor.codes = {VLLM_0_4: [code("gfx90a", 0, 724), code("gfx942", 0, 0)]}
     assert [executor.scratch(gpu, both) for gpu in ("gfx90a", "gfx942")] == [724, 0]

@@ -29,19 +29,22 @@ def test_the_context_has_the_cell_s_recipes_and_settings(tmp_path: Path) -> None
     assert re.search(r"^FROM scratch AS compiled$", (folder / "Dockerfile").read_text(), re.MULTILINE)
 
 
-def test_the_context_of_the_current_recipe_has_what_it_imports_and_only_its_own_stage(tmp_path: Path) -> None:
+def test_the_context_of_the_current_recipe_has_what_it_imports_and_its_own_stages(
+    tmp_path: Path,
+) -> None:
     matrix = load()
     cell = find(matrix, "ray2.55.0-vllm0.29.0-rocm7")
     folder = recipes.lay_out(matrix, cell, "torch==1\n", tmp_path / "context")
     assert (folder / "sources/vllm/vllm-rocm/sdist.txt").read_text().startswith("vllm==0.29.0 ")
     pins = re.findall(r"(?m)^[a-z-]+(?===)", (folder / "requirements/torch.txt").read_text())
     assert set(pins) == {"torch", *recipes.proof_of(matrix, cell).requires}
-    environment = (folder / "sources/vllm/env").read_text()
-    assert "PYTORCH_ROCM_ARCH='gfx942'\n" in environment
-    assert "CMAKE_BUILD_PARALLEL_LEVEL='2'\n" in environment
-    assert recipes.packages(cell) == {"vllm_rocm"}
+    for layer in ("vllm", "openrlhf"):
+        environment = (folder / "sources" / layer / "env").read_text()
+        assert "PYTORCH_ROCM_ARCH='gfx942'\n" in environment
+        assert "CMAKE_BUILD_PARALLEL_LEVEL='2'\n" in environment
+    assert recipes.packages(cell) == {"vllm_rocm", "deepspeed"}
     stages = (folder / "Dockerfile").read_text().partition("FROM scratch AS compiled\n")[2]
-    assert stages == "COPY --from=vllm-source /wheels /\n"
+    assert stages == "COPY --from=vllm-source /wheels /\nCOPY --from=openrlhf-source /wheels /\n"
 
 
 Build = Callable[[str], dict[str, tuple[int, str]]]  # by a shell script, to `sources.outcomes`
