@@ -714,7 +714,7 @@ def test_an_optimiser_that_cannot_run_on_the_host_is_not_proposed() -> None:
 
 @pytest.mark.parametrize("has_fused_adam", [True, False])
 def test_a_trainer_that_cannot_sleep_is_not_advised_to(has_fused_adam: bool) -> None:
-    """In an image without DeepSpeed's fused Adam; it moves no other at stage 3, and the run ended at its start."""
+    """DeepSpeed moves its fused Adam alone at ZeRO stage 3, and the advice ended a run at its start."""
     engines = Engines(8, 1, shares="actor")
 
     def asked(stage: int, **changes: Any) -> Run:
