@@ -43,7 +43,10 @@ engine = Engine.__new__(Engine)
 output = types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[0] * 9)])
 worker = stub("the worker of an engine", receive_weights=lambda parameters, limit, encoding: "loaded")
 executor = types.SimpleNamespace(driver_worker=worker)
-inner = types.SimpleNamespace(model_executor=executor)
+allocator = types.SimpleNamespace()  # without a prefix cache
+blocks = types.SimpleNamespace(gpu_allocator=allocator)
+scheduler = types.SimpleNamespace(block_manager=blocks)
+inner = types.SimpleNamespace(model_executor=executor, scheduler=scheduler)
 engine.llm = stub("the vLLM of an engine", generate=lambda *_, **__: [output] * 3, llm_engine=inner)
 assert engine.generate(prompt_token_ids=[[1, 2]] * 3) == [output] * 3
 work = engine.receive_weights([], 1, "full")["work"]
