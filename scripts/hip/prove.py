@@ -183,14 +183,16 @@ def _count(tally: Tally, toolchain: str, found: Compiled, expected: Set[str]) ->
 
 def show(report: Report) -> None:
     """Print what was compiled and how many kernels gave the right results."""
-    table = Table("toolchain", "package", "kernels", "LDS", "with spills", "executed", "equal")
+    table = Table("toolchain", "package", "kernels", "LDS", "with spills")
+    for toolchain, found in report.toolchains.items():
+        for name, one in found.packages.items():
+            kernels = ", ".join(f"{gpu} {count}" for gpu, count in one.kernels.items())
+            table.add_row(toolchain, name, kernels, str(one.lds), str(len(one.spilled)))
+    Console(highlight=False).print(table)
     for toolchain, found in report.toolchains.items():
         equal = sum(item.outcome == PASSED for item in found.executed)
         ran = sum(item.error is not None for item in found.executed)
-        for name, one in found.packages.items():
-            kernels = ", ".join(f"{gpu} {count}" for gpu, count in one.kernels.items())
-            table.add_row(toolchain, name, kernels, str(one.lds), str(len(one.spilled)), str(ran), str(equal))
-    Console(highlight=False).print(table)
+        print(f"{toolchain}: {ran} cases executed, {equal} with the right values")
     for toolchain, found in report.toolchains.items():
         if not found.is_complete:
             compiled = sum(outcome == PASSED for outcome, _ in found.sources.values())
