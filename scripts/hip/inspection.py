@@ -115,7 +115,6 @@ def inspect(
     left = {symbol for symbol, owned in owners.items() if not owned}
     needed = {library for one in linked.values() for library in one.needed}
     defined = set().union(*(one.defined for one in linked.values()))
-    expected = dict.fromkeys(architectures, EXPECTED[built]) if built in EXPECTED else {}
     explained = EXPLAINED[built]
     return Package(
         wheel=wheel.name,
@@ -130,9 +129,9 @@ def inspect(
         problems=(
             *kernels.problems(found, architectures),
             *(
-                f"{gpu}: {objects[gpu]} device objects and {counts[gpu]} kernels, expected {wanted}"
-                for gpu, wanted in expected.items()
-                if (objects[gpu], counts[gpu]) != wanted
+                f"{gpu}: {objects[gpu]} device objects and {counts[gpu]} kernels, expected {EXPECTED[built]}"
+                for gpu in architectures
+                if (objects[gpu], counts[gpu]) != EXPECTED[built]
             ),
             *(
                 f"{source} is not in it: {symbol} is not defined"

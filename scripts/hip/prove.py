@@ -122,15 +122,12 @@ def _compiled(
         print(f"{toolchain}: {error}", flush=True)
         return Compiled(inspection.compiler(builder), {}, sources=error.sources)
     providers = inspection.providers(builder, recipes.torch_released(cell, proof))
-    rocm = recipes.rocm(cell)
-    packages = {
-        name: inspection.inspect((name, rocm), wheel, gpus, providers) for name, wheel in wheels.items()
-    }
+    built = {recipes.built(cell, name): wheel for name, wheel in wheels.items()}
+    packages = {one[0]: inspection.inspect(one, wheel, gpus, providers) for one, wheel in built.items()}
     executed: tuple[Executed, ...] = ()
     if emulator:
         folder = recipes.FOLDER / "executed" / toolchain
         with exclusive_lock(folder, "an execution of the same kernels"):
-            built = {(name, rocm): wheel for name, wheel in wheels.items()}
             executor = execution.Executor(builder, folder, emulator, built)
             chosen = [case for case in cases.cases() if case.package in built]
             executed = tuple(item for gpu in gpus for item in _executed(executor, gpu, chosen))

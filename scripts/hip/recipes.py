@@ -18,6 +18,7 @@ from scripts.digests import sha256, sha256_file
 from scripts.docker.client import build_environment, docker_command
 from scripts.errors import UserError
 from scripts.hip import sources
+from scripts.hip.inspection import Built
 from scripts.images import build_log, context, rootfs
 from scripts.images.build import write_secrets
 from scripts.images.pins import pinned
@@ -105,9 +106,14 @@ def packages(cell: Cell) -> set[str]:
     return {(build.recipe or build.package).replace("-", "_") for build in builds(cell)}
 
 
-def rocm(cell: Cell) -> int:
-    """Return the major release of ROCm for which the cell's torch is built."""
-    return int(cell.package("torch").requirement.partition("+rocm")[2].partition(".")[0])
+def built(cell: Cell, package: str) -> Built:
+    """Return which build of a package the recipes of ``cell`` give."""
+    return package, int(_rocm(cell).partition(".")[0])
+
+
+def _rocm(cell: Cell) -> str:
+    """Return the release of ROCm for which the cell's torch is built, such as 7.2."""
+    return cell.package("torch").requirement.partition("+rocm")[2]
 
 
 def toolchain_root(matrix: Matrix, toolchain: str) -> Root:
@@ -143,8 +149,7 @@ def torch_wheel(cell: Cell, proof: CompileProof, root: Root, builder: str) -> Pa
     with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
         names = {released: "/released.whl:ro", HERE: "/hip:ro", Path(temporary): "/out"}
         mounts = [f"--volume={path}:{inside}" for path, inside in names.items()]
-        release = version.partition("+rocm")[2]
-        command = ["python3", "-B", f"/hip/{TRANSLATOR[0]}", "/released.whl", version, release, "/out"]
+        command = ["python3", "-B", f"/hip/{TRANSLATOR[0]}", "/released.whl", version, _rocm(cell), "/out"]
         done = captured([*docker_command(), "run", "--rm", "--network=none", *mounts, builder, *command])
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no error message"])[-1]

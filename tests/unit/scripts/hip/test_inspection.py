@@ -130,7 +130,7 @@ def test_the_last_passed_records_have_exactly_the_explained_symbols() -> None:
     passed = [one for one in every if one.suite == prove.SUITE and one.outcome == "passed"]
     last = {one.cell: one for one in sorted(passed, key=lambda record: record.when)}
     seen = {
-        (name, recipes.rocm(find(load(), record.cell))): set(package.explained)
+        recipes.built(find(load(), record.cell), name): set(package.explained)
         for record in last.values()
         for found in prove.report_of(record, records.COMMITTED).toolchains.values()
         for name, package in found.packages.items()
