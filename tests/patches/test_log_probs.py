@@ -39,22 +39,24 @@ def compare(what, function, expected):
     close(f"gradient of {what}", mine.grad, reference.grad, 2**-8)  # the rounding of bf16
 
 
-def trainer(kind, **strategy):
+def trainer(kind):
     made = kind.__new__(kind)
-    made.strategy = stub("DeepspeedStrategy", ring_attn_group=None, **strategy)
+    made.strategy = stub("DeepspeedStrategy", ring_attn_group=None)
     return made
 
 
+def in_one_row(samples):
+    return samples.flatten(0, 1)[: sum(SAMPLES)]
+
+
 def packed(logits):
-    return trainer(DPOTrainer)._packed_get_batch_logps(
-        logits.flatten(0, 1)[None, : sum(SAMPLES)], tokens.flatten()[None, : sum(SAMPLES)], packed_mask,
-        prompts, SAMPLES,
-    )[0]
+    given = in_one_row(logits)[None], in_one_row(tokens)[None], packed_mask, prompts, SAMPLES
+    return trainer(DPOTrainer)._packed_get_batch_logps(*given)[0]
 
 
 def one_packed(logits):
-    log_probs = logits.flatten(0, 1)[: sum(SAMPLES)].double().log_softmax(-1)[:-1]
-    chosen = log_probs.gather(-1, tokens.flatten()[1 : sum(SAMPLES), None]).squeeze(-1)
+    log_probs = in_one_row(logits).double().log_softmax(-1)[:-1]
+    chosen = log_probs.gather(-1, in_one_row(tokens)[1:, None]).squeeze(-1)
     return torch.stack([chosen[IGNORED - 1 : SAMPLES[0] - 1].sum(), chosen[SAMPLES[0] + IGNORED - 1 :].sum()])
 
 

@@ -6,6 +6,8 @@ PROBE = """
 import asyncio
 import socket
 
+import torch
+
 on_cpu()
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
@@ -24,8 +26,6 @@ async def generate(*_, **__):
 def tokenizer(text, **_):
     return {"input_ids": torch.tensor([[1, 2, 3]])}
 
-
-import torch
 
 tokenizer.decode = lambda tokens, **_: "text"
 sampling = stub("vLLM's SamplingParams", max_tokens=8, logprobs=None)

@@ -49,11 +49,8 @@ def training_peak(shape: Shape, work: Pass) -> int:
 
     The peak is either at the gradient of the logits or in the recomputation of a layer.
     """
-    logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    if work.half_precision_logits:
-        head = logits * BYTES_16BIT + max(logits * BYTES_16BIT, _block(shape, work))
-    else:
-        head = logits * 2 * BYTES_32BIT + _block(shape, work)
+    logits, block = _logits(shape, work), _block(shape, work)
+    head = logits + (max(logits, block) if work.half_precision_logits else logits + block)
     recomputed = _layer(shape, work) if work.checkpointing else 0
     in_mlp = max(2 * shape.mlp_width, shape.routed) + shape.routed
     gradient = work.tokens * BYTES_16BIT * (in_mlp + shape.hidden)
@@ -62,11 +59,9 @@ def training_peak(shape: Shape, work: Pass) -> int:
 
 def forward_peak(shape: Shape, work: Pass) -> int:
     """Peak bytes of a pass without gradients."""
-    logits = 0 if work.value_head else work.tokens * shape.vocabulary
-    if work.half_precision_logits:
-        head = logits * BYTES_16BIT + _block(shape, work)
-    else:
-        head = logits * BYTES_32BIT + max(logits * BYTES_16BIT, _block(shape, work))
+    logits, block = _logits(shape, work), _block(shape, work)
+    in_16_bits = 0 if work.half_precision_logits else logits // 2  # what 32-bit logits are converted from
+    head = logits + max(in_16_bits, block)
     in_mlp = 3 * max(shape.mlp_width, shape.routed) + shape.routed
     layer = work.tokens * BYTES_16BIT * (in_mlp + 4 * shape.hidden)
     return max(head, layer + _scores(shape, work))
@@ -110,6 +105,11 @@ def _scores(shape: Shape, work: Pass) -> int:
 
 def _head(shape: Shape, work: Pass) -> int:
     """The logits, or one scalar per token."""
+    return BYTES_32BIT * work.tokens if work.value_head else _logits(shape, work)
+
+
+def _logits(shape: Shape, work: Pass) -> int:
+    """The logits; a value head gives none."""
     if work.value_head:
-        return BYTES_32BIT * work.tokens
+        return 0
     return work.tokens * shape.vocabulary * (BYTES_16BIT if work.half_precision_logits else BYTES_32BIT)
